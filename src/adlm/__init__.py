@@ -1,0 +1,1 @@
+"""adlm: anchored diffusion language models."""

@@ -1,0 +1,297 @@
+"""Every setting of the package, with its meaning and unit: plain dataclasses that import nothing.
+
+Lower layers take one section (`build_model(cfg.model, ...)`), never the whole tree; `config.py` fills the tree from
+YAML groups and the command line. Classes stay mutable because OmegaConf composes onto them; treat them as read-only
+after `config.load`. The string under a field is its help text.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelConfig:
+    """One transformer family: plain or anchored, bidirectional or causal, published block or modern block."""
+
+    hidden_size: int = 768
+    """Width D of the residual stream."""
+    n_heads: int = 12
+    """Attention heads; must divide hidden_size into an even head width."""
+    n_blocks: int = 12
+    """Blocks before the anchors are read (all blocks, when not anchored)."""
+    n_denoiser_blocks: int = 6
+    """Blocks after the anchors are read; ignored when not anchored. The paper uses half of n_blocks."""
+    length: int = 1024
+    """Longest row in tokens."""
+    dropout: float = 0.1
+    """Dropout probability on the output of attention and MLP, in training."""
+    anchored: bool = True
+    """Two stages: an anchor network whose prediction feeds a denoiser."""
+    bridge: str = "collapsed"
+    """How anchors reach the denoiser: collapsed (the paper's, residual stream cut), residual (stream kept, prediction
+    added through a zero-initialised map), none (stream kept, anchors only in the loss)."""
+    causal: bool = False
+    """Attention to the past only (AR, A2R)."""
+    adaln: bool = True
+    """Modulate norms and gates by a conditioning vector, as the published block does."""
+    time_conditioning: bool = False
+    """Condition on the noise level sigma(t); needs adaln. False conditions on a constant."""
+    cond_dim: int = 128
+    """Width of the conditioning vector."""
+    norm: str = "layernorm"
+    """layernorm or rmsnorm."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys per head."""
+    activation: str = "gelu"
+    """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
+    bias: bool = True
+    """Biases in MLP, heads and bridge."""
+    zero_init: bool = False
+    """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
+    mlp_ratio: int = 4
+    """Width of the MLP over hidden_size."""
+
+
+@dataclass
+class NoiseConfig:
+    name: str = "loglinear"
+    """Masking schedule: loglinear, linear, geometric, cosine, cosine-squared or polynomial."""
+    eps: float = 1e-3
+    """Smallest kept probability at t=1 (loglinear, cosine, ...)."""
+    sigma_min: float = 1e-4
+    """Geometric schedule: sigma at t=0."""
+    sigma_max: float = 20.0
+    """Geometric schedule: sigma at t=1."""
+    power: float = 2.0
+    """Polynomial schedule: alpha = 1 - (1-eps) t^power."""
+
+
+@dataclass
+class ObjectiveConfig:
+    name: str = "anelbo"
+    """anelbo, nelbo, d3pm, score-entropy or autoregressive."""
+    gamma: float = 3e-3
+    """Weight of the anchor term (0: plain NELBO through both stages)."""
+    gamma_warmup: float = 3e-3
+    """Share of the run over which gamma rises linearly from 0 (0: constant)."""
+    anchor_rule: str = "count"
+    """Which tokens are anchors: count (at most tau times in its row), rarity (corpus frequency), none."""
+    tau: int = 5
+    """count rule: a token is an anchor if it occurs at most tau times in its own row."""
+    rarity: float = 1e-4
+    """rarity rule: a token is an anchor if its share of the training corpus is at most this."""
+    anchor_positions: str = "all"
+    """all: every anchor carries the anchor loss (the release); masked: only masked ones."""
+    T: int = 0
+    """Number of discrete time steps of the bound; 0 is continuous time."""
+    time_density_a: float = 1.0
+    """Training times are drawn from Beta(a, b); (1, 1) is the bound, anything else a deliberate reweighting."""
+    time_density_b: float = 1.0
+    """See time_density_a."""
+    time_density_anneal: float = 0.0
+    """Share of the run after which times are uniform again, reached linearly (0: never annealed)."""
+    sampling_eps: float = 1e-3
+    """Smallest time visited."""
+
+
+@dataclass
+class DataConfig:
+    name: str = "pydocs"
+    """A name of the corpora table (`adlm data list`); `file` reads data.path."""
+    path: str = ""
+    """Local file or folder in the corpus' published format; empty: the hub, or the embedded corpus."""
+    valid_path: str = ""
+    """Local file or folder of the validation split; empty: held out of `path`."""
+    text_key: str = "text"
+    """Field that holds the text (jsonl, csv, parquet); only used by data.name=file."""
+    valid_name: str = ""
+    """Corpus to validate on; empty: the training corpus' own validation split."""
+    valid_share: float = 0.01
+    """Share of documents, taken from the end, held out when a corpus has no validation split."""
+    tokenizer: str = ""
+    """gpt2, bert-base-uncased, text8, bytes, bpe-N, a tokenizer.json, or a folder with vocabulary files; empty: the corpus' default."""
+    wrap: bool = True
+    """Concatenate documents and cut into rows; False: one document a row, truncated and padded."""
+    packing: str = "stream"
+    """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
+    cache_dir: str = ""
+    """Where prepared blocks live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
+    num_proc: int = 0
+    """Processes that tokenise; 0: all cores."""
+    root: str = ""
+    """Folder with local copies of the public data sets, looked up by corpus (zero-shot evaluation)."""
+
+
+@dataclass
+class OptimConfig:
+    name: str = "adamw"
+    """adamw, or muon (Muon on the matrices of the blocks, AdamW on the rest)."""
+    lr: float = 3e-4
+    """Peak learning rate of AdamW."""
+    muon_lr: float = 2e-3
+    """Peak learning rate of Muon, in AdamW-equivalent units."""
+    muon_momentum: float = 0.95
+    """Muon's momentum."""
+    beta1: float = 0.9
+    """AdamW."""
+    beta2: float = 0.999
+    """AdamW."""
+    eps: float = 1e-8
+    """AdamW."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip: float = 1.0
+    """Largest total gradient norm (0: no clipping)."""
+    schedule: str = "constant"
+    """After warm-up: constant, cosine or linear (to zero)."""
+    warmup: int = 2500
+    """Warm-up steps (the learning rate starts at 0)."""
+    final: float = 0.0
+    """cosine, linear: share of the peak rate left at the last step."""
+    ema: float = 0.9999
+    """Decay of the averaged weights (0: none); starts low: min(ema, (1+n)/(10+n))."""
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 1_000_000
+    """Optimizer steps."""
+    global_batch_size: int = 512
+    """Rows per optimizer step over all ranks."""
+    batch_size: int = 0
+    """Rows per forward pass and rank; 0: the largest that divides the global batch evenly over ranks."""
+    valid_every: int = 10_000
+    """Steps between validations."""
+    valid_rows: int = 1024
+    """Rows of the validation split used during training (0: all)."""
+    valid_batch_size: int = 0
+    """Rows per forward pass in validation; 0: batch_size."""
+    log_every: int = 100
+    """Steps between log lines."""
+    sample_every: int = 0
+    """Steps between samples shown during training (0: none)."""
+    precision: str = "auto"
+    """auto (bf16 on a GPU, fp32 on a CPU), fp32 or bf16 (autocast, fp32 weights)."""
+    compile: str = "auto"
+    """auto (on a GPU), true or false: torch.compile the step."""
+    checkpoint_activations: bool = False
+    """Recompute block activations in the backward pass: less memory, about a third more time."""
+    strategy: str = "ddp"
+    """ddp or fsdp, under torchrun."""
+    max_bad_steps: int = 20
+    """Stop after this many updates in a row were skipped for a non-finite or exploding gradient."""
+    spike_factor: float = 0.0
+    """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    num_threads: int = 0
+    """CPU threads; 0: all cores (1 per process under torchrun unless OMP_NUM_THREADS says otherwise)."""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 500
+    """Steps between checkpoints."""
+    minutes: float = 0.0
+    """Also save after this many minutes since the last save (0: off)."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    milestone_every: int = 0
+    """Steps between checkpoints that are never removed (0: none)."""
+    resume: bool = True
+    """Go on from the newest good checkpoint of the run folder."""
+    init_from: str = ""
+    """Start from the weights of this exported folder (a new run, step 0)."""
+
+
+@dataclass
+class EvalConfig:
+    checkpoint: str = ""
+    """Run folder, exported folder or release .ckpt to evaluate."""
+    draws: int = 1
+    """Noise draws per row of the bound."""
+    rows: int = 0
+    """Rows evaluated (0: all)."""
+    ema: bool = True
+    """Evaluate the averaged weights."""
+    judge: str = "gpt2-large"
+    """Causal model that scores generated text: hub name, folder or GGUF file."""
+    generative_perplexity: bool = False
+    """Also score samples with the judge."""
+    perplexity_batch_size: int = 8
+    """Texts per forward pass of the judge."""
+
+
+@dataclass
+class SamplingConfig:
+    sampler: str = "mdlm"
+    """A name of the samplers table (`adlm config sampling.sampler=list`)."""
+    steps: int = 256
+    """Number of steps T from all masks to none."""
+    n: int = 1
+    """Samples to draw."""
+    length: int = 0
+    """Tokens per sample; 0: the model's length."""
+    batch_size: int = 16
+    """Rows that share a network call."""
+    seed: int = 0
+    """Sample i uses seed + i."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    top_p: float = 1.0
+    """Nucleus: keep the smallest set of tokens with at least this probability."""
+    top_k: int = 0
+    """Keep the k most probable tokens (0: all)."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the most probable one's probability."""
+    eta: float = 0.02
+    """Remasking strength in [0, 1] (remdm-cap, -rescale, -loop)."""
+    t_on: float = 0.55
+    """remdm-loop: time at which the remasking phase starts."""
+    t_off: float = 0.05
+    """remdm-loop: time at which it ends."""
+    alpha_on: float = 0.9
+    """remdm-loop: share of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
+    threshold: float = 0.9
+    """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
+    parity: str = ""
+    """release: the public release's nucleus cut, step grid and final argmax; empty: ours."""
+    guidance: float = 0.0
+    """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
+    stride: int = 0
+    """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
+
+
+@dataclass
+class TrackConfig:
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run folder."""
+    wandb: bool = False
+    """Also log to Weights & Biases (offline unless logged in)."""
+    project: str = "adlm"
+    """wandb project."""
+    name: str = ""
+    """wandb run name."""
+
+
+@dataclass
+class Config:
+    """The whole tree, as `adlm config` prints it."""
+
+    algo: str = "adlm"
+    """Label of the algorithm; the group of that name sets model and objective."""
+    mode: str = "train"
+    """What the release's shims do: train, ppl_eval or sample_eval."""
+    seed: int = 1
+    """Seed of initialisation, data order and noise."""
+    out: str = ""
+    """Run folder; empty: runs/<algo>-<data>-<model>."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)

@@ -1,0 +1,76 @@
+"""Imports point one way: a module may import its own layer and the layers below it, nothing above."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "adlm"
+# Lowest first. schema and errors import nothing of ours.
+LAYERS = [
+    "errors", "schema", "diffusion", "models", "objectives", "samplers", "engine", "data", "training", "api",
+    "evaluation", "reasoning", "serving", "compat", "config", "cli",
+]  # fmt: skip
+# What may be imported at the top of a module; the rest is optional and imported where used.
+ALWAYS_PRESENT = {"torch", "numpy", "safetensors", "tokenizers", "rich", "hydra", "omegaconf"}
+# No tensors here: the command line must answer `--help` without loading torch.
+NO_TORCH = {"schema", "errors", "config", "compat", "cli"}
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST, top_level_only: bool) -> set[str]:
+    found = set()
+    nodes = tree.body if top_level_only and isinstance(tree, ast.Module) else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import: write the full name, so that layers are visible"
+            if node.module == "adlm":
+                found |= {f"adlm.{alias.name}" for alias in node.names}
+            elif node.module:
+                found.add(node.module)
+    return found
+
+
+MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py"]
+
+
+def test_every_module_belongs_to_a_layer():
+    assert MODULES
+    assert {layer_of(p) for p in MODULES} <= set(LAYERS)
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in MODULES:
+        own = LAYERS.index(layer_of(path))
+        for name in imported(ast.parse(path.read_text()), top_level_only=False):
+            if not name.startswith("adlm."):
+                continue
+            layer = name.split(".")[1]
+            # cli is the only place where commands meet everything
+            if layer in LAYERS and LAYERS.index(layer) > own:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong, wrong
+
+
+def test_optional_packages_are_imported_where_used():
+    import sys
+
+    allowed = ALWAYS_PRESENT | set(sys.stdlib_module_names) | {"adlm", "__future__"}
+    wrong = []
+    for path in MODULES:
+        for name in imported(ast.parse(path.read_text()), top_level_only=True):
+            top = name.split(".")[0]
+            if top not in allowed and layer_of(path) not in {"serving"}:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+            if layer_of(path) in NO_TORCH and top == "torch":
+                wrong.append(f"{path.relative_to(PACKAGE)} imports torch at the top")
+    assert not wrong, wrong
+
+
+def test_modules_stay_readable():
+    long = {str(p.relative_to(PACKAGE)): n for p in MODULES if (n := len(p.read_text().splitlines())) > 450}
+    assert not long, long
