@@ -1,4 +1,4 @@
-"""How bad input is answered: one ValueError that says what, what was given, what is allowed, and which key to change."""
+"""How bad input is answered: one ValueError that says what, got, allowed, and which key to change."""
 
 import difflib
 from collections.abc import Iterable

@@ -49,6 +49,8 @@ class ModelConfig:
     """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
     mlp_ratio: int = 4
     """Width of the MLP over hidden_size."""
+    init: str = "torch"
+    """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
 
 
 @dataclass
@@ -108,7 +110,8 @@ class DataConfig:
     valid_share: float = 0.01
     """Share of documents, taken from the end, held out when a corpus has no validation split."""
     tokenizer: str = ""
-    """gpt2, bert-base-uncased, text8, bytes, bpe-N, a tokenizer.json, or a folder with vocabulary files; empty: the corpus' default."""
+    """gpt2, bert-base-uncased, text8, bytes, bpe-N, a tokenizer.json, or a folder with vocabulary files; empty: the
+    corpus' default."""
     wrap: bool = True
     """Concatenate documents and cut into rows; False: one document a row, truncated and padded."""
     packing: str = "stream"
