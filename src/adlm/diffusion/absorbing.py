@@ -1,0 +1,105 @@
+"""The absorbing (masking) process and its posteriors: Eq. 1, 2, 3, 6 of the paper and the SUBS parameterisation.
+
+Pure functions of tensors. alpha_s, alpha_t, sigma_t are tensors or floats that broadcast against the token tensor; a
+posterior is dense ([..., V]) here because it is the definition - samplers use only the two probabilities
+`reveal_probability` and sigma_t, which say everything about *positions*, and never build it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adlm.diffusion.checks import check_not_nan, check_range, check_tokens, visible
+from adlm.errors import require
+
+# Finite, so that 0 * log p stays 0; exp(-1e6) is 0 in every float format.
+NO_MASS = -1e6
+
+Number = Tensor | float
+
+
+def _column(x: Number, like: Tensor) -> Number:
+    """Rows' numbers [B] against tokens [B, L]: add trailing axes so that they broadcast."""
+    if isinstance(x, Tensor) and 0 < x.dim() < like.dim():
+        return x.reshape(x.shape + (1,) * (like.dim() - x.dim()))
+    return x
+
+
+def mask_tokens(x0: Tensor, u: Tensor, alpha_t: Number, mask_id: int) -> Tensor:
+    """Eq. 1: z_t keeps the token of x0 with probability alpha_t, else becomes the mask. `u`: uniforms shaped like x0."""
+    require(u.shape == x0.shape, f"u must have the shape of x0, {tuple(x0.shape)}, got {tuple(u.shape)}")
+    if isinstance(alpha_t, Tensor):
+        check_range("alpha_t", alpha_t, 0.0, 1.0)
+    return torch.where(u < _column(alpha_t, x0), x0, mask_id)
+
+
+def transition(z_s: Tensor, u: Tensor, alpha_s: Number, alpha_t: Number, mask_id: int) -> Tensor:
+    """q(z_t | z_s), s < t: a visible token survives with probability alpha_t / alpha_s; the mask is absorbing."""
+    require(u.shape == z_s.shape, f"u must have the shape of z_s, {tuple(z_s.shape)}, got {tuple(u.shape)}")
+    # multiplied out, so that alpha_s = 0 (everything already masked) needs no case of its own
+    return torch.where(u * _column(alpha_s, z_s) < _column(alpha_t, z_s), z_s, mask_id)
+
+
+def sigma_max(alpha_s: Number, alpha_t: Number) -> Tensor:
+    """Largest remasking probability that leaves Eq. 6 a distribution: min(1, (1 - alpha_s) / alpha_t); 1 at alpha_t = 0."""
+    alpha_s, alpha_t = torch.as_tensor(alpha_s), torch.as_tensor(alpha_t)
+    return torch.where(1 - alpha_s < alpha_t, (1 - alpha_s) / alpha_t, torch.ones_like(alpha_t))
+
+
+def reveal_probability(alpha_s: Number, alpha_t: Number, sigma_t: Number = 0.0) -> Tensor:
+    """Eq. 6: probability that a masked position takes a token, (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t)."""
+    alpha_s, alpha_t = torch.as_tensor(alpha_s), torch.as_tensor(alpha_t)
+    return (alpha_s - (1 - sigma_t) * alpha_t) / (1 - alpha_t)
+
+
+def remasking_posterior(
+    z_t: Tensor, p_x0: Tensor, alpha_s: Number, alpha_t: Number, sigma_t: Number, mask_id: int
+) -> Tensor:
+    """Eq. 6: distribution of z_s at every position, dense [..., V]; `p_x0` is the SUBS prediction (no mass on the mask)."""
+    require(p_x0.shape[:-1] == z_t.shape, f"p_x0 must be {tuple(z_t.shape)} by the vocabulary, got {tuple(p_x0.shape)}")
+    check_tokens("z_t", z_t, p_x0.shape[-1])
+    check_not_nan("p_x0", p_x0)
+    alpha_s, alpha_t, sigma_t = (
+        torch.as_tensor(_column(a, z_t), device=z_t.device) for a in (alpha_s, alpha_t, sigma_t)
+    )
+    _check_posterior(alpha_s, alpha_t, sigma_t)
+    is_mask = F.one_hot(torch.as_tensor(mask_id, device=z_t.device), p_x0.shape[-1]).to(p_x0)
+    reveal = reveal_probability(alpha_s, alpha_t, sigma_t).expand(z_t.shape).unsqueeze(-1).to(p_x0)
+    remask = sigma_t.expand(z_t.shape).unsqueeze(-1).to(p_x0)
+    from_mask = reveal * p_x0 + (1 - reveal) * is_mask
+    from_token = (1 - remask) * F.one_hot(z_t, p_x0.shape[-1]).to(p_x0) + remask * is_mask
+    return torch.where((z_t == mask_id).unsqueeze(-1), from_mask, from_token)
+
+
+def posterior(z_t: Tensor, p_x0: Tensor, alpha_s: Number, alpha_t: Number, mask_id: int) -> Tensor:
+    """Eq. 2 (with x one-hot) and Eq. 3 (with a prediction): Eq. 6 without remasking."""
+    return remasking_posterior(z_t, p_x0, alpha_s, alpha_t, 0.0, mask_id)
+
+
+def _check_posterior(alpha_s: Tensor, alpha_t: Tensor, sigma_t: Tensor) -> None:
+    if not (visible(alpha_s) and visible(alpha_t) and visible(sigma_t)):
+        return
+    check_range("alpha_t", alpha_t, 0.0, 1.0)
+    check_range("alpha_s", alpha_s, 0.0, 1.0)
+    require(bool((alpha_s >= alpha_t).all()), "alpha_s must not be below alpha_t: time s comes before t")
+    require(bool((alpha_t < 1).all()), "alpha_t must be below 1: at t=0 nothing is masked and there is no step to take")
+    top = sigma_max(alpha_s, alpha_t)
+    require(
+        bool(((sigma_t >= 0) & (sigma_t <= top * (1 + 1e-9))).all()),
+        f"sigma_t must lie in [0, min(1, (1 - alpha_s) / alpha_t)], got up to {sigma_t.max().item()}"
+        f" where at most {top.min().item()} is allowed",
+    )
+
+
+def subs(logits: Tensor, z_t: Tensor, mask_id: int) -> Tensor:
+    """SUBS: float32 log p(x0 | z_t). Zero-masking: the mask gets no mass. Carry-over: a visible token predicts itself."""
+    require(
+        logits.shape[:-1] == z_t.shape,
+        f"logits must be {tuple(z_t.shape)} by the vocabulary, got {tuple(logits.shape)}",
+    )
+    check_tokens("z_t", z_t, logits.shape[-1])
+    check_not_nan("logits", logits)
+    is_mask = F.one_hot(torch.as_tensor(mask_id, device=logits.device), logits.shape[-1])
+    log_p = F.log_softmax(logits.float() + NO_MASS * is_mask, dim=-1)
+    keep = (1 - F.one_hot(z_t, logits.shape[-1])) * NO_MASS
+    return torch.where((z_t == mask_id).unsqueeze(-1), log_p, keep)

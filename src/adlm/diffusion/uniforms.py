@@ -1,0 +1,109 @@
+"""Random numbers without a generator: a uniform is a pure function of (seed, counters).
+
+A draw belongs to what it is for - (seed, stream, step, position, ...) - and not to the order in which draws were made.
+Resuming a run, changing the number of ranks or sharing a batch with other requests therefore changes nothing, and there
+is no state to save. The price is about ten integer operations per number, which is less than a generator costs on a GPU.
+
+The function is a chain of splitmix64 steps in int64: the hash of the counters so far is a splitmix64 seed, and the next
+counter says how far along that stream to go. Multiplication wraps and shifts are made logical by a mask, so CPU and GPU
+give the same bits.
+"""
+
+import enum
+
+import torch
+from torch import Tensor
+
+
+class Stream(enum.IntEnum):
+    """First counter after the seed: what the numbers are for. Two purposes never share numbers."""
+
+    TIME = 1  # times t of a training or evaluation batch
+    MASK = 2  # which positions the forward process masks
+    REVEAL = 3  # which masked positions a sampler reveals
+    REMASK = 4  # which revealed positions a sampler masks again
+    TOKEN = 5  # Gumbel noise of a drawn token
+    ORDER = 6  # orders and permutations
+    SPLIT = 7  # anything the caller separates further by counters of its own
+
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: splitmix64's increment
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+WORD = (1 << 64) - 1
+
+
+def _signed(x: int) -> int:
+    """The int64 with the same 64 bits as `x`."""
+    x &= WORD
+    return x - (1 << 64) if x >> 63 else x
+
+
+_GOLDEN, _MIX_1, _MIX_2 = _signed(GOLDEN), _signed(MIX_1), _signed(MIX_2)
+
+
+def _shift(x: Tensor, n: int) -> Tensor:
+    """Logical right shift: int64's own shift copies the sign bit, the mask removes the copies."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def _mix_int(x: int) -> int:
+    x = ((x ^ (x >> 30)) * MIX_1) & WORD
+    x = ((x ^ (x >> 27)) * MIX_2) & WORD
+    return x ^ (x >> 31)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _absorb(h: int | Tensor, counter: int | Tensor) -> int | Tensor:
+    """mix(h + (counter + 1) * GOLDEN): counters that differ never meet, since both maps are one-to-one."""
+    if isinstance(h, int) and isinstance(counter, int):
+        return _mix_int((h + (counter + 1) * GOLDEN) & WORD)
+    if isinstance(h, int):
+        h = _signed(h)
+    if isinstance(counter, int):
+        return _mix(h + _signed((counter + 1) * GOLDEN))  # type: ignore[operator]
+    if counter.dtype != torch.int64:
+        raise ValueError(f"counters must be ints or int64 tensors, got {counter.dtype}")
+    return _mix(h + (counter + 1) * _GOLDEN)
+
+
+def hash_counters(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """64 hashed bits (as int64) for every element of the broadcast of seed and counters.
+
+    Leading ints are folded on the host, so a prefix such as (seed, stream, step) costs nothing per element.
+    """
+    if isinstance(seed, Tensor) and seed.dtype != torch.int64:
+        raise ValueError(f"the seed must be an int or an int64 tensor, got {seed.dtype}")
+    h: int | Tensor = (int(seed) & WORD) if isinstance(seed, int) else seed
+    for counter in counters:
+        h = _absorb(h, int(counter) if isinstance(counter, int) else counter)
+    return torch.tensor(_signed(h), device=device) if isinstance(h, int) else h
+
+
+def fold(seed: int, *counters: int) -> int:
+    """The seed of an independent stream: the same hash, on the host, as a non-negative 63-bit int."""
+    h: int | Tensor = int(seed) & WORD
+    for counter in counters:
+        h = _absorb(h, int(counter))
+    assert isinstance(h, int)
+    return h >> 1
+
+
+def to_unit(bits: Tensor) -> Tensor:
+    """Float64 in (0, 1) from the top 52 bits; the half keeps 0 and 1 out, so that log(u) and log(-log(u)) are finite."""
+    return (_shift(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def uniforms(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Float64 uniforms in (0, 1). By convention the first counter is a `Stream`."""
+    return to_unit(hash_counters(seed, *counters, device=device))
+
+
+def uniforms32(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Float32 uniforms in (0, 1) from the top 23 bits: enough to compare with a probability, not for Gumbel noise."""
+    return (_shift(hash_counters(seed, *counters, device=device), 41).float() + 0.5) * 2.0**-23
