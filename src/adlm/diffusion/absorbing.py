@@ -26,7 +26,7 @@ def _column(x: Number, like: Tensor) -> Number:
 
 
 def mask_tokens(x0: Tensor, u: Tensor, alpha_t: Number, mask_id: int) -> Tensor:
-    """Eq. 1: z_t keeps the token of x0 with probability alpha_t, else becomes the mask. `u`: uniforms shaped like x0."""
+    """Eq. 1: z_t keeps the token of x0 with probability alpha_t, else becomes the mask; `u` holds uniforms like x0."""
     require(u.shape == x0.shape, f"u must have the shape of x0, {tuple(x0.shape)}, got {tuple(u.shape)}")
     if isinstance(alpha_t, Tensor):
         check_range("alpha_t", alpha_t, 0.0, 1.0)
@@ -41,7 +41,7 @@ def transition(z_s: Tensor, u: Tensor, alpha_s: Number, alpha_t: Number, mask_id
 
 
 def sigma_max(alpha_s: Number, alpha_t: Number) -> Tensor:
-    """Largest remasking probability that leaves Eq. 6 a distribution: min(1, (1 - alpha_s) / alpha_t); 1 at alpha_t = 0."""
+    """Largest sigma_t that leaves Eq. 6 a distribution: min(1, (1 - alpha_s) / alpha_t); 1 at alpha_t = 0."""
     alpha_s, alpha_t = torch.as_tensor(alpha_s), torch.as_tensor(alpha_t)
     return torch.where(1 - alpha_s < alpha_t, (1 - alpha_s) / alpha_t, torch.ones_like(alpha_t))
 
@@ -55,7 +55,7 @@ def reveal_probability(alpha_s: Number, alpha_t: Number, sigma_t: Number = 0.0) 
 def remasking_posterior(
     z_t: Tensor, p_x0: Tensor, alpha_s: Number, alpha_t: Number, sigma_t: Number, mask_id: int
 ) -> Tensor:
-    """Eq. 6: distribution of z_s at every position, dense [..., V]; `p_x0` is the SUBS prediction (no mass on the mask)."""
+    """Eq. 6: distribution of z_s at every position, [..., V]; `p_x0` is the SUBS prediction (no mass on the mask)."""
     require(p_x0.shape[:-1] == z_t.shape, f"p_x0 must be {tuple(z_t.shape)} by the vocabulary, got {tuple(p_x0.shape)}")
     check_tokens("z_t", z_t, p_x0.shape[-1])
     check_not_nan("p_x0", p_x0)
@@ -92,7 +92,10 @@ def _check_posterior(alpha_s: Tensor, alpha_t: Tensor, sigma_t: Tensor) -> None:
 
 
 def subs(logits: Tensor, z_t: Tensor, mask_id: int) -> Tensor:
-    """SUBS: float32 log p(x0 | z_t). Zero-masking: the mask gets no mass. Carry-over: a visible token predicts itself."""
+    """SUBS log p(x0 | z_t) in float32 (float64 for float64 logits).
+
+    Zero-masking: the mask gets no mass. Carry-over: a visible token predicts itself.
+    """
     require(
         logits.shape[:-1] == z_t.shape,
         f"logits must be {tuple(z_t.shape)} by the vocabulary, got {tuple(logits.shape)}",
@@ -100,6 +103,7 @@ def subs(logits: Tensor, z_t: Tensor, mask_id: int) -> Tensor:
     check_tokens("z_t", z_t, logits.shape[-1])
     check_not_nan("logits", logits)
     is_mask = F.one_hot(torch.as_tensor(mask_id, device=logits.device), logits.shape[-1])
-    log_p = F.log_softmax(logits.float() + NO_MASS * is_mask, dim=-1)
-    keep = (1 - F.one_hot(z_t, logits.shape[-1])) * NO_MASS
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    log_p = F.log_softmax(logits + NO_MASS * is_mask, dim=-1)
+    keep = torch.full_like(log_p, NO_MASS).scatter(-1, z_t.unsqueeze(-1), 0.0)
     return torch.where((z_t == mask_id).unsqueeze(-1), log_p, keep)

@@ -1,8 +1,9 @@
 """Drawing tokens: temperature, top-k, nucleus, min-p, and float64 Gumbel-max, for gathered rows of logits [N, V].
 
 Rows are positions that were chosen to be drawn, from any number of requests, so every parameter may be a float or a
-tensor [N]. Parameters left at None are off and cost nothing; whether one is on is decided by the caller on the host, never by looking
-at a tensor. Filters act in the usual order - temperature, top-k, nucleus, min-p - each on what the one before left.
+tensor [N]. Parameters left at None are off and cost nothing; whether one is on is decided by the caller on the host,
+never by looking at a tensor. Filters act in the usual order - temperature, top-k, nucleus, min-p - each on what the one
+before left.
 """
 
 import torch
@@ -39,9 +40,9 @@ def filter_logits(
 ) -> Tensor:
     """Float32 log-probabilities [N, V] of the cut and renormalised distribution (-inf where cut).
 
-    temperature 0 means greedy; top_k 0, top_p 1 and min_p 0 cut nothing in their row. The nucleus keeps the smallest set
-    of most probable tokens with at least top_p; with `release_cut` it drops the token that crosses top_p, as the public
-    release does (the most probable token always stays). Ties are broken towards smaller ids.
+    temperature 0 means greedy; top_k 0, top_p 1 and min_p 0 cut nothing in their row. The nucleus keeps the smallest
+    set of most probable tokens with at least top_p; with `release_cut` it drops the token that crosses top_p, as the
+    public release does (the most probable token always stays). Ties are broken towards smaller ids.
     """
     require(logits.dim() >= 1 and logits.shape[-1] > 0, f"logits must be [N, V], got shape {tuple(logits.shape)}")
     check_not_nan("logits", logits)

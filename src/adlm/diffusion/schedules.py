@@ -1,9 +1,9 @@
 """Masking schedules: alpha(t) is the probability that a token is still visible at time t.
 
-Time runs from t=0 (data) to t=1 (all masks) and s < t throughout the package; alpha falls from 1 to about 0. Each schedule
-gives alpha, its derivative, its inverse, the noise level sigma(t) = -log alpha(t), and the loss weight of the bound
-w(t) = -alpha'(t) / (1 - alpha(t)) in a closed form that does not cancel as t -> 0. Functions are elementwise on tensors;
-a Python float is taken as float64.
+Time runs from t=0 (data) to t=1 (all masks) and s < t throughout the package; alpha falls from 1 to about 0. Each
+schedule gives alpha, its derivative, its inverse, the noise level sigma(t) = -log alpha(t), and the loss weight of the
+bound w(t) = -alpha'(t) / (1 - alpha(t)) in a closed form that does not cancel as t -> 0. Functions are elementwise on
+tensors; a Python float is taken as float64.
 """
 
 import math
@@ -188,8 +188,8 @@ def make_schedule(cfg: NoiseConfig) -> Schedule:
 def stratified_times(u: Tensor, index: Tensor, total: int, eps: float) -> Tensor:
     """t_i = eps + (1-eps) * ((i + u)/total mod 1): example i of `total` gets its own slice of [eps, 1].
 
-    `index` is the global example index, so the strata cover the whole batch however it is split over ranks; `u` in (0, 1)
-    is one number per batch (a shifted lattice) or one per example (jittered strata).
+    `index` is the global example index, so the strata cover the whole batch however it is split over ranks; `u` in
+    (0, 1) is one number per batch (a shifted lattice) or one per example (jittered strata).
     """
     require(total >= 1, f"total must be a positive number of examples, got {total}")
     require(0.0 <= eps < 1.0, f"eps must lie in [0, 1), got {eps}")

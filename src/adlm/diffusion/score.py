@@ -2,8 +2,8 @@
 
 The score at z_t says how much likelier the row would be with one position replaced: s(z)_v = q_t(z with v) / q_t(z).
 For the absorbing process it is the denoiser times a number that depends on time alone,
-s(mask)_v = p(x0 = v | z_t) / (e^sigma - 1), so the two forms describe the same model; the analytic step below then equals
-Eq. 3 (a law test shows it). sigma = sigma(t) is the noise level, [B] or a float.
+s(mask)_v = p(x0 = v | z_t) / (e^sigma - 1), so the two forms describe the same model; the analytic step below then
+equals Eq. 3 (a law test shows it). sigma = sigma(t) is the noise level, [B] or a float.
 """
 
 import torch
@@ -49,7 +49,7 @@ def probs_from_score(score: Tensor, z_t: Tensor, sigma: Number, mask_id: int) ->
 
 
 def analytic_step(score: Tensor, z_t: Tensor, dsigma: Number, mask_id: int) -> Tensor:
-    """Distribution of z_s (unnormalised when the score is) after lowering the noise level by dsigma: Tweedie's tau-leap.
+    """Distribution of z_s (unnormalised when the score is) after lowering the noise level by dsigma.
 
     The score is moved to level sigma - dsigma ("staggered") and multiplied by the forward probability of reaching z_t.
     """

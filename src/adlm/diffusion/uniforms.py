@@ -2,7 +2,7 @@
 
 A draw belongs to what it is for - (seed, stream, step, position, ...) - and not to the order in which draws were made.
 Resuming a run, changing the number of ranks or sharing a batch with other requests therefore changes nothing, and there
-is no state to save. The price is about ten integer operations per number, which is less than a generator costs on a GPU.
+is no state to save. The price is about ten integer operations per number.
 
 The function is a chain of splitmix64 steps in int64: the hash of the counters so far is a splitmix64 seed, and the next
 counter says how far along that stream to go. Multiplication wraps and shifts are made logical by a mask, so CPU and GPU
@@ -95,7 +95,7 @@ def fold(seed: int, *counters: int) -> int:
 
 
 def to_unit(bits: Tensor) -> Tensor:
-    """Float64 in (0, 1) from the top 52 bits; the half keeps 0 and 1 out, so that log(u) and log(-log(u)) are finite."""
+    """Float64 in (0, 1) from the top 52 bits; the half keeps 0 and 1 out, so that log(-log(u)) is finite."""
     return (_shift(bits, 12).double() + 0.5) * 2.0**-52
 
 
