@@ -1,0 +1,215 @@
+"""The language models of this package, all one class: MDLM, ADLM, AR and A2R differ in configuration alone.
+
+    tokens -> embedding -> [anchor stack -> bridge ->] denoiser stack -> hidden states
+
+A model returns hidden states and owns its heads. It does not return logits: objectives and samplers pick the few rows
+they need first, so that no [batch, length, vocabulary] tensor is ever built. `logits`, `log_probs` and
+`anchor_logits` are dense conveniences for users and tests.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adlm.diffusion.absorbing import subs
+from adlm.errors import choose, require
+from adlm.models.bridge import Bridge
+from adlm.models.layers import Block
+from adlm.models.transformer import Stack, StackCache
+from adlm.schema import ModelConfig
+
+BRIDGES = ("collapsed", "residual", "none")
+NORMS = ("layernorm", "rmsnorm")
+ACTIVATIONS = ("gelu", "relu2")
+INITS = ("torch", "normal")
+
+
+class Hidden(NamedTuple):
+    """Final-normed hidden states, ready for the heads."""
+
+    denoiser_BLD: Tensor
+    anchor_BLD: Tensor | None
+
+
+class Cache:
+    """What a causal model remembers of the tokens it has read: keys and values of both stacks, per-row positions."""
+
+    def __init__(self, denoiser: StackCache, anchor: StackCache | None, seen_B: Tensor):
+        self.denoiser = denoiser
+        self.anchor = anchor
+        self.seen_B = seen_B
+        """Tokens already read in each row."""
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, cfg: ModelConfig, vocab_size: int, mask_id: int):
+        super().__init__()
+        check_model_config(cfg, vocab_size, mask_id)
+        self.config, self.vocab_size, self.mask_id = cfg, vocab_size, mask_id
+        D = cfg.hidden_size
+        self.embedding = nn.Parameter(torch.empty(vocab_size, D))
+        self.anchor = Stack(cfg, cfg.n_blocks) if cfg.anchored else None
+        self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias) if cfg.anchored else None
+        self.bridge = Bridge(vocab_size, D, cfg.bias) if cfg.anchored and cfg.bridge != "none" else None
+        self.denoiser = Stack(cfg, cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
+        self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
+        initialise(self)
+
+    def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, cache: Cache | None = None) -> Hidden:
+        """Hidden states; sigma_B (noise level of each row) matters only to a time-conditioned model.
+
+        With a cache (causal models), tokens_BL continues each row where it stopped.
+        """
+        positions_BL = None
+        if cache is not None:
+            positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+            cache.seen_B += tokens_BL.shape[1]
+        x_BLD = nn.functional.embedding(tokens_BL, self.embedding)
+        anchor_BLD = None
+        if self.anchor is not None:
+            anchor_cache = None if cache is None else cache.anchor
+            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
+            x_BLD = self.cross(stream_BLD, anchor_BLD)
+        denoiser_cache = None if cache is None else cache.denoiser
+        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL)
+        return Hidden(denoised.normed_BLD, anchor_BLD)
+
+    def cross(self, stream_BLD: Tensor, anchor_BLD: Tensor) -> Tensor:
+        """From the anchor network to the denoiser: what the denoiser reads."""
+        if self.bridge is None:
+            return stream_BLD
+        assert self.anchor_head is not None
+        predicted_BLD = self.bridge(anchor_BLD, self.anchor_head)
+        if self.config.bridge == "collapsed":
+            return predicted_BLD.to(stream_BLD.dtype)
+        return stream_BLD + predicted_BLD
+
+    def make_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
+        require(self.config.causal, "a KV cache needs model.causal=true: a bidirectional model re-reads every position")
+        require(
+            0 < length <= self.config.length, f"cache length={length} is outside 1..model.length={self.config.length}"
+        )
+        device = self.embedding.device
+        dtype = dtype or self.embedding.dtype
+        anchor = None if self.anchor is None else self.anchor.make_cache(batch, length, dtype, device)
+        seen_B = torch.zeros(batch, dtype=torch.long, device=device)
+        return Cache(self.denoiser.make_cache(batch, length, dtype, device), anchor, seen_B)
+
+    def freeze_bridge(self) -> None:
+        """Compute the bridge product once; for inference, after the weights are final."""
+        if self.bridge is not None and self.anchor_head is not None:
+            self.bridge.freeze(self.anchor_head)
+
+    # Dense conveniences
+
+    def logits(self, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> Tensor:
+        """Raw denoiser logits at every position, float32 or better: [B, L, V]."""
+        check_tokens(tokens_BL, self.vocab_size, self.config.length)
+        return at_least_float32(self.head(self(tokens_BL, sigma_B).denoiser_BLD))
+
+    def anchor_logits(self, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> Tensor:
+        """Raw logits of the anchor network at every position: [B, L, V]."""
+        if self.anchor_head is None:
+            raise ValueError("this model has no anchor network (model.anchored=false): anchor_logits does not exist")
+        check_tokens(tokens_BL, self.vocab_size, self.config.length)
+        return at_least_float32(self.anchor_head(self(tokens_BL, sigma_B).anchor_BLD))
+
+    def log_probs(self, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> Tensor:
+        """log p_theta: of x_0 given z_t after SUBS (diffusion), or of the next token (causal): [B, L, V]."""
+        logits_BLV = self.logits(tokens_BL, sigma_B)
+        if not self.config.causal:
+            return subs(logits_BLV, tokens_BL, self.mask_id)
+        return logits_BLV.index_fill(-1, torch.tensor(self.mask_id, device=tokens_BL.device), -torch.inf).log_softmax(
+            -1
+        )
+
+
+def build_model(cfg: ModelConfig, vocab_size: int, mask_id: int) -> LanguageModel:
+    """The model of a configuration, freshly initialised from torch's global generator."""
+    return LanguageModel(cfg, vocab_size, mask_id)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def check_tokens(tokens_BL: Tensor, vocab_size: int, length: int) -> None:
+    """Validate what a user hands to a public function. Reads values back, so it stays out of training steps."""
+    shape = tuple(tokens_BL.shape)
+    require(tokens_BL.ndim == 2, f"tokens must have shape [batch, length], got {shape}")
+    require(not tokens_BL.is_floating_point(), f"tokens must be integers, got {tokens_BL.dtype}")
+    require(0 < shape[1] <= length, f"tokens have {shape[1]} positions, allowed are 1..{length} (model.length)")
+    if tokens_BL.numel():
+        low, high = int(tokens_BL.min()), int(tokens_BL.max())
+        require(
+            low >= 0 and high < vocab_size, f"tokens lie in {low}..{high}, allowed are 0..{vocab_size - 1} (vocab_size)"
+        )
+
+
+def check_model_config(cfg: ModelConfig, vocab_size: int, mask_id: int) -> None:
+    choose("model.bridge", cfg.bridge, BRIDGES)
+    choose("model.norm", cfg.norm, NORMS)
+    choose("model.activation", cfg.activation, ACTIVATIONS)
+    choose("model.init", cfg.init, INITS)
+    require(vocab_size > 1, f"vocab_size={vocab_size} must be at least 2 (one token and the mask)")
+    require(0 <= mask_id < vocab_size, f"mask_id={mask_id} is outside the vocabulary 0..{vocab_size - 1}")
+    for key in ("hidden_size", "n_heads", "n_blocks", "length", "cond_dim", "mlp_ratio"):
+        require(getattr(cfg, key) > 0, f"model.{key}={getattr(cfg, key)} must be positive")
+    require(cfg.n_denoiser_blocks > 0 or not cfg.anchored, "model.n_denoiser_blocks=0 leaves no denoiser; use >= 1")
+    require(
+        cfg.hidden_size % (2 * cfg.n_heads) == 0,
+        f"model.hidden_size={cfg.hidden_size} must be a multiple of 2*model.n_heads={2 * cfg.n_heads} (rotary pairs)",
+    )
+    require(0 <= cfg.dropout < 1, f"model.dropout={cfg.dropout} is outside [0, 1)")
+    require(
+        cfg.adaln or not cfg.time_conditioning,
+        "model.time_conditioning=true needs model.adaln=true to reach the blocks",
+    )
+
+
+@torch.no_grad()
+def initialise(model: LanguageModel) -> None:
+    """Set every parameter. `torch`: as the release starts (all logits 0, every block the identity when adaLN gates
+    are zero). `normal`: standard deviation 0.02, residual outputs scaled down by depth unless zero_init."""
+    cfg = model.config
+    depth = sum(isinstance(m, Block) for m in model.modules())
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and cfg.init == "normal":
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for out in (module.attn_out, module.mlp_out):
+                if cfg.zero_init:
+                    nn.init.zeros_(out.weight)
+                elif cfg.init == "normal" and not cfg.adaln:
+                    nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * depth))
+        if isinstance(module, Block | Stack) and module.modulation is not None:
+            nn.init.zeros_(module.modulation.weight)
+            nn.init.zeros_(module.modulation.bias)
+    if cfg.init == "normal":
+        nn.init.normal_(model.embedding, std=0.02)
+    else:
+        nn.init.kaiming_uniform_(model.embedding, a=math.sqrt(5))
+    for head in (model.head, model.anchor_head):
+        if head is not None:
+            nn.init.zeros_(head.weight)
+            if head.bias is not None:
+                nn.init.zeros_(head.bias)
+    if model.anchor_head is not None and (cfg.init == "normal" or cfg.bridge == "residual"):
+        # with the bridge at zero too, a zero anchor head would leave the product without a gradient
+        nn.init.normal_(model.anchor_head.weight, std=0.02)
+    if model.bridge is not None:
+        bound = 1 / math.sqrt(model.vocab_size)
+        if cfg.bridge == "residual":
+            nn.init.zeros_(model.bridge.weight)
+        elif cfg.init == "normal":
+            nn.init.normal_(model.bridge.weight, std=bound)
+        else:
+            nn.init.uniform_(model.bridge.weight, -bound, bound)
+        if model.bridge.bias is not None:
+            nn.init.zeros_(model.bridge.bias)
+            if cfg.init == "torch" and cfg.bridge == "collapsed":
+                nn.init.uniform_(model.bridge.bias, -bound, bound)

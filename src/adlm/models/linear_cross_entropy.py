@@ -1,0 +1,147 @@
+"""Losses behind a linear head that never hold more than one chunk of logits, forward or backward.
+
+The logits of N rows over a vocabulary of V are by far the largest tensor of a language model. Here the rows go through
+the head a chunk at a time, and the gradients with respect to hidden states, weight and bias are computed in the same
+pass (softmax minus one-hot, times the row's weight), so nothing V-wide has to be kept for the backward pass, which is
+two scalings. The price: gradients are computed even if nobody asks for them; under no_grad they are skipped.
+
+Letters: N rows, D width, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from adlm.errors import require
+
+# Elements of one chunk of logits: large enough for full-speed matrix products, small beside the activations.
+CHUNK_ELEMENTS = {"cuda": 2**28, "cpu": 2**24}
+# Matrix products on the GPU want aligned columns; 50258 is only even.
+COLUMN_MULTIPLE = {"cuda": 128, "cpu": 1}
+
+
+def cross_entropy_chunk(logits_nV: Tensor, bias_V: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropies of a chunk, and their gradient with respect to the logits (in the logits' dtype)."""
+    z = logits_nV.to(bias_V.dtype) + bias_V
+    lse_n = z.logsumexp(-1)
+    loss_n = (lse_n - z.gather(1, target_n[:, None]).squeeze(1)) * weight_n
+    column_V = torch.arange(z.shape[1], device=z.device)
+    p = (z - lse_n[:, None]).exp() - (column_V == target_n[:, None]).to(z.dtype)
+    return loss_n, (p * weight_n[:, None]).to(logits_nV.dtype)
+
+
+ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """sum_i loss(h_i W^T + b, target_i, weight_i), any per-row loss that gives its own gradient."""
+
+    @staticmethod
+    def forward(ctx, h_ND, weight_VD, bias_V, target_N, weight_N, exclude, chunk_loss, chunk_rows, dtype, gradients):
+        V, D = weight_VD.shape
+        columns = -(-V // COLUMN_MULTIPLE.get(h_ND.device.type, 1)) * COLUMN_MULTIPLE.get(h_ND.device.type, 1)
+        accumulate = torch.promote_types(dtype, torch.float32)
+        w = weight_VD.new_zeros(columns, D, dtype=dtype)
+        w[:V] = weight_VD
+        b = h_ND.new_full((columns,), -torch.inf, dtype=accumulate)  # padding columns have no mass
+        b[:V] = 0 if bias_V is None else bias_V
+        if exclude is not None:
+            b[exclude] = -torch.inf
+
+        total = h_ND.new_zeros((), dtype=accumulate)
+        grad_h = torch.zeros_like(h_ND) if gradients else None
+        grad_w = weight_VD.new_zeros(columns, D, dtype=accumulate) if gradients else None
+        grad_b = b.new_zeros(columns) if gradients and bias_V is not None else None
+        for start in range(0, h_ND.shape[0], chunk_rows):
+            part = slice(start, start + chunk_rows)
+            h = h_ND[part].to(dtype)
+            loss, g = chunk_loss(h @ w.t(), b, target_N[part], weight_N[part].to(accumulate))
+            total += loss.sum()
+            if grad_h is not None and grad_w is not None:
+                grad_h[part] = g @ w
+                add_product(grad_w, g, h)
+                if grad_b is not None:
+                    grad_b += g.sum(0, dtype=accumulate)
+        if gradients:
+            ctx.save_for_backward(grad_h, grad_w[:V], None if grad_b is None else grad_b[:V])  # type: ignore[index]
+        return total
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (scale,) = grad_outputs
+        grad_h, grad_w, grad_b = ctx.saved_tensors
+        grad_b = None if grad_b is None else grad_b * scale
+        return grad_h * scale.to(grad_h.dtype), grad_w * scale, grad_b, *[None] * 7
+
+
+def add_product(out_VD: Tensor, g_nV: Tensor, h_nD: Tensor) -> None:
+    """out += g^T h, accumulated in out's precision."""
+    if out_VD.dtype == g_nV.dtype:
+        out_VD.addmm_(g_nV.t(), h_nD)
+    else:
+        out_VD += g_nV.t() @ h_nD
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    exclude: int | None = None,
+    chunk_loss: ChunkLoss = cross_entropy_chunk,
+    chunk_rows: int = 0,
+) -> Tensor:
+    """sum_i weights_i * CE(softmax(hidden_i W^T + b), targets_i), a scalar.
+
+    `exclude` takes one class out of the softmax (the mask: SUBS zero-masking); it must not be a target.
+    `chunk_rows` is how many rows of logits exist at a time (0: chosen from the vocabulary).
+    Under autocast the products run in its dtype; sums and the weight's gradient stay in float32.
+    """
+    check_rows(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
+    device = hidden_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+    if chunk_rows <= 0:
+        chunk_rows = max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
+    needed = (hidden_ND, weight_VD) if bias_V is None else (hidden_ND, weight_VD, bias_V)
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in needed)
+    return _ChunkedHead.apply(
+        hidden_ND, weight_VD, bias_V, targets_N, weights_N, exclude, chunk_loss, chunk_rows, dtype, gradients
+    )
+
+
+@torch.no_grad()
+def linear_nll(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, exclude: int | None = None
+) -> Tensor:
+    """-log softmax(hidden_i W^T + b)[targets_i] for every row, without gradients: for evaluation."""
+    ones_N = torch.ones(hidden_ND.shape[0], device=hidden_ND.device)
+    check_rows(hidden_ND, weight_VD, bias_V, targets_N, ones_N)
+    device = hidden_ND.device.type
+    rows = max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
+    parts = []
+    for h_nD, target_n in zip(hidden_ND.split(rows), targets_N.split(rows)):
+        z = torch.nn.functional.linear(h_nD, weight_VD, bias_V)
+        z = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
+        if exclude is not None:
+            z[:, exclude] = -torch.inf
+        parts.append(z.logsumexp(-1) - z.gather(1, target_n[:, None]).squeeze(1))
+    return torch.cat(parts) if parts else hidden_ND.new_zeros(0, dtype=torch.float32)
+
+
+def check_rows(h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, weight_N: Tensor) -> None:
+    """Shapes only: reading values would make the host wait for the device."""
+    require(
+        h_ND.ndim == 2 and weight_VD.ndim == 2 and h_ND.shape[1] == weight_VD.shape[1],
+        f"hidden {tuple(h_ND.shape)} and weight {tuple(weight_VD.shape)} must be [N, D] and [V, D]",
+    )
+    N, V = h_ND.shape[0], weight_VD.shape[0]
+    require(
+        tuple(target_N.shape) == (N,) and tuple(weight_N.shape) == (N,),
+        f"targets {tuple(target_N.shape)} and weights {tuple(weight_N.shape)} must both be [{N}], one per hidden row",
+    )
+    require(
+        bias_V is None or tuple(bias_V.shape) == (V,),
+        f"bias must be [{V}] or None, got {getattr(bias_V, 'shape', None)}",
+    )

@@ -1,0 +1,86 @@
+"""One stack of blocks: bidirectional or causal, time-conditioned or not, with its own final norm.
+
+Letters as in layers.py. A stack returns both the residual stream and its final-normed version: the first is what a
+following stack may continue from, the second is what a head reads.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from adlm.models.layers import Block, LayerCache, Norm, Rotary, TimeEmbedding, pre_norm
+from adlm.schema import ModelConfig
+
+
+class Features(NamedTuple):
+    stream_BLD: Tensor
+    """The residual stream after the last block."""
+    normed_BLD: Tensor
+    """The same after the final norm (and modulation): the input of a linear head."""
+
+
+class StackCache:
+    """Keys and values of every block of a causal stack."""
+
+    def __init__(self, layers: list[LayerCache]):
+        self.layers = layers
+
+
+class Stack(nn.Module):
+    def __init__(self, cfg: ModelConfig, n_blocks: int):
+        super().__init__()
+        self.time_conditioning = cfg.time_conditioning
+        self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
+        self.rotary = Rotary(cfg.hidden_size // cfg.n_heads, cfg.length)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(n_blocks))
+        self.norm = Norm(cfg.hidden_size, cfg.norm)
+        self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.adaln else None
+        self.checkpoint_activations = False
+
+    def conditioning(self, x_BLD: Tensor, sigma_B: Tensor | None) -> Tensor | None:
+        """c_BC: one row per example when time-conditioned, else one row in all (sigma = 0)."""
+        if self.time_embedding is None:
+            return None
+        if not self.time_conditioning:
+            sigma_B = torch.zeros(1, device=x_BLD.device)
+        elif sigma_B is None:
+            raise ValueError("sigma_B is missing: this model is time-conditioned and needs the noise level of each row")
+        # tiny, and its output scales every activation: not worth rounding to bf16
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            return self.time_embedding(sigma_B)
+
+    def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> StackCache:
+        heads = [(block.n_heads, block.qkv.in_features // block.n_heads) for block in self.blocks]  # type: ignore[union-attr]
+        return StackCache(
+            [
+                LayerCache(*(torch.zeros(batch, N, length, H, dtype=dtype, device=device) for _ in range(2)))
+                for N, H in heads
+            ]
+        )
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        sigma_B: Tensor | None = None,
+        cache: StackCache | None = None,
+        positions_BL: Tensor | None = None,
+    ) -> Features:
+        cos, sin = self.rotary.tables(x_BLD.shape[1], positions_BL)
+        c_BC = self.conditioning(x_BLD, sigma_B)
+        layers, mask = [None] * len(self.blocks), None
+        if cache is not None:
+            layers = cache.layers
+            assert positions_BL is not None
+            key_position = torch.arange(layers[0].k_BNLH.shape[2], device=x_BLD.device)
+            mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
+        for block, layer in zip(self.blocks, layers):
+            if self.checkpoint_activations and self.training:
+                x_BLD = checkpoint(block, x_BLD, c_BC, cos, sin, use_reentrant=False)  # type: ignore[assignment]
+            else:
+                x_BLD = block(x_BLD, c_BC, cos, sin, layer, positions_BL, mask)
+        final = None
+        if self.modulation is not None and c_BC is not None:
+            final = self.modulation(c_BC).unsqueeze(1).chunk(2, dim=-1)
+        return Features(x_BLD, pre_norm(x_BLD, self.norm, final))

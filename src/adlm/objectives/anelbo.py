@@ -1,0 +1,56 @@
+"""ANELBO (Eq. 7, Theorem 4.1): the NELBO through both networks + gamma * the anchor network's own cross-entropy.
+
+The anchor term has the same weight w(t) and acts where the rule A(x) says anchor: at every such position, visible ones
+included, as in the release (anchor_positions=all), or at masked ones only. It is a plain softmax over all V entries,
+without SUBS. gamma rises linearly over the first gamma_warmup of the run. Perplexity never contains it.
+"""
+
+from torch import Tensor
+
+from adlm.diffusion.schedules import Schedule
+from adlm.errors import choose, require
+from adlm.objectives.anchors import make_anchor_rule
+from adlm.objectives.base import Rows, Task, Term, count_tokens
+from adlm.objectives.nelbo import Nelbo
+from adlm.schema import ModelConfig, ObjectiveConfig
+
+ANCHOR_POSITIONS = ("all", "masked")
+
+
+def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
+    """gamma * min(1, progress / gamma_warmup)."""
+    if cfg.gamma_warmup <= 0:
+        return cfg.gamma
+    return cfg.gamma * min(1.0, progress / cfg.gamma_warmup)
+
+
+class Anelbo(Nelbo):
+    def __init__(
+        self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int, share_V: Tensor | None = None
+    ):
+        super().__init__(cfg, schedule, mask_id, seed)
+        check_anchor_options(cfg)
+        self.anchors = make_anchor_rule(cfg, share_V)
+
+    def check(self, model: ModelConfig) -> None:
+        super().check(model)
+        require(
+            model.anchored, "objective.name=anelbo needs model.anchored=true; for one stack use objective.name=nelbo"
+        )
+
+    def draw(self, rows: Rows, step: int, progress: float) -> Task:
+        noised = self.draw_training(rows, step, progress)
+        terms = {"nelbo": self.bound_term(noised)}
+        gamma = gamma_at(self.cfg, progress)
+        if gamma > 0:
+            anchors_BL = self.anchors(rows)
+            if self.cfg.anchor_positions == "masked":
+                anchors_BL = anchors_BL & noised.masked_BL
+            terms["anchor"] = Term("anchor", *noised.where(anchors_BL), scale=gamma)
+        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), terms)
+
+
+def check_anchor_options(cfg: ObjectiveConfig) -> None:
+    choose("objective.anchor_positions", cfg.anchor_positions, ANCHOR_POSITIONS)
+    require(cfg.gamma >= 0, f"objective.gamma={cfg.gamma} must not be negative")
+    require(0 <= cfg.gamma_warmup <= 1, f"objective.gamma_warmup={cfg.gamma_warmup} is a share of the run, in [0, 1]")

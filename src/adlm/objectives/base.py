@@ -1,0 +1,117 @@
+"""What an objective is: it turns clean rows into a task for the network, and the task's loss is always the same.
+
+An objective draws noise and decides which rows of which head are scored against which targets with which weights. That
+is all a NELBO, an ANELBO, an autoregressive or a score-entropy loss is, so `draw` is the objective and `loss` is one
+function. `draw` never looks at the model: the loop can run it ahead of time, on another stream, and the number of
+scored rows is known to the host before the network starts.
+
+Losses are sums; the loop divides once by the count over all ranks. Noise is a function of (seed, step, example).
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from adlm.models import LanguageModel, linear_cross_entropy
+from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
+from adlm.schema import ModelConfig
+
+
+class Rows(NamedTuple):
+    """Clean rows, and where each stands among the `total` rows that share their times (a global batch, a data set)."""
+
+    tokens_BL: Tensor
+    example_B: Tensor
+    total: int
+    attention_mask_BL: Tensor | None = None
+    """False at padding, which carries no loss; None: no padding."""
+    anchors_BL: Tensor | None = None
+    """Given anchors, for objective.anchor_rule=given."""
+
+
+class Term(NamedTuple):
+    """One sum of the loss: rows of one head against targets."""
+
+    head: str
+    """denoiser or anchor."""
+    rows_N: Tensor
+    """Positions scored, as indices into the flattened [B * L] hidden states."""
+    targets_N: Tensor
+    weights_N: Tensor
+    """Weight of each position, without `scale`; more columns if the chunk loss takes more numbers per row."""
+    scale: float = 1.0
+    """Factor of the whole term in the total (gamma of the anchor term)."""
+    exclude: int | None = None
+    """Class left out of the softmax (the mask)."""
+    chunk_loss: ChunkLoss = cross_entropy_chunk
+
+
+class Task(NamedTuple):
+    tokens_BL: Tensor
+    """What the network reads."""
+    sigma_B: Tensor | None
+    """Noise level of each row."""
+    count: int
+    """Tokens of the rows: what the loss is divided by, summed over ranks."""
+    terms: dict[str, Term]
+
+
+class LossOutput(NamedTuple):
+    total: Tensor
+    """Sum over tokens of all terms, scaled: what is differentiated."""
+    count: int
+    terms: dict[str, Tensor]
+    """Sums of each term alone, unscaled and detached; the first one is the bound."""
+
+
+class Objective(Protocol):
+    def check(self, model: ModelConfig) -> None:
+        """Refuse a model this objective cannot train."""
+        ...
+
+    def draw(self, rows: Rows, step: int, progress: float) -> Task:
+        """The training task of optimizer step `step`; `progress` in [0, 1] is its share of the run."""
+        ...
+
+    def draw_bound(self, rows: Rows, draw: int) -> Task:
+        """The validation task: the bound alone (or the exact likelihood), with noise fixed by example and `draw`."""
+        ...
+
+
+def loss(model: LanguageModel, task: Task) -> LossOutput:
+    """Run the network once and score every term of the task."""
+    hidden = model(task.tokens_BL, task.sigma_B)
+    return score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task)
+
+
+def score_terms(model: LanguageModel, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, task: Task) -> LossOutput:
+    total = torch.zeros((), device=task.tokens_BL.device)
+    terms = {}
+    for name, term in task.terms.items():
+        hidden_BLD, head = (denoiser_BLD, model.head) if term.head == "denoiser" else (anchor_BLD, model.anchor_head)
+        assert hidden_BLD is not None and head is not None, f"{name} reads a head this model lacks"
+        value = linear_cross_entropy(
+            hidden_BLD.flatten(0, 1).index_select(0, term.rows_N),
+            head.weight,
+            head.bias,
+            term.targets_N,
+            term.weights_N,
+            exclude=term.exclude,
+            chunk_loss=term.chunk_loss,
+        )
+        total = total + term.scale * value
+        terms[name] = value.detach()
+    return LossOutput(total, task.count, terms)
+
+
+def select(term_rows_BL: Tensor, targets_BL: Tensor, weight_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat positions where `term_rows_BL` holds, with their targets and their row's weight."""
+    rows_N = term_rows_BL.flatten().nonzero().squeeze(1)
+    targets_N = targets_BL.flatten().index_select(0, rows_N)
+    weights_N = weight_B.index_select(0, rows_N // targets_BL.shape[1])
+    return rows_N, targets_N, weights_N
+
+
+def count_tokens(rows: Rows) -> int:
+    return rows.tokens_BL.numel() if rows.attention_mask_BL is None else int(rows.attention_mask_BL.sum())
