@@ -25,6 +25,11 @@ def _column(x: Number, like: Tensor) -> Number:
     return x
 
 
+def _number(x: Number) -> Tensor:
+    """A Python float is taken as float64: as float32 a probability would lose half its digits on the way in."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+
+
 def mask_tokens(x0: Tensor, u: Tensor, alpha_t: Number, mask_id: int) -> Tensor:
     """Eq. 1: z_t keeps the token of x0 with probability alpha_t, else becomes the mask; `u` holds uniforms like x0."""
     require(u.shape == x0.shape, f"u must have the shape of x0, {tuple(x0.shape)}, got {tuple(u.shape)}")
@@ -42,13 +47,13 @@ def transition(z_s: Tensor, u: Tensor, alpha_s: Number, alpha_t: Number, mask_id
 
 def sigma_max(alpha_s: Number, alpha_t: Number) -> Tensor:
     """Largest sigma_t that leaves Eq. 6 a distribution: min(1, (1 - alpha_s) / alpha_t); 1 at alpha_t = 0."""
-    alpha_s, alpha_t = torch.as_tensor(alpha_s), torch.as_tensor(alpha_t)
+    alpha_s, alpha_t = _number(alpha_s), _number(alpha_t)
     return torch.where(1 - alpha_s < alpha_t, (1 - alpha_s) / alpha_t, torch.ones_like(alpha_t))
 
 
 def reveal_probability(alpha_s: Number, alpha_t: Number, sigma_t: Number = 0.0) -> Tensor:
     """Eq. 6: probability that a masked position takes a token, (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t)."""
-    alpha_s, alpha_t = torch.as_tensor(alpha_s), torch.as_tensor(alpha_t)
+    alpha_s, alpha_t = _number(alpha_s), _number(alpha_t)
     return (alpha_s - (1 - sigma_t) * alpha_t) / (1 - alpha_t)
 
 
@@ -59,9 +64,7 @@ def remasking_posterior(
     require(p_x0.shape[:-1] == z_t.shape, f"p_x0 must be {tuple(z_t.shape)} by the vocabulary, got {tuple(p_x0.shape)}")
     check_tokens("z_t", z_t, p_x0.shape[-1])
     check_not_nan("p_x0", p_x0)
-    alpha_s, alpha_t, sigma_t = (
-        torch.as_tensor(_column(a, z_t), device=z_t.device) for a in (alpha_s, alpha_t, sigma_t)
-    )
+    alpha_s, alpha_t, sigma_t = (_number(_column(a, z_t)) for a in (alpha_s, alpha_t, sigma_t))
     _check_posterior(alpha_s, alpha_t, sigma_t)
     is_mask = F.one_hot(torch.as_tensor(mask_id, device=z_t.device), p_x0.shape[-1]).to(p_x0)
     reveal = reveal_probability(alpha_s, alpha_t, sigma_t).expand(z_t.shape).unsqueeze(-1).to(p_x0)

@@ -1,0 +1,134 @@
+"""Cuts against naive loops over one row; Gumbel draws against their distribution, far into the tail."""
+
+import numpy as np
+import pytest
+import torch
+from chance import LEVEL, chi_square
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adlm.diffusion.categorical import check_drawing, filter_logits, gumbel_argmax
+from adlm.diffusion.uniforms import Stream, uniforms
+
+
+def naive_cut(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, release_cut=False):
+    """One row, one token at a time, in Python floats."""
+    if temperature == 0:
+        best = int(np.argmax(logits))
+        return np.eye(len(logits))[best]
+    e = np.exp((np.asarray(logits, dtype=np.float64) - max(logits)) / temperature)
+    p = e / e.sum()
+    order = sorted(range(len(p)), key=lambda v: (-p[v], v))
+    if top_k:
+        order = order[:top_k]
+    p = np.array([p[v] if v in set(order) else 0.0 for v in range(len(p))])
+    p /= p.sum()
+    if top_p < 1:
+        kept, total = [], 0.0
+        for v in order:
+            if release_cut:
+                total += p[v]
+                if total <= top_p or not kept:
+                    kept.append(v)
+            else:
+                if total < top_p:
+                    kept.append(v)
+                total += p[v]
+        p = np.array([p[v] if v in set(kept) else 0.0 for v in range(len(p))])
+    p = np.where(p >= min_p * p.max(), p, 0.0)
+    return p / p.sum()
+
+
+rows = st.lists(st.integers(-40, 40).map(lambda i: i / 8 + 1e-3), min_size=1, max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows, st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.integers(0, 13), st.sampled_from([0.07, 0.33, 0.61, 0.93, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.4]), st.booleans(),
+)  # fmt: skip
+def test_cut_equals_the_naive_twin(row, temperature, top_k, top_p, min_p, release):
+    got = filter_logits(torch.tensor([row]), temperature, top_k, top_p, min_p, release_cut=release).exp()[0]
+    np.testing.assert_allclose(
+        got.numpy(), naive_cut(np.float32(row), temperature, top_k, top_p, min_p, release), atol=2e-6
+    )
+
+
+def test_usual_and_release_nucleus_differ_by_the_crossing_token():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    usual, release = (filter_logits(logits, top_p=0.7, release_cut=r).exp()[0] for r in (False, True))
+    torch.testing.assert_close(usual, torch.tensor([0.625, 0.375, 0, 0]))
+    torch.testing.assert_close(release, torch.tensor([1.0, 0, 0, 0]))
+    # the first token stays even when it alone exceeds top_p
+    assert filter_logits(logits, top_p=0.1, release_cut=True).exp()[0].tolist() == [1, 0, 0, 0]
+
+
+def test_each_row_has_its_own_settings():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 3
+    t, k = torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([0, 3, 7, 0])
+    p, m = torch.tensor([0.9, 1.0, 0.5, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.1])
+    together = filter_logits(logits, t, k, p, m)
+    for i in range(4):
+        alone = filter_logits(logits[i : i + 1], t[i].item(), int(k[i]), p[i].item(), m[i].item())
+        torch.testing.assert_close(together[i : i + 1], alone)
+
+
+def test_off_means_off():
+    logits = torch.randn(3, 20)
+    plain = logits.log_softmax(-1)
+    torch.testing.assert_close(filter_logits(logits), plain)
+    torch.testing.assert_close(filter_logits(logits, 1.0, 0, 1.0, 0.0), plain)
+
+
+def test_flat_nucleus_at_a_real_vocabulary():
+    """float32 sums would move this cut: 0.9 of 50,000 equal tokens is 45,000 tokens."""
+    kept = filter_logits(torch.zeros(1, 50_000), top_p=0.9).isfinite().sum().item()
+    assert abs(kept - 45_000) <= 1
+
+
+def test_gumbel_draws_have_the_distribution():
+    n = 400_000
+    p = torch.tensor([0.5, 0.25, 0.15, 0.0, 0.0999, 1e-4], dtype=torch.float64)
+    u = uniforms(0, Stream.TOKEN, torch.arange(n)[:, None], torch.arange(6))
+    counts = np.bincount(gumbel_argmax(p.log().expand(n, 6), u).numpy(), minlength=6)
+    assert chi_square(counts, p.numpy()) > LEVEL
+
+
+def test_gumbel_ignores_a_constant_and_takes_float32():
+    u = uniforms(0, Stream.TOKEN, torch.arange(100)[:, None], torch.arange(7))
+    log_p = torch.randn(100, 7)
+    assert torch.equal(gumbel_argmax(log_p, u), gumbel_argmax(log_p.double() + 3.0, u))
+
+
+def test_the_tail_is_reached():
+    """Many rare tokens together get their share, and the noise spans what float32 (at most 17) cannot."""
+    v, n = 20_000, 2_000
+    log_p = torch.full((v,), -12.0, dtype=torch.float64)
+    log_p[0] = 0.0
+    rare = (v - 1) * np.exp(-12.0) / (1 + (v - 1) * np.exp(-12.0))
+    hits = 0
+    for chunk in range(20):
+        u = uniforms(1, Stream.TOKEN, chunk, torch.arange(n // 20)[:, None], torch.arange(v))
+        hits += int((gumbel_argmax(log_p.expand(n // 20, v), u) != 0).sum())
+    assert chi_square([hits, n - hits], [rare, 1 - rare]) > LEVEL
+    # A token 36 nats below the best still wins where its own uniform is the largest there is.
+    u = torch.tensor([[0.5, 1 - 2.0**-53]], dtype=torch.float64)
+    assert gumbel_argmax(torch.tensor([[0.0, -36.0]]), u).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: filter_logits(torch.tensor([[0.0, torch.nan]])), "logits holds NaN in 1 of 2"),
+        (lambda: filter_logits(torch.zeros(3, 0)), "logits must be"),
+        (lambda: gumbel_argmax(torch.zeros(1, 2), torch.rand(1, 3).double()), "shape of log_p"),
+        (lambda: gumbel_argmax(torch.zeros(1, 2), torch.rand(1, 2)), "float64"),
+        (lambda: check_drawing(top_p=0), r"sampling.top_p must lie in \(0, 1\], got 0"),
+        (lambda: check_drawing(top_k=-1), "sampling.top_k"),
+        (lambda: check_drawing(temperature=-1), "sampling.temperature"),
+        (lambda: check_drawing(min_p=1.0), "sampling.min_p"),
+    ],
+)
+def test_bad_input_is_answered(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,120 @@
+"""Counter-based uniforms: uniform, independent in every direction a sampler walks, and a fixed function of integers."""
+
+import numpy as np
+import pytest
+import torch
+from chance import LEVEL, chi_square
+from scipy import stats
+
+from adlm.diffusion.uniforms import Stream, fold, hash_counters, to_unit, uniforms, uniforms32
+
+MILLION = 1_000_000
+
+
+def naive_hash(seed: int, *counters: int) -> int:
+    """The definition in unbounded Python integers."""
+    word = 2**64
+    h = seed % word
+    for c in counters:
+        h = (h + (c + 1) * 0x9E3779B97F4A7C15) % word
+        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) % word
+        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) % word
+        h ^= h >> 31
+    return h - word if h >= word // 2 else h
+
+
+def test_golden_values():
+    """The same integers on every machine and device, now and later: seeds in published results depend on them."""
+    got = hash_counters(torch.tensor([0, 1, -1, 2**62]), Stream.TOKEN, torch.tensor([0, 1, 1023, 7]), 50257)
+    assert got.tolist() == GOLDEN
+    assert uniforms(0, 0, torch.tensor([0])).item().hex() == "0x1.4e0dba5e9a32fp-1"
+
+
+GOLDEN = [6645412142192486607, 2291684424278568263, -1777717769010389929, -8759899510013620695]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_same_bits_on_the_gpu():
+    c = torch.arange(MILLION)
+    assert torch.equal(hash_counters(3, Stream.MASK, c), hash_counters(3, Stream.MASK, c.cuda()).cpu())
+    assert torch.equal(uniforms(3, Stream.MASK, c), uniforms(3, Stream.MASK, c.cuda()).cpu())
+    assert torch.equal(uniforms32(3, Stream.MASK, c), uniforms32(3, Stream.MASK, c.cuda()).cpu())
+
+
+def test_equals_the_definition_for_ints_and_tensors():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        seed, a, b, c = (int(v) for v in rng.integers(-(2**63), 2**63 - 1, 4))
+        expected = naive_hash(seed, a, b, c)
+        assert hash_counters(seed, a, b, c).item() == expected
+        assert hash_counters(torch.tensor(seed), torch.tensor(a), b, torch.tensor([c])).item() == expected
+        assert hash_counters(seed, torch.tensor([a]), b, c).item() == expected
+        assert fold(seed, a, b, c) == expected % 2**64 >> 1
+
+
+@pytest.mark.parametrize("make", [uniforms, uniforms32])
+def test_a_million_draws_are_uniform(make):
+    u = make(7, Stream.MASK, torch.arange(1000)[:, None], torch.arange(1000)).double().numpy().ravel()
+    assert u.min() > 0
+    assert u.max() < 1
+    assert stats.kstest(u, "uniform").pvalue > LEVEL
+    for cells in (10, 1000, 4096):
+        assert chi_square(np.bincount((u * cells).astype(int), minlength=cells), np.full(cells, 1 / cells)) > LEVEL
+
+
+@pytest.mark.parametrize("bit", range(0, 64, 3))
+def test_every_bit_is_a_fair_coin(bit):
+    ones = int((hash_counters(1, Stream.TOKEN, torch.arange(MILLION)) >> bit & 1).sum())
+    assert stats.binomtest(ones, MILLION, 0.5).pvalue > LEVEL
+
+
+def pairs_independent(a: torch.Tensor, b: torch.Tensor) -> float:
+    cells = 16
+    table = np.histogram2d(a.numpy().ravel(), b.numpy().ravel(), bins=cells, range=[[0, 1], [0, 1]])[0]
+    return chi_square(table, np.full((cells, cells), cells**-2))
+
+
+def test_neighbours_are_independent_in_every_direction():
+    """Serial pairs at several lags, and neighbouring seeds, streams, steps and positions."""
+    p, seeds = torch.arange(MILLION), torch.arange(1000)[:, None]
+    u = uniforms(11, Stream.REVEAL, p)
+    values = {f"lag {lag}": pairs_independent(u[:-lag], u[lag:]) for lag in (1, 2, 3, 7, 64, 1024, 50258)}
+    values["stream"] = pairs_independent(u, uniforms(11, Stream.REMASK, p))
+    values["seed"] = pairs_independent(u, uniforms(12, Stream.REVEAL, p))
+    grid = uniforms(seeds, Stream.REVEAL, torch.arange(1001))
+    values["step"] = pairs_independent(grid[:, :-1], grid[:, 1:])
+    values["seeds as rows"] = pairs_independent(grid[:-1], grid[1:])
+    # (seed, step) and (seed + 1, step - 1): the classic clash of additive keys
+    values["diagonal"] = pairs_independent(grid[:-1, 1:], grid[1:, :-1])
+    assert min(values.values()) > LEVEL, values
+
+
+def test_correlations_vanish():
+    u = (uniforms(5, Stream.TIME, torch.arange(MILLION)) - 0.5) * 12**0.5
+    for lag in (1, 2, 5, 100):
+        z = (u[:-lag] * u[lag:]).sum().item() / MILLION**0.5
+        assert abs(z) < stats.norm.isf(LEVEL / 2), (lag, z)
+
+
+def test_a_draw_does_not_depend_on_the_batch_it_is_in():
+    seeds, positions = torch.tensor([4, 9, 2]), torch.arange(33)
+    whole = uniforms(seeds[:, None], Stream.REVEAL, 5, positions)
+    for i, seed in enumerate(seeds.tolist()):
+        assert torch.equal(whole[i], uniforms(seed, Stream.REVEAL, 5, positions))
+        for j in (0, 17, 32):
+            assert whole[i, j] == uniforms(seed, Stream.REVEAL, 5, j)
+    assert torch.equal(whole.flip(0), uniforms(seeds.flip(0)[:, None], Stream.REVEAL, 5, positions))
+
+
+def test_extreme_bits_stay_inside_the_open_interval():
+    ends = to_unit(torch.tensor([0, -1]))
+    assert 0 < ends[0] < ends[1] < 1
+    assert torch.isfinite(torch.log(-torch.log(ends))).all()
+
+
+def test_bad_counters_are_answered():
+    with pytest.raises(ValueError, match="int64"):
+        uniforms(0, torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="seed"):
+        uniforms(torch.tensor([1], dtype=torch.int32), 1)
