@@ -1,0 +1,65 @@
+"""The Hugging Face hub, as far as data needs it: vocabulary files and data sets by name, lazily, failing at once."""
+
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+
+def fetch(repository: str, files: tuple[str, ...], what: str, advice: str) -> Path:
+    """The folder that holds `files` of a hub repository, downloaded unless huggingface_hub already has them."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise ValueError(f"{what} needs huggingface_hub (pip install 'adlm[data]'); or {advice}") from None
+    try:
+        paths = [hf_hub_download(repository, file, local_files_only=True) for file in files]
+    except Exception:  # not in the local cache yet: ask the network
+        _require_network(what, advice)
+        try:
+            paths = [hf_hub_download(repository, file) for file in files]
+        except Exception as error:
+            raise ValueError(f"{what} cannot be fetched from the hub ({_brief(error)}); {advice}") from None
+    return Path(paths[0]).parent
+
+
+def documents(repository: str, config: str, revision: str, split: str, text_key: str, advice: str) -> Iterator[str]:
+    """The texts of one split of a hub data set, in its own order, read from datasets' memory-mapped cache."""
+    what = f"data set {repository!r}"
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"{what} needs the datasets package (pip install 'adlm[data]'); or {advice}") from None
+    try:
+        table: Any = datasets.load_dataset(repository, config or None, revision=revision or None, split=split)
+    except Exception as error:
+        raise ValueError(f"{what} cannot be fetched from the hub ({_brief(error)}); {advice}") from None
+    columns = list(table.column_names or [])
+    if text_key not in columns:
+        raise ValueError(f"{what} has no column {text_key!r}; it has {', '.join(columns)}")
+    for batch in table.select_columns([text_key]).iter(batch_size=1000):
+        yield from batch[text_key]
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+def _require_network(what: str, advice: str) -> None:
+    """Without this, an offline machine waits through half a minute of retries to learn the same thing."""
+    if os.environ.get("HF_HUB_OFFLINE") or not _resolves(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
+        raise ValueError(f"{what} cannot be fetched from the hub (no network); {advice}")
+
+
+def _resolves(endpoint: str) -> bool:
+    if urllib.request.getproxies():  # a proxy resolves names for us
+        return True
+    try:
+        socket.getaddrinfo(urlparse(endpoint).hostname, 443)
+    except OSError:
+        return False
+    return True

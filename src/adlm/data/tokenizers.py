@@ -1,0 +1,291 @@
+"""Tokenizers: one wrapper around `tokenizers.Tokenizer`, whatever the vocabulary came from.
+
+Every vocabulary here (GPT-2, BERT, text8, bytes, a tokenizer.json, a BPE trained on the spot) becomes one backend
+object, so saving, loading and fingerprinting are the same for all. Two rules that the public release breaks:
+text never encodes to a special token (a document that contains the characters "[MASK]" must not contain a mask), and
+the padding token is never the mask.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from adlm.data import hub
+from adlm.errors import choose, require
+
+NAMES = ("gpt2", "bert-base-uncased", "text8", "bytes", "bpe-N")
+MASK = "[MASK]"
+# The characters a bpe-N tokenizer is trained on: enough for any N in use, and training stays within memory.
+BPE_TRAINING_CHARACTERS = 100_000_000
+# First match wins: what a tokenizer.json of another library may call its special tokens.
+ROLES = {
+    "mask": (MASK, "<mask>", "<|mask|>", "<|mdm_mask|>"),
+    "bos": ("[BOS]", "<s>", "<|startoftext|>", "<|begin_of_text|>", "[CLS]", "<|endoftext|>"),
+    "eos": ("[EOS]", "</s>", "<|end_of_text|>", "[SEP]", "<|endoftext|>"),
+    "pad": ("[PAD]", "<pad>", "<|pad|>"),
+}
+
+
+class Tokenizer:
+    """Text to ids and back, with the ids of the special tokens. `vocab_size` counts the mask."""
+
+    def __init__(self, backend: Backend, name: str) -> None:
+        # Truncation or padding stored in a tokenizer.json would silently shorten documents.
+        backend.no_truncation()
+        backend.no_padding()
+        known = backend.get_vocab(with_added_tokens=True)
+        if not any(token in known for token in ROLES["mask"]):
+            backend.add_special_tokens([MASK])
+            known = backend.get_vocab(with_added_tokens=True)
+        found = {role: next((known[t] for t in tokens if t in known), None) for role, tokens in ROLES.items()}
+        if found["mask"] is None or found["eos"] is None:
+            raise ValueError(
+                f"data.tokenizer={name!r} has no end-of-text token; it needs one of {', '.join(ROLES['eos'])}"
+            )
+        self.backend = backend
+        self.name = name
+        self.mask_id: int = found["mask"]
+        self.eos_id: int = found["eos"]
+        self.bos_id: int = found["bos"] if found["bos"] is not None else found["eos"]
+        self.pad_id: int | None = found["pad"]
+        self.vocab_size: int = max(known.values()) + 1
+        self.special_ids: frozenset[int] = frozenset(
+            {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+            | {i for i in (self.mask_id, self.eos_id, self.bos_id, self.pad_id) if i is not None}
+        )
+        # "Encode special tokens as ordinary text"; not stored in the JSON, hence set on every construction.
+        backend.encode_special_tokens = True
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone: no BOS or EOS is added, and no special token can come out of it."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode`, on all cores (set RAYON_NUM_THREADS to use fewer)."""
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text of the ids; special tokens are shown by name unless skipped."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def token(self, i: int) -> str:
+        """The piece of text that id `i` stands for when it stands alone."""
+        return self.backend.decode([int(i)], skip_special_tokens=False)
+
+    def release_ends(self) -> tuple[int, int]:
+        """(BOS, EOS) as the public release computes them: the first id of the encoded special token.
+
+        BERT's encoder prepends [CLS] to everything, so both come out as [CLS]: only packing=release uses this.
+        """
+        prefix = self.backend.encode("", add_special_tokens=True).ids
+        return (prefix[0], prefix[0]) if prefix else (self.bos_id, self.eos_id)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over everything that decides which ids a text gets, and which ids are special."""
+        behaviour = json.loads(self.backend.to_str())
+        behaviour.pop("version", None)
+        behaviour["special"] = [self.mask_id, self.bos_id, self.eos_id, self.pad_id, self.vocab_size]
+        return hashlib.sha256(json.dumps(behaviour, sort_keys=True).encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write a tokenizer.json that `load_tokenizer` (and the `tokenizers` library) reads back."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(self.backend.to_str(), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, mask_id={self.mask_id})"
+
+
+def load_tokenizer(name: str, documents: Iterable[str] | None = None, root: str | Path = "") -> Tokenizer:
+    """The tokenizer called `name`: a name of NAMES, a tokenizer.json, a vocabulary file, or a folder with such files.
+
+    `documents` are what a `bpe-N` is trained on. `root` is a folder searched for the vocabulary files of gpt2 and
+    bert-base-uncased before the hub is asked.
+    """
+    if match := re.fullmatch(r"bpe-(\d+)", name):
+        require(documents is not None, f"data.tokenizer={name!r} is trained on a corpus, and no documents were given")
+        return train_bpe(documents or (), int(match[1]))
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_path(path, name)
+    if name in HUB_NAMES:
+        folder = _find_vocabulary(Path(root).expanduser(), name) if root else None
+        return _from_path(folder, name) if folder else _from_hub(name)
+    if "/" in name or "\\" in name or name.endswith((".json", ".txt", ".bpe")):
+        raise ValueError(
+            f"data.tokenizer={name!r} does not exist; give a tokenizer.json, a folder with vocabulary files, "
+            f"or one of {', '.join(NAMES)}"
+        )
+    choose("data.tokenizer", name, NAMES)
+    raise AssertionError("unreachable: choose() refuses every name that is left")
+
+
+# ---- vocabularies that need no files --------------------------------------------------------------------------------
+
+
+def text8_characters() -> Tokenizer:
+    """a-z and space, laid out as MDLM and its successors do: eight special ids, mask 4, 35 in all."""
+    special = ["[CLS]", "[SEP]", "[BOS]", "[EOS]", MASK, "[PAD]", "[RESERVED]", "[UNK]"]
+    vocab = {token: i for i, token in enumerate([*special, *"abcdefghijklmnopqrstuvwxyz "])}
+    backend = Backend(models.BPE(vocab, [], unk_token="[UNK]", fuse_unk=False))
+    backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens(special)
+    return Tokenizer(backend, "text8")
+
+
+def raw_bytes() -> Tokenizer:
+    """UTF-8 bytes: id = byte value, then [BOS] 256, [EOS] 257, [PAD] 258, [MASK] 259."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = Backend(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens(["[BOS]", "[EOS]", "[PAD]", MASK])
+    return Tokenizer(backend, "bytes")
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte value, as GPT-2's vocabulary does."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
+    """Byte-level BPE with at most `size` entries, [BOS] [EOS] [PAD] [MASK] = 0..3 included; same text, same result."""
+    require(size >= 260, f"data.tokenizer=bpe-{size} is too small; byte-level BPE needs at least 260 entries")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["[BOS]", "[EOS]", "[PAD]", MASK],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_first_characters(documents, BPE_TRAINING_CHARACTERS), trainer)
+    return Tokenizer(backend, f"bpe-{size}")
+
+
+def _first_characters(documents: Iterable[str], limit: int) -> Iterator[str]:
+    seen = 0
+    for document in documents:
+        yield document
+        seen += len(document)
+        if seen >= limit:
+            return
+
+
+BUILT_IN = {"text8": text8_characters, "bytes": raw_bytes}
+
+# ---- vocabularies in files ------------------------------------------------------------------------------------------
+
+# Published names of the same two GPT-2 files, and BERT's one file.
+BPE_FILES = (
+    ("encoder.json", "vocab.bpe"),
+    ("gpt2-encoder.json", "gpt2-vocab.bpe"),
+    ("vocab.json", "merges.txt"),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+)
+BERT_FILES = ("bert-base-uncased-vocab.txt", "vocab.txt")
+HUB_NAMES = {
+    "gpt2": (
+        "openai-community/gpt2",
+        ("vocab.json", "merges.txt"),
+        "vocab.json and merges.txt (or encoder.json and vocab.bpe)",
+    ),
+    "bert-base-uncased": ("google-bert/bert-base-uncased", ("vocab.txt",), "vocab.txt"),
+}
+
+
+def byte_level_bpe(vocab_file: Path, merges_file: Path, name: str = "gpt2") -> Tokenizer:
+    """GPT-2's tokenizer from its two published files: V = 50258 with the mask at 50257."""
+    try:
+        vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
+        lines = merges_file.read_text(encoding="utf-8").split("\n")
+        merges = [(a, b) for a, b in (line.split(" ") for line in lines if line and not line.startswith("#version"))]
+        backend = Backend(models.BPE(vocab, merges))
+    except Exception as error:  # the library raises bare Exception for a merge that is not in the vocabulary
+        raise ValueError(f"data.tokenizer: {vocab_file} and {merges_file} are not a byte-level BPE ({error})") from None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_special_tokens(["<|endoftext|>"])
+    return Tokenizer(backend, name)
+
+
+def word_piece(vocab_file: Path, name: str = "bert-base-uncased") -> Tokenizer:
+    """bert-base-uncased from its vocab.txt: lower-cased, accents stripped, [CLS] text [SEP]; mask 103, V = 30522."""
+    tokens = vocab_file.read_text(encoding="utf-8").splitlines()
+    vocab = {token.rstrip("\n"): i for i, token in enumerate(tokens)}
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", MASK]
+    missing = [token for token in special if token not in vocab]
+    require(not missing, f"data.tokenizer: {vocab_file} is not a BERT vocabulary (no {', '.join(missing)})")
+    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.WordPiece(prefix="##")  # pyright: ignore[reportAttributeAccessIssue]
+    backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])]
+    )
+    backend.add_special_tokens(special)
+    return Tokenizer(backend, name)
+
+
+def _from_path(path: Path, name: str) -> Tokenizer:
+    """A tokenizer.json, one of a pair of BPE files, a vocab.txt, or a folder that holds such files."""
+    folder, own = (path, None) if path.is_dir() else (path.parent, path.name)
+    json_file = folder / "tokenizer.json" if own is None else path
+    if json_file.is_file() and (own is None or (path.suffix == ".json" and not _is_bpe_vocabulary(path))):
+        try:
+            return Tokenizer(Backend.from_str(json_file.read_text(encoding="utf-8")), name)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"data.tokenizer: {json_file} is not a tokenizer.json ({error})") from None
+    short = name if name in HUB_NAMES else ""
+    pairs = [pair for pair in BPE_FILES if own is None or own in pair]
+    for vocab, merges in pairs if short != "bert-base-uncased" else ():
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            return byte_level_bpe(folder / vocab, folder / merges, short or "gpt2")
+    if own is not None and pairs:
+        raise ValueError(f"data.tokenizer={name!r} needs both {pairs[0][0]} and {pairs[0][1]} in {folder}")
+    words = [own] if own and own.endswith(".txt") else [] if own else [*BERT_FILES, *_names(folder, "*-vocab.txt")]
+    for vocab in words:
+        if (folder / vocab).is_file():
+            return word_piece(folder / vocab, short or "bert-base-uncased")
+    wanted = "tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt"
+    raise ValueError(f"data.tokenizer={name!r} holds no vocabulary; expected one of: {wanted}")
+
+
+def _is_bpe_vocabulary(path: Path) -> bool:
+    return any(path.name == vocab for vocab, _ in BPE_FILES)
+
+
+def _names(folder: Path, pattern: str) -> list[str]:
+    return sorted(p.name for p in folder.glob(pattern))
+
+
+def _find_vocabulary(root: Path, name: str) -> Path | None:
+    """A folder at or below `root` (two levels) with the vocabulary files of gpt2 or bert-base-uncased."""
+    require(root.is_dir(), f"data.root={str(root)!r} is not a folder")
+    wanted = BPE_FILES if name == "gpt2" else [(file,) for file in BERT_FILES]
+    folders = [root, root / "tokenizers", root.parent / "tokenizers", *sorted(p for p in root.glob("*") if p.is_dir())]
+    for files in wanted:
+        for folder in folders:
+            if all((folder / file).is_file() for file in files):
+                return folder if name == "gpt2" else folder / files[0]
+    return None
+
+
+def _from_hub(name: str) -> Tokenizer:
+    """From the published vocabulary files, not the hub's tokenizer.json: so that both sources have one fingerprint."""
+    repository, files, described = HUB_NAMES[name]
+    advice = f"give the folder that holds {described} as data.tokenizer"
+    return _from_path(hub.fetch(repository, files, f"data.tokenizer={name!r}", advice) / files[0], name)
