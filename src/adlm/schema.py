@@ -262,6 +262,8 @@ class SamplingConfig:
     """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: int = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
+    out: str = ""
+    """File (jsonl) that samples are appended to as they are drawn; a rerun goes on from it. Empty: only shown."""
 
 
 @dataclass

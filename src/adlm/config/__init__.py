@@ -1,0 +1,189 @@
+"""The command line and the YAML groups become one typed `Config`; nothing of Hydra leaks below this package.
+
+Hydra's grammar outside (`model=small data=lm1b train.steps=1_000`), plain dataclasses inside. Groups are composed by
+`hydra.compose`, not `@hydra.main`: the latter changes directory and makes run folders on every rank. Single values are
+read here by the type of their key, so that a mistake is answered at once, in our words, with the nearest valid name.
+"""
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from adlm import compat
+from adlm.config.checks import check, choices
+from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
+from adlm.errors import choose, require
+from adlm.schema import Config
+
+__all__ = ["check", "choices", "diff", "flatten", "from_yaml", "load", "save", "to_yaml"]
+
+# These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
+MATCHED = ("mdlm-matched", "ar-matched")
+OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
+TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def load(argv: Sequence[str], world_size: int | None = None) -> Config:
+    """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
+
+    `world_size` is the number of ranks that share the global batch; by default what torchrun says.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    ours, notes = compat.rewrite(argv)
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"adlm: note: {note}", file=sys.stderr)
+    groups, values = _sort(ours)
+    cfg, chosen = _compose(groups)
+    _assign(cfg, values)
+    _derive(cfg, chosen, ranks)
+    check(cfg, ranks)
+    return cfg
+
+
+def _sort(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """argv -> (group -> choice, key -> value). The last of several wins and a leading + or ++ changes nothing, since
+    every key exists."""
+    groups: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for text in argv:
+        match = OVERRIDE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not of the form key=value")
+        key, value = match["key"], match["value"]
+        require(match["sign"] != "~", f"{text!r}: a setting cannot be removed; give {key} a value")
+        if key in GROUPS:
+            groups[key] = choose(key, _unquote(value), group_choices(key))
+        elif key in keys():
+            values[key] = _read_value(key, _unquote(value))
+        else:
+            known = [*keys(), *GROUPS, *compat.RELEASE_KEYS]
+            raise ValueError(f"unknown key {key!r}{nearest(key, known)}; `adlm config` prints all keys")
+    return groups, values
+
+
+def _unquote(text: str) -> str:
+    return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _read_value(key: str, text: str) -> Any:
+    """Read `text` by the type of its key. Strings are literal: Hydra would read a run named 2024_01 as the number
+    202401 and stumble over a path with `=`. Whole numbers may be written 1e6 or 1_000_000."""
+    kind = keys()[key].kind
+    if kind is str:
+        allowed = choices(key)
+        return text if allowed is None else choose(key, text if text in allowed else text.lower(), allowed)
+    if kind is bool:
+        require(text.lower() in TRUTH, f"{key}={text} is not true or false")
+        return TRUTH[text.lower()]
+    try:
+        number = int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+        if kind is int and number != int(number):
+            raise ValueError
+        return kind(number)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{key}={text} is not a {'whole ' if kind is int else ''}number") from None
+
+
+def _compose(groups: dict[str, str]) -> tuple[Config, dict[str, str]]:
+    """The schema's defaults overlaid with the chosen group files; also which file of each group was taken."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf, open_dict
+
+    ConfigStore.instance().store(name="schema", node=Config)
+    # A caller may be a Hydra application itself: its global state is put back.
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            tree = compose("config", overrides=[f"{k}={v}" for k, v in groups.items()], return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().hydra = outer
+    chosen = {group: str(tree.hydra.runtime.choices.get(group)) for group in GROUPS}
+    with open_dict(tree):
+        del tree["hydra"]
+    cfg = OmegaConf.to_object(tree)
+    assert isinstance(cfg, Config)
+    return cfg, chosen
+
+
+def _assign(cfg: Config, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        owner: Any = cfg
+        for section in sections:
+            owner = getattr(owner, section)
+        setattr(owner, name, value)
+
+
+def _derive(cfg: Config, chosen: dict[str, str], ranks: int) -> None:
+    """Settings that follow from others, all in this one place."""
+    if cfg.algo in MATCHED:
+        cfg.model.n_blocks += cfg.model.n_denoiser_blocks
+        cfg.model.n_denoiser_blocks = 0
+    if not cfg.train.batch_size:
+        cfg.train.batch_size = max(1, cfg.train.global_batch_size // ranks)
+    if not cfg.out:
+        label = f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
+        cfg.out = f"runs/{label if chosen['experiment'] == 'None' else chosen['experiment']}"
+
+
+def to_yaml(cfg: Config) -> str:
+    """The whole tree as YAML text."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+
+
+def save(cfg: Config, path: str | Path) -> None:
+    """Write config.yaml whole or not at all: a run folder never holds half of one."""
+    path = Path(path)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(to_yaml(cfg), encoding="utf-8")
+    os.replace(draft, path)
+
+
+def from_yaml(path: str | Path) -> Config:
+    """Read a saved config.yaml; unknown keys and wrong types are refused. Nothing is derived again."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no settings")
+    cfg = Config()
+    flat = _flatten(found)
+    for key in flat:
+        require(key in keys(), f"{path}: unknown key {key!r}{nearest(key, keys())}")
+    _assign(
+        cfg, {key: value if keys()[key].kind is str else _read_value(key, str(value)) for key, value in flat.items()}
+    )
+    check(cfg)
+    return cfg
+
+
+def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def flatten(cfg: Config) -> dict[str, Any]:
+    """{'model.n_heads': 12, ...}, in the schema's order."""
+    return _flatten(dataclasses.asdict(cfg))
+
+
+def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """key -> (old value, new value) for every setting that differs: what a resumed run would change."""
+    before, after = flatten(old), flatten(new)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}

@@ -1,0 +1,191 @@
+"""Names a setting may take, and the checks that need more than one setting; each message names the key to change.
+
+The names repeat tables that live beside the code they select (`OBJECTIVES`, `SAMPLERS`, ...): those modules import
+torch, and the command line must answer before torch is loaded. tests/test_config.py keeps the two in step.
+"""
+
+import math
+from typing import Any
+
+from adlm.config.keys import group_choices, keys
+from adlm.errors import choose, require
+from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig, TrainConfig
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("train", "ppl_eval", "sample_eval"),
+    "model.bridge": ("collapsed", "residual", "none"),
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.activation": ("gelu", "relu2"),
+    "model.init": ("torch", "normal"),
+    "noise.name": ("loglinear", "linear", "geometric", "cosine", "cosine-squared", "polynomial"),
+    "objective.name": ("anelbo", "nelbo", "d3pm", "score-entropy", "autoregressive"),
+    "objective.anchor_rule": ("count", "rarity", "given", "none"),
+    "objective.anchor_positions": ("all", "masked"),
+    "data.name": (
+        "pydocs", "file", "openwebtext", "lm1b", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed",
+        "arxiv", "text8", "tinystories", "fineweb-edu",
+    ),
+    "data.packing": ("stream", "release"),
+    "optim.name": ("adamw", "muon"),
+    "optim.schedule": ("constant", "cosine", "linear"),
+    "train.precision": ("auto", "fp32", "bf16"),
+    "train.compile": ("auto", "true", "false"),
+    "train.strategy": ("ddp", "fsdp"),
+    "sampling.sampler": (
+        "mdlm", "remdm-cap", "remdm-rescale", "remdm-conf", "remdm-loop", "forward-backward", "dfm", "first-hitting",
+        "confidence", "entropy", "anchor-first", "analytic", "ddpm", "autoregressive",
+    ),
+    "sampling.parity": ("", "release"),
+}  # fmt: skip
+
+# What a single number may be, beyond its type: key -> (what to say, test). Written so that nan fails every test.
+_COUNT = ("at least 1", lambda x: x >= 1)
+_NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
+_POSITIVE = ("above 0", lambda x: 0 < x < math.inf)
+_SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
+_BELOW_ONE = ("in [0, 1)", lambda x: 0 <= x < 1)
+_INSIDE = ("in (0, 1)", lambda x: 0 < x < 1)
+_UP_TO_ONE = ("in (0, 1]", lambda x: 0 < x <= 1)
+RANGES = {
+    "seed": _NOT_NEGATIVE,
+    "model.hidden_size": _COUNT, "model.n_heads": _COUNT, "model.n_blocks": _COUNT, "model.cond_dim": _COUNT,
+    "model.n_denoiser_blocks": _NOT_NEGATIVE, "model.mlp_ratio": _COUNT, "model.dropout": _BELOW_ONE,
+    "model.length": ("at least 4", lambda x: x >= 4),
+    "noise.eps": _BELOW_ONE, "noise.sigma_min": _POSITIVE, "noise.sigma_max": _POSITIVE, "noise.power": _POSITIVE,
+    "objective.gamma": _NOT_NEGATIVE, "objective.gamma_warmup": _SHARE, "objective.tau": _COUNT,
+    "objective.rarity": _UP_TO_ONE, "objective.T": _NOT_NEGATIVE, "objective.time_density_a": _POSITIVE,
+    "objective.time_density_b": _POSITIVE, "objective.time_density_anneal": _SHARE,
+    "objective.sampling_eps": _BELOW_ONE,
+    "data.valid_share": _INSIDE, "data.num_proc": _NOT_NEGATIVE,
+    "optim.lr": _POSITIVE, "optim.muon_lr": _POSITIVE, "optim.muon_momentum": _BELOW_ONE, "optim.beta1": _BELOW_ONE,
+    "optim.beta2": _BELOW_ONE, "optim.eps": _POSITIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip": _NOT_NEGATIVE,
+    "optim.warmup": _NOT_NEGATIVE, "optim.final": _SHARE, "optim.ema": _BELOW_ONE,
+    "train.steps": _COUNT, "train.global_batch_size": _COUNT, "train.batch_size": _NOT_NEGATIVE,
+    "train.valid_every": _COUNT, "train.valid_rows": _NOT_NEGATIVE, "train.valid_batch_size": _NOT_NEGATIVE,
+    "train.log_every": _COUNT, "train.sample_every": _NOT_NEGATIVE, "train.max_bad_steps": _COUNT,
+    "train.spike_factor": _NOT_NEGATIVE, "train.num_threads": _NOT_NEGATIVE,
+    "checkpoint.every": _COUNT, "checkpoint.minutes": _NOT_NEGATIVE, "checkpoint.keep": _COUNT,
+    "checkpoint.milestone_every": _NOT_NEGATIVE,
+    "eval.draws": _COUNT, "eval.rows": _NOT_NEGATIVE, "eval.perplexity_batch_size": _COUNT,
+    "sampling.steps": _COUNT, "sampling.n": _COUNT, "sampling.length": _NOT_NEGATIVE, "sampling.batch_size": _COUNT,
+    "sampling.seed": _NOT_NEGATIVE, "sampling.temperature": _NOT_NEGATIVE, "sampling.top_p": _UP_TO_ONE,
+    "sampling.top_k": _NOT_NEGATIVE, "sampling.min_p": _BELOW_ONE, "sampling.eta": _SHARE, "sampling.t_on": _SHARE,
+    "sampling.t_off": _SHARE, "sampling.alpha_on": _SHARE, "sampling.threshold": _NOT_NEGATIVE,
+    "sampling.guidance": _NOT_NEGATIVE, "sampling.stride": _NOT_NEGATIVE,
+}  # fmt: skip
+
+
+def choices(key: str) -> tuple[str, ...] | None:
+    """Names a closed setting may take; None where any value of its type is meant."""
+    if key == "algo":
+        return group_choices("algo")
+    return CHOICES.get(key)
+
+
+def check(cfg: Config, world_size: int = 1) -> None:
+    """Raise a one-line ValueError for the first setting that cannot work."""
+    for key in keys():
+        value = get(cfg, key)
+        if (allowed := choices(key)) is not None:
+            choose(key, value, allowed)
+        if key in RANGES:
+            wanted, holds = RANGES[key]
+            require(holds(value), f"{key}={value} must be {wanted}")
+    check_model(cfg.model)
+    check_noise(cfg.noise)
+    check_objective(cfg.objective, cfg.model)
+    check_train(cfg.train, world_size)
+    check_sampling(cfg.sampling)
+    require(
+        cfg.data.name != "file" or cfg.data.path != "",
+        "data.name=file needs data.path=FILE (a text, jsonl, csv or parquet file, or a folder of them)",
+    )
+
+
+def get(cfg: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = cfg
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check_model(m: ModelConfig) -> None:
+    require(
+        m.hidden_size % (2 * m.n_heads) == 0,
+        f"model.n_heads={m.n_heads} must split model.hidden_size={m.hidden_size} into heads of even width",
+    )
+    require(
+        not m.anchored or m.n_denoiser_blocks >= 1,
+        "model.n_denoiser_blocks=0 leaves no denoiser: give at least 1, or model.anchored=false",
+    )
+    require(
+        m.adaln or not m.time_conditioning,
+        "model.time_conditioning=true needs model.adaln=true, through which the noise level enters",
+    )
+    require(
+        not (m.causal and m.time_conditioning),
+        "model.causal=true has no noise level: set model.time_conditioning=false",
+    )
+
+
+def check_noise(n: NoiseConfig) -> None:
+    require(
+        n.sigma_min < n.sigma_max,
+        f"noise.sigma_min={n.sigma_min} must be below noise.sigma_max={n.sigma_max}",
+    )
+
+
+def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
+    require(
+        (o.name == "autoregressive") == m.causal,
+        f"objective.name={o.name} does not fit model.causal={str(m.causal).lower()}: "
+        + ("autoregressive needs a causal model (algo=ar or a2r)" if not m.causal
+           else "a causal model needs objective.name=autoregressive"),
+    )  # fmt: skip
+    require(
+        o.name != "anelbo" or m.anchored,
+        "objective.name=anelbo needs model.anchored=true (algo=adlm); without anchors choose objective.name=nelbo",
+    )
+    require(
+        o.name not in ("d3pm", "score-entropy") or not m.anchored,
+        f"objective.name={o.name} is a baseline without anchors: set model.anchored=false (algo=d3pm or sedd)",
+    )
+    require(o.name != "d3pm" or o.T >= 1, "objective.name=d3pm is a discrete-time bound: set objective.T, e.g. 1000")
+    require(
+        o.T == 0 or o.name in ("nelbo", "d3pm"),
+        f"objective.T={o.T} (discrete time) exists for nelbo and d3pm; objective.name={o.name} needs objective.T=0",
+    )
+
+
+def check_train(t: TrainConfig, world_size: int) -> None:
+    require(
+        t.global_batch_size % world_size == 0,
+        f"train.global_batch_size={t.global_batch_size} must be a multiple of the number of ranks ({world_size})",
+    )
+    per_rank = t.global_batch_size // world_size
+    require(
+        t.batch_size == 0 or per_rank % t.batch_size == 0,
+        f"train.batch_size={t.batch_size} must divide the {per_rank} rows per rank "
+        f"(train.global_batch_size={t.global_batch_size} over {world_size} ranks)",
+    )
+    device, _, number = t.device.partition(":")
+    require(
+        device in ("auto", "cpu", "cuda") and (not number or (device == "cuda" and number.isdigit())),
+        f"train.device={t.device!r} must be auto, cpu, cuda or cuda:N",
+    )
+
+
+def check_sampling(s: SamplingConfig) -> None:
+    if s.sampler != "remdm-loop":
+        return
+    require(
+        0 < s.t_off < s.t_on < 1,
+        f"sampling.t_off={s.t_off} must lie below sampling.t_on={s.t_on}, both inside (0, 1), for remdm-loop",
+    )
+    require(0 < s.alpha_on < 1, f"sampling.alpha_on={s.alpha_on} must be in (0, 1) for remdm-loop")
+    require(
+        s.eta * s.alpha_on <= 1 - s.alpha_on + 1e-12,
+        f"sampling.eta={s.eta} re-masks more than is revealed: remdm-loop needs eta * alpha_on <= 1 - alpha_on, "
+        f"so sampling.eta <= {(1 - s.alpha_on) / s.alpha_on:.4g} at sampling.alpha_on={s.alpha_on}",
+    )

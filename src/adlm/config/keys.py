@@ -1,0 +1,86 @@
+"""What can be set: every dotted key of the schema with its type, default and help, and every YAML group.
+
+Help texts are read from the source of `schema.py` (the string under a field), so that a setting is described once.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from adlm import schema
+
+CONFIG_DIR = Path(__file__).parents[1] / "configs"
+# Later groups win over earlier ones: a corpus may set the length, a recipe may set the block, an algorithm is applied
+# on top of any recipe, and an experiment has the last word below the command line. config.yaml keeps the same order.
+GROUPS = ("model", "data", "noise", "optim", "lr_scheduler", "recipe", "algo", "sampling", "experiment")
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One setting: `model.n_heads`, of type int, with its default and its meaning."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+
+
+@functools.cache
+def keys() -> dict[str, Key]:
+    """Every dotted key of the schema, in the order in which `adlm config` prints them."""
+    texts = _field_docstrings()
+
+    def walk(cls: type, prefix: str) -> Iterable[Key]:
+        hints = get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if dataclasses.is_dataclass(hints[field.name]):
+                yield from walk(hints[field.name], f"{prefix}{field.name}.")
+            else:
+                yield Key(prefix + field.name, hints[field.name], field.default, texts[cls.__name__, field.name])
+
+    return {key.name: key for key in walk(schema.Config, "")}
+
+
+def _field_docstrings() -> dict[tuple[str, str], str]:
+    """(class, field) -> the string literal that follows the field in schema.py, on one line."""
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    found = {}
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, after in zip(cls.body, [*cls.body[1:], ast.Pass()]):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+                found[cls.name, field.target.id] = " ".join(str(said or "").split())
+    return found
+
+
+@functools.cache
+def group_choices(group: str) -> tuple[str, ...]:
+    """Names of the YAML files of a group."""
+    return tuple(sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")))
+
+
+def group_help(group: str, name: str) -> str:
+    """The first comment of a group's YAML, which says what it is."""
+    for line in (CONFIG_DIR / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and "@package" not in line:
+            return line.removeprefix("# ")
+    return ""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing. `steps` finds `train.steps`; `train.stepz` finds `train.steps`."""
+
+    def last(key: str) -> str:
+        return key.rsplit(".", 1)[-1]
+
+    names = list(names)
+    near = [n for n in names if "." not in name and last(n) == name]
+    near = near or difflib.get_close_matches(name, names, n=1)
+    if not near:
+        similar = difflib.get_close_matches(last(name), [last(n) for n in names], n=1)
+        near = [n for n in names if last(n) in similar]
+    return f" (did you mean {' or '.join(repr(n) for n in near[:3])}?)" if near else ""
