@@ -8,7 +8,7 @@ LEVEL = 1e-4
 
 
 def chi_square(counts, probabilities, least: float = 5.0) -> float:
-    """p-value of observed counts under the given probabilities; rare cells are pooled, impossible ones must be empty."""
+    """p-value of observed counts under the given probabilities; rare cells pooled, impossible ones must be empty."""
     counts = np.asarray(counts, dtype=float).ravel()
     p = np.asarray(probabilities, dtype=float).ravel()
     assert abs(p.sum() - 1) < 1e-6, f"probabilities sum to {p.sum()}"
