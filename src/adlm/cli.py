@@ -1,0 +1,238 @@
+"""The command line: `adlm <command> [word ...] [key=value ...] [--flag ...]`.
+
+One table of commands; each names the function that does the work, imported only when it is called, so that `--help`
+and a mistyped key are answered before torch is loaded. Exit status: 0; 1 bad input (one line on stderr; ADLM_DEBUG=1
+shows the traceback); 2 wrong usage; 130 interrupted.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from adlm import compat, config
+from adlm.config.keys import GROUPS, Key, group_choices, group_help, keys
+from adlm.errors import choose, require
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    target: str
+    """`module:function`. Called with the Config, then one keyword argument per flag given, and `args` if `rest`."""
+    help: str
+    words: tuple[str, ...] = ()
+    """Keys that positional words fill, in order: `adlm sample runs/demo` sets eval.checkpoint."""
+    rest: bool = False
+    """Further words are handed over as args=[...]."""
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    """`--name` -> what it does; handed over as name=True."""
+    defaults: tuple[str, ...] = ()
+    """Overrides that the command line may override again."""
+    sections: tuple[str, ...] = ()
+    """Parts of the schema that --help shows."""
+
+
+COMMANDS: dict[str, Command] = {
+    "config": Command(
+        "adlm.cli:run_config",
+        "print the resolved settings; `key=list` prints what a group or key may be",
+        sections=(
+            "",
+            "model",
+            "noise",
+            "objective",
+            "data",
+            "optim",
+            "train",
+            "checkpoint",
+            "eval",
+            "sampling",
+            "track",
+        ),
+    ),
+}
+
+# Commands that the release's `mode=` stands for.
+MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "sample"}
+
+# Optional packages and the extra that brings them.
+EXTRAS = {
+    "datasets": "data", "pyarrow": "data", "transformers": "eval", "sklearn": "eval", "mauve": "mauve",
+    "lm_eval": "harness", "matplotlib": "plot", "tensorboard": "track", "wandb": "track", "fastapi": "serve",
+    "uvicorn": "serve",
+}  # fmt: skip
+
+
+class UsageError(Exception):
+    """The line is not of the form `adlm <command> ...`: exit status 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status."""
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # a reader that left is noticed here and not at interpreter exit
+        return status
+    except UsageError as error:
+        return _fail(f"{error}; `adlm --help` shows how", 2)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        return _fail(str(error) or type(error).__name__, 1)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        return _fail(f"this needs the package {error.name}: pip install 'adlm[{extra}]'", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _fail(message: str, status: int) -> int:
+    if os.environ.get("ADLM_DEBUG", "0") not in ("", "0"):
+        traceback.print_exc()
+    print("adlm: error: " + " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+def release_main(program: str, argv: Sequence[str] | None = None) -> int:
+    """`python -m adlm_main mode=... ...` and `python -m main ...`, as the public release's users type them."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        ours = compat.release_argv(program, given)
+        mode = [text.partition("=")[2] for text in given if text.startswith("mode=")]
+        command = MODES[choose("mode", mode[-1] if mode else "train", MODES)]
+    except ValueError as error:
+        return _fail(str(error), 1)
+    return main([command, *ours])
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print_overview()
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"adlm {version('adlm')}")
+        return 0
+    try:
+        name = choose("command", argv[0], COMMANDS)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    command = COMMANDS[name]
+    overrides, words, flags = _sort(command, argv[1:])
+    if "help" in flags:
+        print_help(name, command)
+        return 0
+    asked = [text.removesuffix("=list") for text in overrides if text.endswith("=list")]
+    if asked:
+        for key in asked:
+            print_choices(key.lstrip("+"))
+        return 0
+    named, rest = words[: len(command.words)], words[len(command.words) :]
+    if rest and not command.rest:
+        raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
+    # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
+    cfg = config.load([*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides])
+    arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
+    if command.rest:
+        arguments["args"] = rest
+    result = _target(command)(cfg, **arguments)
+    if "json" in flags and os.environ.get("RANK", "0") == "0":
+        print(json.dumps(_plain(result)))
+    return result if isinstance(result, int) else 0
+
+
+def _sort(command: Command, argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """argv -> overrides, words, flags. A word that names a file is a word even if it holds an equals sign."""
+    overrides, words, flags = [], [], []
+    for text in argv:
+        if text.startswith("-") and len(text) > 1 and "=" not in text:
+            flag = {"-h": "--help"}.get(text, text)
+            if flag.removeprefix("--") not in {"help", "json", *command.flags} or not flag.startswith("--"):
+                known = ", ".join(f"--{f}" for f in (*command.flags, "json", "help"))
+                raise UsageError(f"unknown flag {text!r}; this command knows {known}")
+            flags.append(flag.removeprefix("--"))
+        elif "=" in text and not os.path.exists(text):
+            overrides.append(text)
+        else:
+            words.append(text)
+    return overrides, words, flags
+
+
+def _target(command: Command) -> Callable[..., Any]:
+    module, _, function = command.target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _plain(result: Any) -> Any:
+    """What a command returned, as JSON can say it."""
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        return dataclasses.asdict(result)
+    return {} if result is None or isinstance(result, int) else result
+
+
+def run_config(cfg: config.Config) -> dict[str, Any]:
+    """`adlm config`: the settings as YAML."""
+    print(config.to_yaml(cfg), end="")
+    return dataclasses.asdict(cfg)
+
+
+def print_choices(key: str) -> None:
+    """`adlm config model=list`."""
+    if key in GROUPS:
+        for name in group_choices(key):
+            print(f"{name:<18} {group_help(key, name)}")
+        return
+    choose("key", key, [*keys(), *GROUPS])
+    allowed = config.choices(key)
+    require(allowed is not None, f"{key} takes any {keys()[key].kind.__name__}: {keys()[key].help}")
+    for name in allowed or ():
+        print(name or "''")
+
+
+def print_overview(out: TextIO | None = None) -> None:
+    out = out or sys.stdout
+    print("usage: adlm <command> [checkpoint] [key=value ...] [--json] [--help]\n", file=out)
+    for name, command in COMMANDS.items():
+        print(f"  {name:<10} {command.help}", file=out)
+    print("\nadlm <command> --help lists its keys; adlm config model=list the choices of a group or key.", file=out)
+
+
+def print_help(name: str, command: Command) -> None:
+    """Usage, flags, groups and the keys of the command's sections, with meaning and default."""
+    words = "".join(f" [{key.rsplit('.', 1)[-1]}]" for key in command.words) + (" [word ...]" if command.rest else "")
+    print(f"usage: adlm {name}{words} [key=value ...]{''.join(f' [--{f}]' for f in command.flags)} [--json]\n")
+    print(f"{command.help}\n")
+    for flag, text in (*command.flags.items(), ("json", "the last line of stdout is one JSON document")):
+        print(f"  --{flag:<22} {text}")
+    print("\nGroups (a name stands for several settings):")
+    for group in GROUPS:
+        _print_entry(group, "", ", ".join(group_choices(group)))
+    for section in command.sections:
+        print(f"\n{section or 'General'}:")
+        for key in keys().values():
+            if key.name.rpartition(".")[0] == section:
+                default = repr(key.default) if key.kind is str else str(key.default).lower()
+                _print_entry(key.name, default, key.help + _unsaid_choices(key))
+
+
+def _unsaid_choices(key: Key) -> str:
+    """The names a key may take, unless its help already says them."""
+    allowed = [name for name in config.choices(key.name) or () if name]
+    return "" if all(name in key.help for name in allowed) else f" One of: {', '.join(allowed)}."
+
+
+def _print_entry(key: str, default: str, text: str) -> None:
+    head = f"  {key}" + (f" = {default}" if default else "")
+    print(head if len(head) > 38 else f"{head:<38}", end="\n" if len(head) > 38 else " ")
+    lines = textwrap.wrap(text, 78, break_on_hyphens=False) or [""]
+    first = " " * 39 + lines[0] if len(head) > 38 else lines[0]
+    print("\n".join([first, *(" " * 39 + line for line in lines[1:])]))
