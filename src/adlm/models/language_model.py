@@ -121,9 +121,8 @@ class LanguageModel(nn.Module):
         logits_BLV = self.logits(tokens_BL, sigma_B)
         if not self.config.causal:
             return subs(logits_BLV, tokens_BL, self.mask_id)
-        return logits_BLV.index_fill(-1, torch.tensor(self.mask_id, device=tokens_BL.device), -torch.inf).log_softmax(
-            -1
-        )
+        logits_BLV[..., self.mask_id] = -torch.inf
+        return logits_BLV.log_softmax(-1)
 
 
 def build_model(cfg: ModelConfig, vocab_size: int, mask_id: int) -> LanguageModel:
@@ -163,10 +162,7 @@ def check_model_config(cfg: ModelConfig, vocab_size: int, mask_id: int) -> None:
         f"model.hidden_size={cfg.hidden_size} must be a multiple of 2*model.n_heads={2 * cfg.n_heads} (rotary pairs)",
     )
     require(0 <= cfg.dropout < 1, f"model.dropout={cfg.dropout} is outside [0, 1)")
-    require(
-        cfg.adaln or not cfg.time_conditioning,
-        "model.time_conditioning=true needs model.adaln=true to reach the blocks",
-    )
+    require(cfg.adaln or not cfg.time_conditioning, "model.time_conditioning=true needs model.adaln=true")
 
 
 @torch.no_grad()

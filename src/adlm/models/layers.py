@@ -113,9 +113,7 @@ class Block(nn.Module):
         self.k_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
         self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.adaln else None
 
-    def attention(
-        self, h_BLD: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, positions_BL, mask
-    ) -> Tensor:
+    def attention(self, h_BLD: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask) -> Tensor:
         B, L, D = h_BLD.shape
         qkv = self.qkv(h_BLD).view(B, L, 3, self.n_heads, D // self.n_heads)
         q_BNLH, k_BNLH, v_BNLH = qkv.permute(2, 0, 3, 1, 4).unbind(0)

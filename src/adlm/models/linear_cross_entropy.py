@@ -141,7 +141,4 @@ def check_rows(h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N:
         tuple(target_N.shape) == (N,) and tuple(weight_N.shape) == (N,),
         f"targets {tuple(target_N.shape)} and weights {tuple(weight_N.shape)} must both be [{N}], one per hidden row",
     )
-    require(
-        bias_V is None or tuple(bias_V.shape) == (V,),
-        f"bias must be [{V}] or None, got {getattr(bias_V, 'shape', None)}",
-    )
+    require(bias_V is None or bias_V.shape == (V,), f"bias must be [{V}] or None")

@@ -32,8 +32,9 @@ class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
         self.time_conditioning = cfg.time_conditioning
+        self.n_heads, self.head_width = cfg.n_heads, cfg.hidden_size // cfg.n_heads
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
-        self.rotary = Rotary(cfg.hidden_size // cfg.n_heads, cfg.length)
+        self.rotary = Rotary(self.head_width, cfg.length)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(n_blocks))
         self.norm = Norm(cfg.hidden_size, cfg.norm)
         self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.adaln else None
@@ -52,12 +53,9 @@ class Stack(nn.Module):
             return self.time_embedding(sigma_B)
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> StackCache:
-        heads = [(block.n_heads, block.qkv.in_features // block.n_heads) for block in self.blocks]  # type: ignore[union-attr]
+        shape = (batch, self.n_heads, length, self.head_width)
         return StackCache(
-            [
-                LayerCache(*(torch.zeros(batch, N, length, H, dtype=dtype, device=device) for _ in range(2)))
-                for N, H in heads
-            ]
+            [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")) for _ in self.blocks]
         )
 
     def forward(

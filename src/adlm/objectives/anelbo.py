@@ -34,9 +34,7 @@ class Anelbo(Nelbo):
 
     def check(self, model: ModelConfig) -> None:
         super().check(model)
-        require(
-            model.anchored, "objective.name=anelbo needs model.anchored=true; for one stack use objective.name=nelbo"
-        )
+        require(model.anchored, "objective.name=anelbo needs model.anchored=true (objective.name=nelbo does not)")
 
     def draw(self, rows: Rows, step: int, progress: float) -> Task:
         noised = self.draw_training(rows, step, progress)

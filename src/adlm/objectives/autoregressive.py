@@ -19,16 +19,18 @@ class Autoregressive:
         check_anchor_options(cfg)
         self.cfg, self.mask_id = cfg, mask_id
         self.anchors = make_anchor_rule(cfg, share_V)
-        self.anchored = False
 
     def check(self, model: ModelConfig) -> None:
         require(model.causal, "objective.name=autoregressive needs model.causal=true")
-        self.anchored = model.anchored
+        require(
+            model.anchored or self.cfg.gamma == 0,
+            f"objective.gamma={self.cfg.gamma} needs model.anchored=true (A2R); plain AR has objective.gamma=0",
+        )
 
     def draw(self, rows: Rows, step: int, progress: float) -> Task:
         task = self.draw_bound(rows, 0)
         gamma = gamma_at(self.cfg, progress)
-        if not self.anchored or gamma <= 0:
+        if gamma <= 0:
             return task
         anchors_BL = self.anchors(rows)[:, 1:] & valid(rows)
         return task._replace(terms=task.terms | {"anchor": Term("anchor", *next_tokens(rows, anchors_BL), scale=gamma)})

@@ -62,12 +62,11 @@ class Nelbo:
     def noised(self, rows: Rows, seed: int, counter: int, a: float = 1.0, b: float = 1.0) -> Noised:
         """z_t of every row; times from Beta(a, b), uniform for the bound."""
         cfg = self.cfg
+        t_B = beta_quantile(draw_times(seed, counter, rows.example_B, rows.total), a, b)
         if cfg.T > 0:
-            u_B = draw_times(seed, counter, rows.example_B, rows.total, 0.0)
-            t_B = ((beta_quantile(u_B, a, b) * cfg.T).floor().clamp(max=cfg.T - 1) + 1) / cfg.T
+            t_B = ((t_B * cfg.T).floor().clamp(max=cfg.T - 1) + 1) / cfg.T
         else:
-            u_B = draw_times(seed, counter, rows.example_B, rows.total, 0.0)
-            t_B = cfg.sampling_eps + (1 - cfg.sampling_eps) * beta_quantile(u_B, a, b)
+            t_B = cfg.sampling_eps + (1 - cfg.sampling_eps) * t_B
         position_L = torch.arange(rows.tokens_BL.shape[1], device=rows.tokens_BL.device)
         u_BL = uniforms32(seed, Stream.MASK, counter, rows.example_B[:, None], position_L)
         return Noised(rows, t_B, u_BL, self.schedule, cfg.T, self.mask_id)

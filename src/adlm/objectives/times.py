@@ -23,11 +23,11 @@ def strata(total: int, device: torch.device | str) -> Tensor:
     return keys.argsort().argsort()
 
 
-def draw_times(seed: int, counter: int, example_B: Tensor, total: int, eps: float) -> Tensor:
-    """Stratified times in [eps, 1], float64, one per example; `counter` separates steps or draws."""
+def draw_times(seed: int, counter: int, example_B: Tensor, total: int) -> Tensor:
+    """Stratified times in [0, 1), float64, one per example; `counter` separates steps or draws."""
     u_B = uniforms(seed, Stream.TIME, counter, example_B)
     slice_B = strata(total, example_B.device)[example_B]
-    return stratified_times(u_B, slice_B, total, eps)
+    return stratified_times(u_B, slice_B, total, eps=0.0)
 
 
 def beta_quantile(u: Tensor, a: float, b: float, resolution: int = 8192) -> Tensor:

@@ -1,0 +1,26 @@
+"""Shared by all tests: where real data may lie, and one thread per worker (the suite runs in parallel)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SHARED = Path(__file__).parents[1].parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real assets beside the checkout, where there is one."""
+    if not SHARED.is_dir():
+        pytest.skip("no folder of shared assets beside this checkout")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def parity(shared: Path) -> Path:
+    """Numbers computed by the public release."""
+    if not (shared / "parity").is_dir():
+        pytest.skip("no parity numbers of the public release beside this checkout")
+    return shared / "parity"

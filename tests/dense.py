@@ -1,0 +1,54 @@
+"""The slow, obvious twins of the fast paths: every position, every logit, the bridge as the paper draws it."""
+
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+
+from adlm.models import LanguageModel
+from adlm.objectives import Task
+
+
+def dense_logits(model: LanguageModel, tokens_BL, sigma_B=None):
+    """(denoiser logits, anchor logits or None), the anchor logits formed and projected back to the width."""
+    x = F.embedding(tokens_BL, model.embedding)
+    anchor_logits = None
+    if model.anchor is not None:
+        stream, normed = model.anchor(x, sigma_B)
+        anchor_logits = F.linear(normed, model.anchor_head.weight, model.anchor_head.bias)
+        if model.bridge is not None:
+            projected = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
+            x = projected if model.config.bridge == "collapsed" else stream + projected
+        else:
+            x = stream
+    hidden = model.denoiser(x, sigma_B).normed_BLD
+    return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
+
+
+def dense_log_probs(logits, z_BL, mask_id):
+    """SUBS on dense logits, as the release writes it."""
+    logits = logits.clone()
+    logits[..., mask_id] += -1e6
+    log_p = logits.log_softmax(-1)
+    visible = z_BL != mask_id
+    log_p = torch.where(visible[..., None], torch.full_like(log_p, -1e6), log_p)
+    return torch.where(visible[..., None] & (F.one_hot(z_BL, log_p.shape[-1]) > 0), torch.zeros_like(log_p), log_p)
+
+
+def naive_anchor_mask(x_BL, tau):
+    """A Python counter per row."""
+    return torch.tensor([[Counter(row)[token] <= tau for token in row] for row in x_BL.tolist()])
+
+
+def dense_anelbo(model: LanguageModel, task: Task, x0_BL, weight_B, gamma, tau, positions="all"):
+    """Per-token loss -w(t) [log p_theta(x0) + gamma A log p_phi(x0)], at every position of the row."""
+    z_BL = task.tokens_BL
+    logits, anchor_logits = dense_logits(model, z_BL, task.sigma_B)
+    log_p = dense_log_probs(logits, z_BL, model.mask_id).gather(-1, x0_BL[..., None]).squeeze(-1)
+    if gamma > 0:
+        anchors = naive_anchor_mask(x0_BL, tau)
+        if positions == "masked":
+            anchors = anchors & (z_BL == model.mask_id)
+        log_phi = anchor_logits.log_softmax(-1).gather(-1, x0_BL[..., None]).squeeze(-1)
+        log_p = log_p + gamma * anchors.to(log_p.dtype) * log_phi
+    return -log_p * weight_B.to(log_p.dtype)[:, None]

@@ -1,0 +1,198 @@
+"""Laws of the networks: collapsed bridge = dense bridge, the past never sees the future, sizes, caches, bad input."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dense import dense_log_probs, dense_logits
+from tiny import MODERN, TINY, random_tokens, tiny_model
+
+from adlm.models import build_model
+from adlm.schema import ModelConfig
+
+BRIDGES = ["collapsed", "residual", "none"]
+VARIANTS = {
+    "published": {},
+    "modern": MODERN,
+    "time": {"time_conditioning": True},
+    "one-stage": {"anchored": False},
+    "causal": {"causal": True, "adaln": False},
+}
+
+
+@pytest.mark.parametrize("bridge", BRIDGES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_and_heads_equal_the_dense_network(variant, bridge):
+    model = tiny_model(dtype=torch.float64, **(VARIANTS[variant] | {"bridge": bridge}))
+    tokens, sigma = random_tokens(3, 12, 11), torch.tensor([0.1, 0.7, 3.0])
+    logits, anchor_logits = dense_logits(model, tokens, sigma)
+    torch.testing.assert_close(model.logits(tokens, sigma), logits, rtol=1e-9, atol=1e-9)
+    if anchor_logits is not None:
+        torch.testing.assert_close(model.anchor_logits(tokens, sigma), anchor_logits, rtol=1e-9, atol=1e-9)
+    if not model.config.causal:
+        log_probs = dense_log_probs(logits, tokens, model.mask_id)
+        torch.testing.assert_close(model.log_probs(tokens, sigma), log_probs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("bridge", BRIDGES)
+def test_freezing_the_bridge_changes_nothing(bridge):
+    model = tiny_model(dtype=torch.float64, bridge=bridge)
+    tokens = random_tokens(2, 12, 11)
+    before = model.logits(tokens)
+    model.freeze_bridge()
+    torch.testing.assert_close(model.logits(tokens), before, rtol=1e-12, atol=1e-12)
+    assert not any("frozen" in name for name in model.state_dict())
+
+
+def test_parameter_counts_with_the_gpt2_vocabulary():
+    sizes = {
+        293_189_028: ModelConfig(),
+        169_627_218: ModelConfig(anchored=False),
+        162_246_482: ModelConfig(anchored=False, causal=True, adaln=False),
+    }
+    for expected, cfg in sizes.items():
+        with torch.device("meta"):
+            model = build_model(cfg, 50258, 50257)
+        assert sum(p.numel() for p in model.parameters()) == expected
+
+
+def test_published_start_all_logits_zero_and_blocks_the_identity():
+    torch.manual_seed(0)
+    model = build_model(TINY, 11, 10).eval()
+    tokens = random_tokens(2, 12, 11)
+    assert model.logits(tokens).abs().max() == 0
+    assert model.anchor_logits(tokens).abs().max() == 0
+    x = torch.randn(2, 12, 16)
+    assert torch.equal(model.anchor(x).stream_BLD, x)
+
+
+def test_residual_bridge_starts_as_the_plain_stack_and_can_learn():
+    torch.manual_seed(0)
+    modern = replace(TINY, bridge="residual", init="normal", **MODERN)
+    model = build_model(modern, 11, 10)
+    assert model.bridge.weight.abs().max() == 0
+    tokens = random_tokens(2, 12, 11)
+    torch.nn.init.normal_(model.head.weight)
+    model.head(model(tokens).denoiser_BLD).square().sum().backward()
+    assert model.bridge.weight.grad.abs().max() > 0, "the product must pass a gradient to its zero factor"
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("bridge", BRIDGES)
+def test_causal_models_never_see_the_future(anchored, bridge):
+    """The prediction made at l depends on tokens <= l only: gradient of the hidden state at l, by input position."""
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False, anchored=anchored, bridge=bridge)
+    tokens = random_tokens(1, 12, 11)
+    embedded = model.embedding.detach()[tokens].requires_grad_()
+    x = embedded
+    if model.anchor is not None:
+        x = model.cross(*model.anchor(x))
+    hidden = model.denoiser(x).normed_BLD
+    for l in range(12):
+        (grad,) = torch.autograd.grad(hidden[0, l].sum(), embedded, retain_graph=True)
+        assert grad[0, l + 1 :].abs().sum() == 0
+        assert grad[0, : l + 1].abs().sum(-1).min() > 0, "and it does depend on all of the past"
+
+
+def test_bidirectional_models_see_everything():
+    model = tiny_model(dtype=torch.float64)
+    tokens = random_tokens(1, 12, 11)
+    changed = tokens.clone()
+    changed[0, 11] = (changed[0, 11] + 1) % 11
+    assert (model.logits(tokens) - model.logits(changed)).abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_cache_equals_reading_everything_again(anchored):
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False, anchored=anchored)
+    tokens = random_tokens(3, 12, 11)
+    whole = model(tokens).denoiser_BLD
+    cache = model.make_cache(3, 12)
+    parts = [model(part, cache=cache).denoiser_BLD for part in tokens.split([5, 1, 1, 4, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_cache_rows_may_stand_at_different_positions():
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False)
+    tokens = random_tokens(2, 12, 11)
+    whole = model(tokens).denoiser_BLD
+    cache = model.make_cache(2, 12)
+    model(tokens[:, :6], cache=cache)
+    cache.seen_B[:] = torch.tensor([6, 3])  # row 1 is set back: its later keys are invisible until overwritten
+    step = torch.stack([tokens[0, 6:8], tokens[1, 3:5]])
+    hidden = model(step, cache=cache).denoiser_BLD
+    torch.testing.assert_close(hidden[0], whole[0, 6:8], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(hidden[1], whole[1, 3:5], rtol=1e-9, atol=1e-9)
+
+
+def test_unconditioned_model_computes_one_row_of_modulations():
+    model = tiny_model()
+    rows = []
+    model.anchor.blocks[0].modulation.register_forward_hook(lambda m, args, out: rows.append(out.shape[0]))
+    model(random_tokens(5, 12, 11))
+    assert rows == [1]
+
+
+def test_time_conditioning_changes_the_prediction_and_needs_sigma():
+    model = tiny_model(time_conditioning=True)
+    tokens = random_tokens(2, 12, 11)
+    a, b = model.logits(tokens, torch.tensor([0.1, 0.1])), model.logits(tokens, torch.tensor([0.1, 2.0]))
+    assert torch.equal(a[0], b[0]) and not torch.equal(a[1], b[1])
+    with pytest.raises(ValueError, match="time-conditioned"):
+        model(tokens)
+
+
+def test_checkpointed_activations_give_the_same_gradients():
+    tokens = random_tokens(2, 12, 11)
+    gradients = []
+    for recompute in (False, True):
+        model = tiny_model(dtype=torch.float64).train()
+        for stack in (model.anchor, model.denoiser):
+            stack.checkpoint_activations = recompute
+        model(tokens).denoiser_BLD.square().sum().backward()
+        gradients.append(model.anchor.blocks[0].qkv.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bridge": "colapsed"}, "did you mean 'collapsed'"),
+        ({"norm": "batchnorm"}, "model.norm='batchnorm'"),
+        ({"activation": "swish"}, "model.activation='swish'"),
+        ({"n_heads": 3}, "multiple of 2*model.n_heads=6"),
+        ({"dropout": 1.0}, "outside [0, 1)"),
+        ({"adaln": False, "time_conditioning": True}, "needs model.adaln=true"),
+        ({"n_denoiser_blocks": 0}, "leaves no denoiser"),
+        ({"length": 0}, "model.length=0 must be positive"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError) as error:
+        build_model(replace(TINY, **options), 11, 10)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(3, dtype=torch.long), "[batch, length]"),
+        (torch.zeros(1, 3), "must be integers"),
+        (torch.full((1, 3), 11), "allowed are 0..10"),
+        (torch.full((1, 3), -1), "allowed are 0..10"),
+        (torch.zeros(1, 13, dtype=torch.long), "allowed are 1..12"),
+    ],
+)
+def test_bad_tokens(tokens, message):
+    with pytest.raises(ValueError) as error:
+        tiny_model().log_probs(tokens)
+    assert message in str(error.value)
+
+
+def test_what_a_model_does_not_have_is_said():
+    with pytest.raises(ValueError, match="no anchor network"):
+        tiny_model(anchored=False).anchor_logits(random_tokens(1, 4, 11))
+    with pytest.raises(ValueError, match=r"model\.causal=true"):
+        tiny_model().make_cache(1, 4)
+    with pytest.raises(ValueError, match="mask_id=11"):
+        build_model(TINY, 11, 11)
