@@ -1,0 +1,266 @@
+"""Configuration: groups compose, values are typed, mistakes are answered in one line that names the key."""
+
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adlm import config
+from adlm.config.checks import CHOICES, RANGES
+from adlm.config.keys import GROUPS, group_choices, group_help, keys
+from adlm.schema import Config
+
+ALL_YAMLS = [(group, name) for group in GROUPS for name in group_choices(group)]
+
+
+@pytest.fixture(scope="module")
+def defaults() -> Config:
+    return config.load([])
+
+
+@pytest.mark.parametrize(("group", "name"), ALL_YAMLS, ids="=".join)
+def test_every_group_file_composes(group, name):
+    extra = ["data.path=corpus.txt"] if (group, name) == ("data", "file") else []
+    cfg = config.load([f"{group}={name}", *extra])
+    assert type(cfg) is Config and type(cfg.model).__name__ == "ModelConfig"
+    assert group_help(group, name), "a group file starts with a comment that says what it is"
+    named = {"algo": cfg.algo, "noise": cfg.noise.name, "optim": cfg.optim.name, "sampling": cfg.sampling.sampler}
+    assert named.get(group, name) == name
+
+
+def test_every_choice_of_a_sampler_and_a_noise_has_its_file():
+    assert set(group_choices("sampling")) == set(CHOICES["sampling.sampler"])
+    assert set(group_choices("noise")) == set(CHOICES["noise.name"])
+    assert {config.load([f"data={d}", "data.path=x"]).data.name for d in group_choices("data")} == set(
+        CHOICES["data.name"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "table"),
+    [
+        ("noise.name", "adlm.diffusion.schedules", "SCHEDULES"),
+        ("model.bridge", "adlm.models.language_model", "BRIDGES"),
+        ("model.norm", "adlm.models.language_model", "NORMS"),
+        ("model.activation", "adlm.models.language_model", "ACTIVATIONS"),
+        ("model.init", "adlm.models.language_model", "INITS"),
+        ("objective.anchor_rule", "adlm.objectives.anchors", "ANCHOR_RULES"),
+    ],
+)
+def test_names_repeated_without_torch_equal_the_tables(key, module, table):
+    assert set(CHOICES[key]) == set(getattr(importlib.import_module(module), table))
+
+
+def test_every_objective_can_be_chosen():
+    from adlm.objectives import OBJECTIVES
+
+    assert set(OBJECTIVES) <= set(CHOICES["objective.name"])
+
+
+def test_every_key_has_help_and_is_checked():
+    unchecked = [
+        k.name for k in keys().values()
+        if k.kind in (int, float) and k.name not in RANGES
+    ]  # fmt: skip
+    assert not unchecked, "numbers without a range"
+    assert all(key.help for key in keys().values()), [k.name for k in keys().values() if not k.help]
+    assert set(RANGES) <= set(keys()) and set(CHOICES) <= set(keys())
+
+
+def test_defaults_are_the_papers_model(defaults):
+    assert (defaults.model.hidden_size, defaults.model.n_blocks, defaults.model.n_denoiser_blocks) == (768, 12, 6)
+    assert (defaults.objective.name, defaults.objective.gamma, defaults.objective.tau) == ("anelbo", 3e-3, 5)
+    assert (defaults.optim.lr, defaults.optim.warmup, defaults.optim.ema) == (3e-4, 2500, 0.9999)
+    # the YAML groups of the defaults repeat the schema's numbers: they must not drift apart
+    assert set(config.diff(Config(), defaults)) == {"out", "train.batch_size"}
+
+
+def test_values_are_read_by_the_type_of_their_key():
+    cfg = config.load(
+        ["train.steps=1_000_000", "checkpoint.every=1e3", "optim.lr=1", "+model.qk_norm=yes", "++seed=7", "seed=8",
+         "track.name=2024_01", "data.path=a=b (1).txt", "out='runs/x y'", "train.compile=True", "data.cache_dir=null"]
+    )  # fmt: skip
+    assert (cfg.train.steps, cfg.checkpoint.every, cfg.seed) == (1_000_000, 1000, 8)
+    assert type(cfg.optim.lr) is float and type(cfg.checkpoint.every) is int
+    assert cfg.model.qk_norm is True
+    assert (cfg.track.name, cfg.data.path, cfg.out) == ("2024_01", "a=b (1).txt", "runs/x y")
+    assert cfg.train.compile == "true"
+    assert cfg.data.cache_dir == "null"
+
+
+def test_later_groups_and_the_command_line_win():
+    assert config.load(["data=lm1b"]).model.length == 128
+    assert config.load(["data=lm1b", "model.length=64"]).model.length == 64
+    fast = config.load(["recipe=fast"])
+    assert (fast.optim.name, fast.optim.schedule, fast.model.bridge) == ("muon", "linear", "none")
+    assert config.load(["recipe=fast", "optim=adamw"]).optim.name == "adamw"
+    assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
+    assert config.load(["algo=adlm-time", "recipe=fast"]).model.adaln is True
+    assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
+    assert config.load(["algo=sedd"]).sampling.sampler == "analytic"
+    assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
+
+
+def test_derived_settings(defaults):
+    assert defaults.out == "runs/adlm-pydocs-small"
+    assert config.load(["algo=mdlm", "data=ptb", "model=nano"]).out == "runs/mdlm-ptb-nano"
+    assert config.load(["experiment=demo"]).out == "runs/demo"
+    assert config.load(["out=elsewhere"]).out == "elsewhere"
+    assert defaults.train.batch_size == 512
+    assert config.load([], world_size=8).train.batch_size == 64
+    assert config.load(["train.batch_size=16"], world_size=8).train.batch_size == 16
+
+
+def test_a_matched_baseline_has_all_blocks_and_stays_so(tmp_path):
+    matched = config.load(["algo=mdlm-matched", "model=small"])
+    assert (matched.model.n_blocks, matched.model.anchored) == (18, False)
+    config.save(matched, tmp_path / "config.yaml")
+    assert config.from_yaml(tmp_path / "config.yaml") == matched
+    assert config.load(["algo=ar-matched", "model=medium"]).model.n_blocks == 36
+
+
+@pytest.mark.parametrize("argv", [[], ["experiment=demo"], ["algo=a2r", "data.path='3'", "track.name=true"]], ids=str)
+def test_save_and_read_give_the_same_tree(tmp_path, argv):
+    cfg = config.load(argv)
+    config.save(cfg, tmp_path / "config.yaml")
+    assert config.from_yaml(tmp_path / "config.yaml") == cfg
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model:\n  hiden_size: 3\n", "model.hidden_size"),
+        ("model:\n  hidden_size: wide\n", "model.hidden_size=wide is not a whole number"),
+        ("- 1\n", "holds no settings"),
+        ("a: [", "is not YAML"),
+        ("model:\n  n_heads: 7\n", "model.n_heads=7"),
+    ],
+)
+def test_a_spoilt_config_file_is_refused(tmp_path, text, says):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        config.from_yaml(path)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_diff_names_what_changed(defaults):
+    other = config.load(["optim.lr=1e-3", "model=tiny"])
+    changed = config.diff(defaults, other)
+    assert changed["optim.lr"] == (3e-4, 1e-3)
+    assert changed["model.hidden_size"] == (768, 512)
+    assert "seed" not in changed
+    assert config.diff(defaults, defaults) == {}
+    assert config.flatten(defaults)["sampling.sampler"] == "mdlm"
+
+
+BAD = [
+    # what is typed; what the answer must say
+    ("model=smal", "model='smal' is unknown (did you mean 'small'?)"),
+    ("model=[small]", "choose one of"),
+    ("data=openwebtxt", "did you mean 'openwebtext'?"),
+    ("algo=aldm", "did you mean 'adlm'?"),
+    ("sampling=remdm-lop", "did you mean 'remdm-loop'?"),
+    ("experiment=adlm-owt", "adlm-owt-262b"),
+    ("modl=small", "did you mean 'model'?"),
+    ("model.hiden_size=3", "did you mean 'model.hidden_size'?"),
+    ("stepz=3", "unknown key 'stepz'"),
+    ("steps=3", "'train.steps' or 'sampling.steps'"),
+    ("trainer.max_step=3", "did you mean 'trainer.max_steps'?"),
+    ("loader.global_batchsize=3", "did you mean 'loader.global_batch_size'?"),
+    ("+foo.bar=3", "unknown key 'foo.bar'"),
+    ("train.steps", "is not of the form key=value"),
+    ("~model.length=3", "cannot be removed"),
+    ("train.steps=abc", "train.steps=abc is not a whole number"),
+    ("train.steps=1.5", "not a whole number"),
+    ("train.steps=inf", "not a whole number"),
+    ("train.steps=", "not a whole number"),
+    ("train.steps=1,2", "not a whole number"),
+    ("optim.lr=fast", "optim.lr=fast is not a number"),
+    ("optim.lr=nan", "optim.lr=nan must be above 0"),
+    ("model.anchored=maybe", "is not true or false"),
+    ("train.steps=0", "train.steps=0 must be at least 1"),
+    ("model.dropout=1", "model.dropout=1.0 must be in [0, 1)"),
+    ("sampling.sampler=remdm-lop", "did you mean 'remdm-loop'?"),
+    ("sampling.steps=0", "sampling.steps=0 must be at least 1"),
+    ("sampling.top_p=0", "sampling.top_p=0.0 must be in (0, 1]"),
+    ("sampling.top_p=1.5", "sampling.top_p=1.5"),
+    ("sampling.temperature=-1", "sampling.temperature"),
+    ("sampling=remdm-loop sampling.eta=0.2", "sampling.eta <= 0.1111"),
+    ("sampling=remdm-loop sampling.t_off=0.6", "sampling.t_off=0.6 must lie below sampling.t_on=0.55"),
+    ("model.n_heads=7", "model.n_heads=7 must split model.hidden_size=768"),
+    ("model.n_denoiser_blocks=0", "model.anchored=false"),
+    ("model.time_conditioning=true model.adaln=false", "needs model.adaln=true"),
+    ("model.bridge=colapsed", "did you mean 'collapsed'?"),
+    ("model.length=1", "model.length=1 must be at least 4"),
+    ("model.causal=true", "objective.name=autoregressive"),
+    ("objective.name=autoregressive", "algo=ar"),
+    ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
+    ("algo=d3pm objective.T=0", "set objective.T"),
+    ("objective.T=1000", "needs objective.T=0"),
+    ("algo=sedd model.anchored=true", "model.anchored=false"),
+    ("noise.sigma_min=30", "noise.sigma_max"),
+    ("train.batch_size=100", "train.batch_size=100 must divide the 512 rows per rank"),
+    ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
+    ("train.device=cpu:1", "train.device"),
+    ("train.precision=fp16", "choose one of auto, bf16, fp32"),
+    ("data=file", "needs data.path"),
+    ("data.name=openwebtex", "did you mean 'openwebtext'?"),
+]
+
+
+@pytest.mark.parametrize(("typed", "says"), BAD, ids=[typed for typed, _ in BAD])
+def test_bad_input_gets_one_line_that_names_the_key(typed, says):
+    with pytest.raises(ValueError) as error:
+        config.load(typed.split())
+    message = str(error.value)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_the_global_batch_must_fit_the_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ValueError, match=r"train\.global_batch_size=512 must be a multiple of the number of ranks \(3\)"
+    ):
+        config.load([])
+    assert config.load(["train.global_batch_size=513"]).train.batch_size == 171
+
+
+def test_loading_leaves_the_folder_and_hydra_alone(tmp_path, monkeypatch):
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    monkeypatch.chdir(tmp_path)
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        outer = GlobalHydra.instance().hydra
+        config.load(["model=nano", "hydra.run.dir=elsewhere"])
+        assert GlobalHydra.instance().hydra is outer
+    assert not GlobalHydra.instance().is_initialized()
+    assert Path.cwd() == tmp_path and list(tmp_path.iterdir()) == []
+
+
+def test_schema_instances_are_not_shared(defaults):
+    config.load([]).model.length = 3
+    assert config.load([]).model.length == 1024
+    assert dataclasses.asdict(defaults)["model"]["length"] == 1024
+
+
+def test_config_and_cli_do_not_import_torch(tmp_path):
+    code = (
+        "import sys, adlm.config, adlm.cli, adlm.compat\n"
+        "adlm.config.load(['model=nano'])\n"
+        "adlm.cli.main(['config', '--help'])\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
