@@ -1,0 +1,91 @@
+"""Samplers: which positions of a row change at each step. See plan.py for the protocol and docs/sampling.md for the
+list.
+
+plan.py           Event, Look, Plan: what a sampler is
+rates.py          the formulas: probability of reveal and remask for each step
+scheduled.py      plans made of rates: the whole trajectory drawn before the network runs
+first_hitting.py  exact continuous-time reveals
+looking.py        plans that look at predictions: remdm-conf, confidence, entropy, anchor-first
+autoregressive.py left to right
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from adlm.diffusion.schedules import RELEASE_LAST_TIME, Schedule, release_grid, uniform_grid
+from adlm.errors import choose, require
+from adlm.samplers import rates
+from adlm.samplers.autoregressive import LeftToRight
+from adlm.samplers.first_hitting import FirstHitting
+from adlm.samplers.looking import AnchorFirst, Conf, Confidence, Entropy
+from adlm.samplers.plan import Event, Look, Plan, Positions, Trajectory
+from adlm.samplers.scheduled import Scheduled
+from adlm.schema import SamplingConfig
+
+__all__ = ["SAMPLERS", "Event", "Look", "Plan", "Positions", "Trajectory", "check_sampling", "make_plan"]
+
+Maker = Callable[[SamplingConfig, Schedule], Plan]
+
+
+def _scheduled(formula: Callable[..., rates.Rates], kind: type = Scheduled, greedy: bool = True) -> Maker:
+    """A plan on the uniform grid, or on the release's grid followed by its filling step."""
+
+    def make(c: SamplingConfig, schedule: Schedule) -> Plan:
+        release = c.parity == "release"
+        grid = release_grid(c.steps) if release else uniform_grid(c.steps)
+        t, s = grid[:-1], grid[1:]
+        return kind(t, formula(t, s, c, schedule, release), last_t=float(grid[-1]), greedy_fill=release and greedy)
+
+    return make
+
+
+def _dfm(c: SamplingConfig, schedule: Schedule) -> Plan:
+    release = c.parity == "release"
+    times = rates.dfm_times(c.steps, (1 - RELEASE_LAST_TIME if release else 1.0) / c.steps)
+    t = times[:-1]
+    return Scheduled(t, rates.dfm(t, c.steps)[1], last_t=float(times[-1]), greedy_fill=release)
+
+
+# Each line: how the formula reads its settings. The last column of docs/sampling.md says which are exact.
+SAMPLERS: dict[str, Maker] = {
+    "mdlm": _scheduled(lambda t, s, c, schedule, release: rates.mdlm(t, s)),
+    "remdm-cap": _scheduled(lambda t, s, c, schedule, release: rates.remdm_cap(t, s, c.eta)),
+    "remdm-rescale": _scheduled(lambda t, s, c, schedule, release: rates.remdm_rescale(t, s, c.eta)),
+    "remdm-conf": _scheduled(lambda t, s, c, schedule, release: rates.remdm_conf(t, s), kind=Conf),
+    "remdm-loop": _scheduled(
+        lambda t, s, c, schedule, release: rates.remdm_loop(t, s, c.eta, c.t_on, c.t_off, c.alpha_on, release)
+    ),
+    "forward-backward": _scheduled(lambda t, s, c, schedule, release: rates.forward_backward(t, s, release)),
+    "dfm": _dfm,
+    "ddpm": _scheduled(lambda t, s, c, schedule, release: rates.ddpm(t, s, schedule)),
+    "analytic": _scheduled(lambda t, s, c, schedule, release: rates.analytic(t, s, schedule), greedy=False),
+    "first-hitting": lambda c, schedule: FirstHitting(),
+    "confidence": lambda c, schedule: Confidence(c.steps, c.threshold),
+    "entropy": lambda c, schedule: Entropy(c.steps, c.threshold),
+    "anchor-first": lambda c, schedule: AnchorFirst(c.steps),
+    "autoregressive": lambda c, schedule: LeftToRight(),
+}
+NOT_IN_THE_RELEASE = {"first-hitting", "confidence", "entropy", "anchor-first"}
+# The release draws these two from the uncut prediction whatever its nucleus_p
+RELEASE_WITHOUT_CUT = {"ddpm", "analytic"}
+
+
+def check_sampling(c: SamplingConfig) -> None:
+    """What can be said about the settings without a model; messages name the configuration keys."""
+    choose("sampling.sampler", c.sampler, SAMPLERS)
+    choose("sampling.parity", c.parity, ("", "release"))
+    require(c.steps >= 1, f"sampling.steps must be at least 1, got {c.steps}")
+    require(0 <= c.eta <= 1, f"sampling.eta must lie in [0, 1], got {c.eta}")
+    require(c.threshold >= 0, f"sampling.threshold must not be negative, got {c.threshold}")
+    require(
+        not (c.parity and c.sampler in NOT_IN_THE_RELEASE),
+        f"sampling.parity=release: the release has no sampler {c.sampler!r}; leave sampling.parity empty",
+    )
+
+
+def make_plan(c: SamplingConfig, schedule: Schedule) -> Plan:
+    """The plan of sampling.sampler; `schedule` is the model's masking schedule (used by ddpm and analytic)."""
+    check_sampling(c)
+    with torch.no_grad():
+        return SAMPLERS[c.sampler](c, schedule)
