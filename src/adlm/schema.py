@@ -119,7 +119,9 @@ class DataConfig:
     cache_dir: str = ""
     """Where prepared blocks live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
     num_proc: int = 0
-    """Processes that tokenise; 0: all cores."""
+    """Threads that tokenise; 0: all cores."""
+    max_rows: int = 0
+    """Keep only this many rows of each split (0: all), reading no further than needed."""
     root: str = ""
     """Folder with local copies of the public data sets, looked up by corpus (zero-shot evaluation)."""
 

@@ -6,6 +6,7 @@ depends on the Python version, which is why the version is part of the corpus' i
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import os
@@ -15,11 +16,15 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+# Raise it when the same Python would give other documents.
+VERSION = 1
 # Not documentation of the library: tests, vendored packages, GUI programs, and what distributions add.
 SKIPPED = {
     "__pycache__", "_bundled", "_vendor", "dist-packages", "idlelib", "lib-dynload", "lib2to3", "pydoc_data",
     "site-packages", "test", "tests", "turtledemo",
 }  # fmt: skip
+# Characters; drops a hundred codec modules that all say the same sentence.
+SHORTEST = 200
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,14 +44,15 @@ def identity() -> dict[str, str]:
     root = Path(sysconfig.get_path("stdlib"))
     listing = "".join(f"{p.as_posix()} {(root / p).stat().st_size}\n" for p in stdlib_files())
     digest = hashlib.sha256(listing.encode()).hexdigest()
-    return {"python": platform.python_version(), "files": digest}
+    return {"python": platform.python_version(), "files": digest, "version": str(VERSION)}
 
 
-def documents() -> Iterator[str]:
+@functools.cache
+def documents() -> tuple[str, ...]:
     """All documents, in an order that is fixed but unrelated to their names, so that the held-out end is typical."""
     named = {f"topic:{name}": text for name, text in _topics()} | {f"module:{name}": text for name, text in _modules()}
-    for name in sorted(named, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        yield named[name]
+    names = sorted(named, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return tuple(named[name] for name in names if len(named[name]) >= SHORTEST)
 
 
 def _topics() -> Iterator[tuple[str, str]]:

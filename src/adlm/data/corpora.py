@@ -1,0 +1,229 @@
+"""The table of corpora: where each comes from, how it is split, read, detokenized and packed.
+
+A corpus is read from local files in its published format (`data.path`, or found by name under `data.root`), else from
+the hub. Revisions name the hub's own parquet conversion where the original is a loading script, which current
+`datasets` refuses to run.
+"""
+
+import fnmatch
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from adlm.data.formats import plain_name
+from adlm.errors import choose, require
+from adlm.schema import DataConfig
+
+PARQUET = "refs/convert/parquet"
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One line of the table."""
+
+    about: str
+    hub: str = ""
+    """Name on the hub; empty: local files only."""
+    config: str = ""
+    revision: str = ""
+    splits: dict[str, str] = field(default_factory=dict)
+    """Our split -> the hub's, in its slicing notation."""
+    text_key: str = "text"
+    form: str = "auto"
+    """Format of the published local files (formats.FORMATS)."""
+    files: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Our split (or `any`: not split) -> names of the published files, best first; * and / as in a shell."""
+    detokenizer: str = "none"
+    tokenizer: str = "gpt2"
+    wrap: bool = True
+    length: int = 1024
+    """The row length it is usually reported with."""
+    valid_documents: int = 0
+    """Documents held out from the end when the files are not split (0: data.valid_share)."""
+    valid_share: float = 0.0
+    """Overrides data.valid_share."""
+    only: str = ""
+    """Every split is this one (evaluation sets, and the halves of OpenWebText by name)."""
+    crop: bool = False
+    """Training rows are twice as long, and a window is cut at random when they are read."""
+
+
+def _wikitext(name: str) -> dict[str, tuple[str, ...]]:
+    # Validation and test are the same text in both sizes, so a bare wiki.valid.raw serves either; train is not.
+    def names(split: str, hub_split: str) -> tuple[str, ...]:
+        bare = () if split == "train" else (f"wiki.{split}.raw",)
+        return (
+            f"{name}*/wiki.{split}.raw",
+            *bare,
+            f"{name}*/{hub_split}-*.parquet",
+            f"{name}/wiki.{split}.tokens",
+            f"{name}.{split}.tokens",
+        )
+
+    return {"train": names("train", "train"), "valid": names("valid", "validation"), "test": names("test", "test")}
+
+
+_THREE = {"train": "train", "valid": "validation", "test": "test"}
+_OWT = Corpus(
+    "OpenWebText; the last 100,000 documents are the validation split",
+    hub="Skylion007/openwebtext",
+    revision=PARQUET,
+    splits={"train": "train[:-100000]", "valid": "train[-100000:]"},
+    files={"any": ("openwebtext*.jsonl", "openwebtext*.parquet", "openwebtext/*.parquet")},
+    valid_documents=100_000,
+)
+_LM1B = Corpus(
+    "One Billion Words, one sentence a row, lower-cased WordPiece",
+    hub="dvruette/lm1b",
+    splits={"train": "train", "valid": "test", "test": "test"},
+    form="lines",
+    files={
+        "train": ("1b_benchmark.train.tokens", "news.en-0*", "lm1b/train-*.parquet"),
+        "valid": ("1b_benchmark.test.tokens", "news.en.heldout-*", "lm1b/test-*.parquet"),
+        "test": ("1b_benchmark.test.tokens", "news.en.heldout-*", "lm1b/test-*.parquet"),
+    },
+    detokenizer="lm1b",
+    tokenizer="bert-base-uncased",
+    wrap=False,
+    length=128,
+)
+_TEXT8 = Corpus(
+    "text8: 100 million characters of Wikipedia, cut 90/5/5; rows of 256",
+    hub="afmck/text8",
+    splits={"train": "train", "valid": "train", "test": "train"},
+    form="text8",
+    files={"any": ("text8", "text8.txt")},
+    tokenizer="text8",
+    length=256,
+)
+_PAPERS = Corpus(
+    "",
+    hub="armanc/scientific_papers",
+    revision=PARQUET,
+    splits=_THREE,
+    text_key="article",
+    form="scientific_papers",
+    detokenizer="scientific_papers",
+)
+
+CORPORA: dict[str, Corpus] = {
+    "pydocs": Corpus(
+        "English documentation inside every CPython; nothing to download", tokenizer="bpe-4096", valid_share=0.05,
+    ),
+    "file": Corpus(
+        "your own text, jsonl, csv or parquet file or folder: data.path=, data.text_key=", tokenizer="bpe-8192",
+    ),
+    "prepared": Corpus("a folder written by `adlm data prepare`: data.path=, data.valid_path="),
+    "openwebtext": _OWT,
+    "openwebtext-train": replace(_OWT, about="OpenWebText without its last 100,000 documents", only="train"),
+    "openwebtext-valid": replace(_OWT, about="the last 100,000 documents of OpenWebText", only="valid"),
+    "lm1b": _LM1B,
+    "lm1b-gpt2": replace(
+        _LM1B, about="One Billion Words packed with GPT-2's tokenizer", tokenizer="gpt2", wrap=True, length=1024
+    ),
+    "wikitext2": Corpus(
+        "WikiText-2, raw", "Salesforce/wikitext", "wikitext-2-raw-v1", splits=_THREE, form="wikitext",
+        files=_wikitext("wikitext-2"), detokenizer="wikitext",
+    ),
+    "wikitext103": Corpus(
+        "WikiText-103, raw", "Salesforce/wikitext", "wikitext-103-raw-v1", splits=_THREE, form="wikitext",
+        files=_wikitext("wikitext-103"), detokenizer="wikitext",
+    ),
+    "ptb": Corpus(
+        "Penn Treebank, Mikolov's plain text", "ptb-text-only/ptb_text_only", "penn_treebank", PARQUET, _THREE,
+        text_key="sentence", form="lines", detokenizer="ptb",
+        files={split: (f"ptb.{split}.txt",) for split in SPLITS},
+    ),
+    "lambada": Corpus(
+        "LAMBADA, OpenAI's test file", "EleutherAI/lambada_openai", "default", splits={"test": "test"}, only="test",
+        form="jsonl", detokenizer="lambada", files={"test": ("lambada_test.jsonl",)},
+    ),
+    "ag_news": Corpus(
+        "AG News, title and description", "fancyzhx/ag_news", form="ag_news",
+        splits={"train": "train", "valid": "test", "test": "test"},
+        files={"train": ("ag_news*/train.csv",), "valid": ("ag_news*/test.csv",), "test": ("ag_news*/test.csv",)},
+    ),
+    "pubmed": replace(
+        _PAPERS, about="scientific_papers: PubMed articles", config="pubmed",
+        files={
+            "train": ("pubmed-dataset/train.txt",),
+            "valid": ("pubmed-dataset/val.txt", "scientific_papers_pubmed*.jsonl", "pubmed_sum*.jsonl"),
+            "test": ("pubmed-dataset/test.txt",),
+        },
+    ),
+    "arxiv": replace(
+        _PAPERS, about="scientific_papers: arXiv articles", config="arxiv",
+        files={
+            "train": ("arxiv-dataset/train.txt",),
+            "valid": ("arxiv-dataset/val.txt", "scientific_papers_arxiv*.jsonl", "arxiv_*.jsonl"),
+            "test": ("arxiv-dataset/test.txt",),
+        },
+    ),
+    "text8": _TEXT8,
+    "text8-crop": replace(_TEXT8, about="text8 with random windows of training rows", crop=True),
+    "tinystories": Corpus(
+        "TinyStories", "roneneldan/TinyStories", splits={"train": "train", "valid": "validation"}, form="stories",
+        files={
+            "train": ("TinyStories*-train.txt",), "valid": ("TinyStories*-valid.txt",),
+            "any": ("tinystories*.txt", "tinystories*.jsonl"),
+        },
+    ),
+    "fineweb-edu": Corpus(
+        "FineWeb-Edu, the 10-billion-token sample", "HuggingFaceFW/fineweb-edu", "sample-10BT",
+        splits={"train": "train[:-20000]", "valid": "train[-20000:]"},
+        files={"any": ("fineweb-edu*/*.parquet", "fineweb-edu*.jsonl", "fineweb-edu*.parquet")},
+        valid_documents=20_000,
+    ),
+    "wikipedia": Corpus(
+        "English Wikipedia", "wikimedia/wikipedia", "20231101.en",
+        splits={"train": "train[:-20000]", "valid": "train[-20000:]"},
+        files={"any": ("wikipedia_[A-Z][A-Z].jsonl", "wikipedia*.jsonl", "wikipedia*.parquet")},
+    ),
+}  # fmt: skip
+
+# Other names in use for the same thing.
+ALIASES = {
+    "openwebtext-split": "openwebtext",
+    "scientific_papers_pubmed": "pubmed",
+    "scientific_papers_arxiv": "arxiv",
+    "ag-news": "ag_news",
+    "penn-treebank": "ptb",
+    "wikitext-2": "wikitext2",
+    "wikitext-103": "wikitext103",
+}
+
+
+def get_corpus(name: str) -> tuple[str, Corpus]:
+    """The table's own name and line for a name a user typed."""
+    name = ALIASES.get(name, name)
+    return name, CORPORA[choose("data.name", name, CORPORA)]
+
+
+def defaults(name: str, **changes: str | bool | int | float) -> DataConfig:
+    """The settings a corpus is usually read with, as `data=NAME` on the command line gives them."""
+    name, corpus = get_corpus(name)
+    return replace(DataConfig(name=name, tokenizer=corpus.tokenizer, wrap=corpus.wrap), **changes)
+
+
+def find_local(root: str | Path, name: str, split: str = "valid") -> list[Path]:
+    """Files of a corpus' split anywhere under `root`, by their published names; [] if there are none."""
+    _, corpus = get_corpus(name)
+    root = Path(root).expanduser()
+    require(root.is_dir(), f"data.root={str(root)!r} is not a folder")
+    return matching(root, corpus.files.get(corpus.only or split, ()))
+
+
+def matching(root: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """Files of the first pattern that has any. A pattern matches the end of the path, without compression suffix."""
+    found = sorted((p for p in root.rglob("*") if p.is_file()), key=lambda p: p.as_posix()) if patterns else []
+    for pattern in patterns:
+        if hits := [path for path in found if is_called(path, pattern)]:
+            return hits
+    return []
+
+
+def is_called(path: Path, pattern: str) -> bool:
+    """Whether the last parts of a path match the pattern's, compression suffix aside."""
+    parts = pattern.split("/")
+    names = [*path.parent.parts, plain_name(path)][-len(parts) :]
+    return len(names) == len(parts) and all(map(fnmatch.fnmatchcase, names, parts))

@@ -1,0 +1,302 @@
+"""Readers of local files: one generator of documents per published format, plain or compressed (.gz, .xz, .bz2).
+
+All of them stream, so a file larger than memory is fine, and all of them answer a bad file with one line that names
+the file and the place.
+"""
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from adlm.errors import require
+
+# Part of every cache name: raise it when the same file would give other documents.
+VERSION = 1
+COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+# What a folder is searched for.
+SUFFIXES = (".txt", ".text", ".md", ".rst", ".raw", ".tokens", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+END_OF_TEXT = "<|endoftext|>"
+# A plain text file is cut at blank lines into documents of about this many characters: a book is then many documents
+# (some can be held out) and memory stays bounded.
+PIECE = 16_384
+CHUNK = 1 << 20
+
+Reader = Callable[[Path, str], Iterator[str]]
+
+
+def plain_name(path: Path) -> str:
+    """The file name without a compression suffix."""
+    return path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
+
+
+def require_exists(path: Path, key: str) -> None:
+    require(path.exists(), f"{key}={str(path)!r} does not exist")
+
+
+def files_under(path: Path, key: str = "data.path") -> list[Path]:
+    """The file itself, or every readable file of a folder in a fixed order."""
+    require_exists(path, key)
+    if path.is_file():
+        return [path]
+    found = [
+        p for p in path.rglob("*")
+        if p.is_file() and plain_name(p).endswith(SUFFIXES)
+        and not any(part.startswith(".") for part in p.relative_to(path).parts)
+    ]  # fmt: skip
+    require(bool(found), f"{key}={str(path)!r} holds no {' '.join(SUFFIXES)} file (also .gz .xz .bz2)")
+    return sorted(found, key=lambda p: p.relative_to(path).as_posix())
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """The file as UTF-8 text; what goes wrong while it is read becomes one line."""
+    try:
+        opener = COMPRESSED.get(path.suffix, open)
+        # utf-8-sig: a byte order mark is not part of the text.
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            yield file
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text (first bad byte at offset {_first_bad_byte(path)})") from None
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged or incomplete ({error})") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror or error})") from None
+
+
+def _first_bad_byte(path: Path) -> int:
+    """Offset in the uncompressed bytes; the slow search happens only once something is known to be wrong."""
+    offset, held = 0, b""
+    with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            held += chunk
+            try:
+                held.decode("utf-8")
+                offset, held = offset + len(held), b""
+            except UnicodeDecodeError as error:
+                # A character may be cut by the end of the chunk: at most three of its bytes are here.
+                if len(held) - error.start > 3 or error.reason == "invalid start byte":
+                    return offset + error.start
+                offset, held = offset + error.start, held[error.start :]
+    return offset
+
+
+def stripped_lines(path: Path, text_key: str) -> Iterator[str]:
+    """One document a line, without surrounding white space (PTB, LM1B)."""
+    with open_text(path) as file:
+        for line in file:
+            yield line.strip()
+
+
+def wikitext_lines(path: Path, text_key: str) -> Iterator[str]:
+    """One document a line with its line break; a blank line is an empty document."""
+    with open_text(path) as file:
+        for line in file:
+            yield line if line.strip() else ""
+
+
+def text(path: Path, text_key: str) -> Iterator[str]:
+    """Plain text: documents end at <|endoftext|>, and long ones are cut at blank lines every PIECE characters."""
+    for document in _separated(path, END_OF_TEXT):
+        yield from pieces(document)
+
+
+def _separated(path: Path, separator: str) -> Iterator[Iterator[str]]:
+    """The chunks of text between separators, as they come from the file."""
+    with open_text(path) as file:
+        held, done = "", False
+
+        def until_separator() -> Iterator[str]:
+            nonlocal held, done
+            while not done:
+                head, found, tail = held.partition(separator)
+                if found:
+                    held = tail
+                    yield head
+                    return
+                # Keep back what could be the beginning of a separator.
+                keep = len(separator) - 1
+                if len(held) > keep:
+                    yield held[:-keep]
+                    held = held[-keep:]
+                chunk = file.read(CHUNK)
+                done = not chunk
+                held += chunk
+            yield held
+
+        while not done:
+            yield until_separator()
+
+
+def pieces(chunks: Iterator[str], size: int = PIECE) -> Iterator[str]:
+    """Cut a text, given in chunks, near every `size` characters: at a blank line, else a line break, else a space."""
+    held = ""
+    for chunk in chunks:
+        held += chunk
+        while len(held) > 4 * size:
+            cut = next(
+                (at + len(mark) for mark in ("\n\n", "\n", " ") if (at := held.find(mark, size, 4 * size)) >= 0), size
+            )
+            yield from _nonempty(held[:cut])
+            held = held[cut:]
+    while len(held) > 2 * size and (at := held.find("\n\n", size)) >= 0:
+        yield from _nonempty(held[: at + 2])
+        held = held[at + 2 :]
+    yield from _nonempty(held)
+
+
+def _nonempty(document: str) -> Iterator[str]:
+    if stripped := document.strip():
+        yield stripped
+
+
+def stories(path: Path, text_key: str) -> Iterator[str]:
+    """TinyStories: stories end at <|endoftext|>, or, in a file without it, at blank lines."""
+    with open_text(path) as file:
+        marked = END_OF_TEXT in file.read(CHUNK)
+    if marked:
+        for story in _separated(path, END_OF_TEXT):
+            yield from _nonempty("".join(story))
+        return
+    lines: list[str] = []
+    with open_text(path) as file:
+        for line in file:
+            if line.strip():
+                lines.append(line)
+                continue
+            yield from _nonempty("".join(lines))
+            lines = []
+    yield from _nonempty("".join(lines))
+
+
+def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a JSON-lines file, or of a file that is one JSON array."""
+    with open_text(path) as file:
+        first = file.read(1)
+        while first.isspace():
+            first = file.read(1)
+        if first == "[":
+            for number, record in enumerate(_parsed(first + file.read(), path, 1), 1):
+                yield number, _object(record, path, number)
+            return
+        line = first + file.readline()
+        number = 1
+        while line:
+            if line.strip():
+                yield number, _object(_parsed(line, path, number), path, number)
+            line, number = file.readline(), number + 1
+
+
+def _parsed(line: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} line {number} is not JSON ({error.msg} at column {error.colno})") from None
+
+
+def _object(record: Any, path: Path, number: int) -> dict[str, Any]:
+    require(isinstance(record, dict), f"{path} record {number} is not a JSON object with named fields")
+    return record
+
+
+def field(record: dict[str, Any], key: str, where: str) -> str:
+    """The text under `key`; a list of strings is joined by line breaks."""
+    require(key in record, f"{where} has no field {key!r} (data.text_key); it has {', '.join(map(str, record))}")
+    value: Any = record[key]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: field {key!r} (data.text_key) is {type(value).__name__}, not text")
+    return value
+
+
+def jsonl(path: Path, text_key: str) -> Iterator[str]:
+    """One object a line, the document under `text_key`."""
+    for number, record in records(path):
+        yield field(record, text_key, f"{path} record {number}")
+
+
+def scientific_papers(path: Path, text_key: str) -> Iterator[str]:
+    """jsonl with `article` (as the hub has it) or `article_text`, a list of sentences (as first published)."""
+    for number, record in records(path):
+        yield field(record, "article_text" if "article_text" in record else text_key, f"{path} record {number}")
+
+
+def ag_news_csv(path: Path, text_key: str) -> Iterator[str]:
+    """class, title, description without a header; the document is title and description."""
+    csv.field_size_limit(2**31 - 1)
+    with open_text(path) as file:
+        for number, row in enumerate(csv.reader(file, skipinitialspace=True), 1):
+            require(len(row) == 3, f"{path} row {number} has {len(row)} fields; AG News has class, title, description")
+            yield f"{row[1]} {row[2]}"
+
+
+def table(path: Path, text_key: str) -> Iterator[str]:
+    """csv or tsv with a header."""
+    csv.field_size_limit(2**31 - 1)
+    delimiter = "\t" if plain_name(path).endswith(".tsv") else ","
+    with open_text(path) as file:
+        for number, row in enumerate(csv.DictReader(file, delimiter=delimiter), 2):
+            yield field(row, text_key, f"{path} row {number}")
+
+
+def parquet(path: Path, text_key: str) -> Iterator[str]:
+    """One column of a parquet file, read in batches."""
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ValueError(f"{path} needs pyarrow to be read (pip install 'adlm[data]')") from None
+    try:
+        file = pq.ParquetFile(path)
+    except Exception as error:
+        raise ValueError(f"{path} is not a parquet file ({str(error).splitlines()[0]})") from None
+    columns = file.schema_arrow.names
+    require(text_key in columns, f"{path} has no column {text_key!r} (data.text_key); it has {', '.join(columns)}")
+    for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
+        for number, value in enumerate(batch.column(0).to_pylist()):
+            yield field({text_key: value}, text_key, f"{path} row {number}")
+
+
+def by_suffix(path: Path, text_key: str) -> Iterator[str]:
+    """What the file name says: jsonl, csv, tsv, parquet, otherwise plain text."""
+    name = plain_name(path)
+    if name.endswith(".parquet"):
+        return parquet(path, text_key)
+    if name.endswith((".jsonl", ".ndjson", ".json")):
+        return jsonl(path, text_key)
+    if name.endswith((".csv", ".tsv")):
+        return table(path, text_key)
+    return text(path, text_key)
+
+
+def characters(path: Path) -> str:
+    """A whole file as one string (text8 is one line of 100 million characters)."""
+    with open_text(path) as file:
+        return file.read()
+
+
+# The format a corpus was published in; a parquet or jsonl copy of any of them is read by its suffix instead.
+FORMATS: dict[str, Reader] = {
+    "auto": by_suffix,
+    "lines": stripped_lines,
+    "wikitext": wikitext_lines,
+    "stories": stories,
+    "jsonl": jsonl,
+    "scientific_papers": scientific_papers,
+    "ag_news": ag_news_csv,
+}
+
+
+def read(path: Path, form: str, text_key: str) -> Iterator[str]:
+    """The documents of one file."""
+    name = plain_name(path)
+    if name.endswith(".parquet"):
+        return parquet(path, text_key)
+    if form in ("lines", "wikitext", "stories") and name.endswith((".jsonl", ".ndjson", ".json")):
+        return jsonl(path, text_key)
+    return FORMATS[form](path, text_key)

@@ -1,0 +1,166 @@
+"""Which row comes when: a pure function of (seed, example number), so that the state of a loader is one integer.
+
+Example e of a run is row `order[e]`; global batch g is the examples [g*G, (g+1)*G), and each rank takes a contiguous
+part of it. Resuming, or changing the number of ranks, therefore needs only the number of examples consumed.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from adlm.data.blocks import Blocks
+from adlm.errors import require
+
+ROUNDS = 8
+
+
+class RowOrder:
+    """A different permutation of the rows in every epoch, computed where asked, never stored.
+
+    A Feistel network permutes the smallest power of four that covers the rows; a number that falls outside is sent
+    through again until it falls inside ("cycle walking", fewer than four times on average). Unlike a library's
+    shuffle it cannot change with a version, and row e costs the same whether e is the first or the billionth.
+    """
+
+    def __init__(self, n_rows: int, seed: int, shuffle: bool = True) -> None:
+        require(n_rows > 0, "there are no rows to order")
+        self.n_rows, self.seed, self.shuffle = n_rows, seed, shuffle
+        self._half = np.uint64(max(1, ((n_rows - 1).bit_length() + 1) // 2))
+
+    def __getitem__(self, examples: int | np.ndarray) -> np.ndarray:
+        """Row numbers of example numbers, any shape."""
+        e = np.asarray(examples, dtype=np.int64)
+        epoch, at = np.divmod(e, self.n_rows)
+        if not self.shuffle:
+            return at
+        key = mix(np.uint64(self.seed % (1 << 64)), epoch.astype(np.uint64))
+        row = self._permute(at.astype(np.uint64), key)
+        while (outside := row >= self.n_rows).any():
+            row = np.where(outside, self._permute(row, key), row)
+        return row.astype(np.int64)
+
+    def _permute(self, x: np.ndarray, key: np.ndarray) -> np.ndarray:
+        half, low = self._half, (np.uint64(1) << self._half) - np.uint64(1)
+        left, right = x >> half, x & low
+        for number in range(ROUNDS):
+            left, right = right, left ^ (mix(key + np.uint64(number), right) & low)
+        return (left << half) | right
+
+
+def mix(key: np.ndarray | np.uint64, value: np.ndarray | np.uint64) -> np.ndarray:
+    """64 well-mixed bits of two numbers (the finaliser of SplitMix64, twice)."""
+    with np.errstate(over="ignore"):
+        return _finalise(_finalise(np.asarray(key, dtype=np.uint64)) + np.asarray(value, dtype=np.uint64))
+
+
+def _finalise(z: np.ndarray) -> np.ndarray:
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class Batch(NamedTuple):
+    """One rank's part of a global batch."""
+
+    tokens: np.ndarray
+    """[b, L] int64."""
+    attention_mask: np.ndarray | None
+    """[b, L], True at real tokens; None when no row is padded."""
+    examples: np.ndarray
+    """[b] int64: example numbers, the counters that noise is drawn from."""
+
+
+class Batches:
+    """An endless iterator of Batch; `consumed` is all there is to save. A thread reads ahead."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        seed: int,
+        global_batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        consumed: int = 0,
+        shuffle: bool = True,
+        prefetch: int = 2,
+    ) -> None:
+        require(global_batch_size > 0, f"train.global_batch_size={global_batch_size} must be positive")
+        require(
+            global_batch_size % world == 0,
+            f"train.global_batch_size={global_batch_size} cannot be shared evenly by {world} processes",
+        )
+        require(0 <= rank < world, f"rank {rank} is not one of {world} processes")
+        self.blocks, self.seed, self.size = blocks, seed, global_batch_size
+        self.order = RowOrder(len(blocks), seed, shuffle)
+        self.share = global_batch_size // world
+        self.offset = rank * self.share
+        self.consumed = consumed
+        """Examples of all ranks handed out so far."""
+        self.prefetch = prefetch
+
+    def read(self, first: int) -> Batch:
+        """This rank's part of the global batch that begins with example `first`."""
+        examples = np.arange(first + self.offset, first + self.offset + self.share, dtype=np.int64)
+        indices = self.order[examples]
+        tokens, masks = self.blocks.rows(indices), self.blocks.attention_masks(indices)
+        if self.blocks.crop:
+            tokens = self._windows(tokens, examples)
+        return Batch(tokens, masks, examples)
+
+    def _windows(self, tokens: np.ndarray, examples: np.ndarray) -> np.ndarray:
+        """A random window of each row, beginning with BOS (text8-crop)."""
+        length = self.blocks.crop
+        starts = mix(np.uint64(~self.seed % (1 << 64)), examples.astype(np.uint64)) % np.uint64(length + 1)
+        columns = starts.astype(np.int64)[:, None] + np.arange(length)[None, :]
+        windows = np.take_along_axis(tokens, columns, axis=1)
+        windows[:, 0] = self.blocks.bos_id
+        return windows
+
+    def __iter__(self) -> Iterator[Batch]:
+        ahead: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, self.prefetch))
+        stopped = threading.Event()
+
+        def read_ahead(first: int) -> None:
+            while not stopped.is_set():
+                try:
+                    item: Batch | BaseException = self.read(first)
+                except BaseException as error:  # handed to the consumer, who raises it
+                    item = error
+                first += self.size
+                while not stopped.is_set():
+                    try:
+                        ahead.put(item, timeout=0.1)
+                        break
+                    except queue.Full:
+                        continue
+                if isinstance(item, BaseException):
+                    return
+
+        threading.Thread(target=read_ahead, args=(self.consumed,), daemon=True, name="batches").start()
+        try:
+            while True:
+                item = ahead.get()
+                if isinstance(item, BaseException):
+                    raise item
+                self.consumed += self.size
+                yield item
+        finally:
+            stopped.set()
+
+
+def evaluation_batches(
+    blocks: Blocks, batch_size: int, rows: int = 0, rank: int = 0, world: int = 1
+) -> Iterator[Batch]:
+    """The first `rows` rows (0: all) once, in order, dealt to ranks in turn; the last batch may be smaller.
+
+    A row's example number is its row number, so its noise does not depend on batch size or ranks.
+    """
+    require(batch_size > 0, f"batch size {batch_size} must be positive")
+    mine = np.arange(rank, min(rows or len(blocks), len(blocks)), world, dtype=np.int64)
+    for at in range(0, len(mine), batch_size):
+        indices = mine[at : at + batch_size]
+        yield Batch(blocks.rows(indices), blocks.attention_masks(indices), indices)

@@ -1,0 +1,123 @@
+"""Which documents a split is: local files, the embedded corpus or the hub, and what is held out for validation."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from adlm.data import formats, hub, pydocs
+from adlm.data.corpora import SPLITS, Corpus, find_local, get_corpus, is_called, matching
+from adlm.data.detokenizers import get_detokenizer
+from adlm.errors import choose, require
+from adlm.schema import DataConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one split's documents come from. `part` is train or valid when it is cut out of unsplit documents."""
+
+    name: str
+    corpus: Corpus
+    split: str
+    files: tuple[Path, ...] = ()
+    part: str = "whole"
+    share: float = 0.0
+    text_key: str = "text"
+
+    def documents(self, length: int) -> Iterator[str]:
+        """The detokenized documents of the split, in order. `length` (of a stored row) only matters to text8."""
+        if self.corpus.form == "text8":
+            return self._text8(length)
+        start, stop = 0, None
+        if self.part != "whole":
+            # A first pass to count: reading is far cheaper than tokenising.
+            total = sum(1 for _ in self._raw())
+            border = total - self.held_out(total)
+            start, stop = (0, border) if self.part == "train" else (border, None)
+        return map(get_detokenizer(self.corpus.detokenizer), itertools.islice(self._raw(), start, stop))
+
+    def held_out(self, total: int) -> int:
+        """Documents at the end of `total` that are the validation split; the first is always left for training."""
+        if 0 < self.corpus.valid_documents < total / 2:
+            return self.corpus.valid_documents
+        return min(max(1, round(self.share * total)), total - 1) if self.share and total else 0
+
+    def _raw(self) -> Iterator[str]:
+        if self.name == "pydocs":
+            return iter(pydocs.documents())
+        corpus = self.corpus
+        if self.files:
+            return itertools.chain.from_iterable(formats.read(f, corpus.form, self.text_key) for f in self.files)
+        advice = f"give its files as data.path, or their folder as data.root (data.name={self.name})"
+        split = corpus.splits[self.split]
+        return hub.documents(corpus.hub, corpus.config, corpus.revision, split, corpus.text_key, advice)
+
+    def _text8(self, length: int) -> Iterator[str]:
+        """Chunks of one stored row of this split's share of the characters; an incomplete last one is dropped."""
+        text = "".join(map(formats.characters, self.files)) if self.files else "".join(self._raw())
+        text = text.strip("\n")
+        # 90/5/5 million; the lineage validates on the last part.
+        start, stop = (len(text) * bound // 100 for bound in ((0, 90) if self.split == "train" else (95, 100)))
+        for at in range(start, stop - length + 1, length):
+            yield text[at : at + length]
+
+    def row_length(self, length: int) -> int:
+        """Tokens of a stored row: twice as many where a window is cut from it at random."""
+        return 2 * length if self.corpus.crop and self.split == "train" else length
+
+    def describe(self) -> str:
+        """For messages: which split of what."""
+        where = str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
+        return f"the {self.split} split of data.name={self.name}" + (f" ({where})" if self.files else "")
+
+
+def resolve(cfg: DataConfig, split: str) -> Source:
+    """Which documents `split` is: data.path / data.valid_path, else data.root, else the embedded corpus or the hub."""
+    choose("split", split, SPLITS)
+    if split != "train" and cfg.valid_name and cfg.valid_name != cfg.name:
+        # Validation on another corpus: only valid_path and root can hold its files.
+        cfg = replace(cfg, name=cfg.valid_name, valid_name="", path="")
+    name, corpus = get_corpus(cfg.name)
+    share = corpus.valid_share or cfg.valid_share
+    require(0 <= share < 1, f"data.valid_share={share} must be at least 0 and less than 1")
+    text_key = cfg.text_key if name == "file" else corpus.text_key
+    source = Source(name, corpus, corpus.only or split, share=share, text_key=text_key)
+    if name == "pydocs":
+        return _held_out(source)
+    require(name not in ("file", "prepared") or bool(cfg.path), f"data.name={name} needs data.path")
+    if split == "train" and cfg.valid_path and not cfg.path:
+        raise ValueError("data.valid_path is given without data.path")
+    own, key = (cfg.path, "data.path") if split == "train" else (cfg.valid_path, "data.valid_path")
+    if own or cfg.path:
+        # A training file is whole when validation is elsewhere, and a validation file when it is named as such.
+        elsewhere = bool(own and (split != "train" or cfg.valid_path or cfg.valid_name))
+        return _at(Path(own or cfg.path).expanduser(), source, key if own else "data.path", elsewhere)
+    if cfg.root:
+        if files := find_local(cfg.root, name, source.split):
+            return replace(source, files=tuple(files))
+        if files := find_local(cfg.root, name, "any"):
+            return _held_out(replace(source, files=tuple(files)))
+    require(source.split in corpus.splits, f"data.name={name} has no {split} split")
+    return source
+
+
+def _at(path: Path, source: Source, key: str, whole: bool) -> Source:
+    """The files of a split at `path`: those whose published names say so, else everything there is."""
+    formats.require_exists(path, key)
+    named = source.corpus.files.get(source.split, ())
+    if path.is_file():
+        files = [path]
+        whole = whole or any(is_called(path, pattern) for pattern in named)
+    elif files := matching(path, named):
+        whole = True
+    else:
+        files = matching(path, source.corpus.files.get("any", ())) or formats.files_under(path, key)
+    source = replace(source, files=tuple(files))
+    return source if whole or source.corpus.only == "test" else _held_out(source)
+
+
+def _held_out(source: Source) -> Source:
+    """The training or validation part of unsplit documents; text8 cuts by characters instead."""
+    if source.corpus.form == "text8":
+        return source
+    return replace(source, part="train" if source.split == "train" else "valid")
