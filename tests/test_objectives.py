@@ -14,8 +14,8 @@ from scipy import stats
 from tiny import MODERN, random_tokens, tiny_model
 from torch import nn
 
-from adlm.models import Hidden, linear_nll
-from adlm.objectives import OBJECTIVES, Rows, loss, make_objective
+from adlm.models import Hidden
+from adlm.objectives import OBJECTIVES, Rows, loss, make_objective, row_bounds
 from adlm.objectives.anchors import counts_in_row
 from adlm.objectives.times import annealed, beta_quantile, draw_times, strata
 from adlm.schema import NoiseConfig, ObjectiveConfig
@@ -53,13 +53,7 @@ class ExactDenoiser(nn.Module):
 
 
 def per_row_bound(model, objective, rows, draw=0):
-    """The bound's term summed inside each row, nats."""
-    task = objective.draw_bound(rows, draw)
-    (term,) = task.terms.values()
-    hidden = model(task.tokens_BL, task.sigma_B).denoiser_BLD.flatten(0, 1)[term.rows_N]
-    nll = linear_nll(hidden, model.head.weight, model.head.bias, term.targets_N, term.exclude) * term.weights_N
-    row_N = term.rows_N // task.tokens_BL.shape[1]
-    return torch.zeros(len(rows.tokens_BL), dtype=torch.float64).index_add_(0, row_N, nll.double())
+    return row_bounds(model, objective.draw_bound(rows, draw))
 
 
 @pytest.mark.parametrize("noise", ["loglinear", "linear", "cosine", "cosine-squared", "polynomial"])

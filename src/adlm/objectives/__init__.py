@@ -8,11 +8,11 @@ from adlm.diffusion.schedules import make_schedule
 from adlm.errors import choose
 from adlm.objectives.anelbo import Anelbo
 from adlm.objectives.autoregressive import Autoregressive
-from adlm.objectives.base import LossOutput, Objective, Rows, Task, Term, loss
+from adlm.objectives.base import LossOutput, Objective, Rows, Task, Term, loss, row_bounds
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
-__all__ = ["OBJECTIVES", "LossOutput", "Objective", "Rows", "Task", "Term", "loss", "make_objective"]
+__all__ = ["OBJECTIVES", "LossOutput", "Objective", "Rows", "Task", "Term", "loss", "make_objective", "row_bounds"]
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "nelbo": lambda cfg, schedule, mask_id, seed, share_V: Nelbo(cfg, schedule, mask_id, seed),

@@ -1,0 +1,211 @@
+"""Checkpoints that survive: atomic, checksummed, resumable on another number of ranks.
+
+A checkpoint is a folder `checkpoints/step-00001000` with the tensors of every stateful part (torch.distributed.checkpoint,
+so ranks may change), `state.json` (step, best bound, counters) and `manifest.json` (size and SHA-256 of every file). It is
+written under another name and renamed when complete, so a kill at any moment leaves the older ones untouched. A damaged
+one is noticed by its checksums and the one before it is used.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from adlm.errors import require
+from adlm.schema import CheckpointConfig
+from adlm.training.optim import Ema, Guard, Muon
+from adlm.training.parallel import Step, World
+
+MANIFEST, STATE = "manifest.json", "state.json"
+State = dict[str, dict[str, Tensor]]
+
+
+def note(message: str) -> None:
+    print(f"adlm: {message}", file=sys.stderr, flush=True)
+
+
+def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard: Guard) -> State:
+    """Every tensor a resumed run needs, by name. Fresh optimizers get their (zero) state here, so that the same call
+    describes what to save and where to load."""
+    names = {id(p): name.removeprefix("model.") for name, p in step.named_parameters()}
+    optimizer_state: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state[p]
+            if not state and isinstance(optimizer, Muon):
+                state["momentum"] = torch.zeros_like(p)
+            elif not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            optimizer_state |= {f"{names[id(p)]}.{key}": value for key, value in state.items()}
+    return {
+        "model": {name.removeprefix("model."): p.detach() for name, p in step.named_parameters()},
+        "ema": {name.removeprefix("model."): average for name, average in ema.shadow.items()},
+        "optimizer": optimizer_state,
+        "guard": {"state": guard.state()},
+    }
+
+
+class Checkpoints:
+    def __init__(self, run: Path, cfg: CheckpointConfig, world: World):
+        require(cfg.every > 0 and cfg.keep > 0, f"checkpoint.every={cfg.every} and checkpoint.keep={cfg.keep} must be > 0")
+        self.folder, self.cfg, self.world = run / "checkpoints", cfg, world
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*") if p.name[5:].isdigit())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    # Writing
+
+    def save(self, state: State, info: dict[str, Any]) -> None:
+        """Write the checkpoint of info["step"]; all ranks call it. Raises OSError, leaving older ones as they were."""
+        final = self.path(info["step"])
+        if final.is_dir():
+            return
+        partial = self.folder / f"partial-{final.name}"
+        if self.world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for stale in self.folder.glob("partial-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+        self.world.barrier()
+        try:
+            with quiet():
+                dcp.save(state, checkpoint_id=partial)
+            if self.world.is_main:
+                (partial / STATE).write_text(json.dumps(info, indent=1))
+                seal(partial)
+                partial.rename(final)
+                sync_folder(self.folder)
+                self.prune(info.get("best_step"))
+        except (OSError, dcp.CheckpointException) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(f"checkpoint of step {info['step']} could not be written to {self.folder}: {brief(error)}") from None
+        self.world.barrier()
+
+    def prune(self, best_step: int | None) -> None:
+        """Keep the newest `keep`, the best, and milestones."""
+        every = self.cfg.milestone_every
+        for step in self.steps()[: -self.cfg.keep]:
+            if step != best_step and not (every and step % every == 0):
+                shutil.rmtree(self.path(step), ignore_errors=True)
+
+    # Reading
+
+    def newest_sound(self) -> int | None:
+        """The newest step whose files are what they were when written; None if there is no checkpoint at all."""
+        found = None
+        if self.world.is_main:
+            steps = self.steps()
+            for step in reversed(steps):
+                problem = damage(self.path(step))
+                if problem is None:
+                    found = step
+                    break
+                note(f"warning: checkpoint of step {step} is damaged ({problem}); trying the one before it")
+            else:
+                found = None if not steps else -1
+        if self.world.size > 1:
+            box = [found]
+            dist.broadcast_object_list(box, src=0)
+            found = box[0]
+        require(
+            found != -1,
+            f"every checkpoint in {self.folder} is damaged; remove the folder to start again from step 0",
+        )
+        return found
+
+    def load(self, step: int, state: State) -> dict[str, Any]:
+        """Fill the tensors of `state` in place; the JSON part is returned."""
+        with quiet():
+            dcp.load(state, checkpoint_id=self.path(step))
+        return json.loads((self.path(step) / STATE).read_text())
+
+
+def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights of the newest sound checkpoint of a run, in one process, without building its optimizer."""
+    checkpoints = Checkpoints(run, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
+    step = checkpoints.newest_sound()
+    require(step is not None, f"{run} holds no checkpoint yet")
+    assert step is not None
+    metadata = dcp.FileSystemReader(checkpoints.path(step)).read_metadata().state_dict_metadata
+    part = "ema" if ema and any(key.startswith("ema.") for key in metadata) else "model"
+    state: State = {part: {}}
+    for key, tensor in metadata.items():
+        if key.startswith(part + "."):
+            state[part][key.removeprefix(part + ".")] = torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
+    info = checkpoints.load(step, state)
+    return state[part], info
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest and push everything to the disk."""
+    files = sorted(p for p in folder.iterdir() if p.name != MANIFEST)
+    entries = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in files}
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
+    for path in [*files, folder / MANIFEST]:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if nothing."""
+    try:
+        entries = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, entry in entries.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
+        if digest(path) != entry["sha256"]:
+            return f"{name} has another checksum"
+    return None
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is only durable once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def brief(error: BaseException) -> str:
+    """The root of an error in one line."""
+    causes: Iterable[Any] = getattr(error, "failures", {}).values()
+    for cause in causes:
+        error = cause[0] if isinstance(cause, tuple) else cause
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+class quiet(warnings.catch_warnings):
+    """torch.distributed.checkpoint warns that it runs without a process group, which is what one process is."""
+
+    def __enter__(self):
+        log = super().__enter__()
+        warnings.simplefilter("ignore")
+        return log

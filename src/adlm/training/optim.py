@@ -1,0 +1,209 @@
+"""Optimizers, learning-rate schedule, gradient clipping and averaged weights.
+
+Nothing here makes the host wait for the device: a bad gradient (not finite, or a spike) becomes a 0/1 tensor on the
+device, and the update of that step is multiplied away there.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from adlm.errors import choose, require
+from adlm.models import LanguageModel
+from adlm.schema import OptimConfig
+
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def learning_rate_factor(cfg: OptimConfig, step: int, steps: int) -> float:
+    """Share of the peak rate at optimizer step `step` (from 0: the first update of a warm-up has rate 0)."""
+    if step < cfg.warmup:
+        return step / cfg.warmup
+    if cfg.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - cfg.warmup) / max(1, steps - cfg.warmup))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if cfg.schedule == "cosine" else 1 - done
+    return cfg.final + (1 - cfg.final) * left
+
+
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients of the quintic iteration that drives singular values to about 1 (Jordan et al., Muon)."""
+
+
+def orthogonalise(g_KRC: Tensor) -> Tensor:
+    """Nearest semi-orthogonal matrix to each of K stacked matrices, approximately: bf16 matrix products alone."""
+    x = g_KRC.bfloat16() if g_KRC.is_cuda else g_KRC
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x if wide else x.mT).to(g_KRC.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised. Matrices of one shape are stacked, so a model of n blocks needs one call per shape and
+    not one per matrix. The update is scaled by 0.2 sqrt(longer side), which makes `lr` comparable with AdamW's."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float):
+        super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None
+        self.compiled = orthogonalise
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape[p.shape].append(p)
+            for params in by_shape.values():
+                self.step_stacked(params, group["lr"], group["momentum"], group["weight_decay"])
+
+    def step_stacked(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+        for p in params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum"] for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
+        keep = 1.0
+        if self.found_inf is not None:
+            keep = 1.0 - self.found_inf
+            grads = [torch.where(self.found_inf > 0, buffer, grad) for buffer, grad in zip(buffers, grads)]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)  # a skipped step moves the buffer towards itself
+        nesterov = torch._foreach_lerp(grads, buffers, momentum)
+        update_KRC = self.compiled(torch.stack([whole(g) for g in nesterov]))
+        scale = 0.2 * math.sqrt(max(update_KRC.shape[-2:]))
+        for p, update in zip(params, update_KRC.unbind(0)):
+            if weight_decay:
+                p.mul_(1 - keep * lr * weight_decay)
+            p.add_(like(update, p) * (-lr * scale * keep))
+
+
+def whole(x: Tensor) -> Tensor:
+    """The full matrix of a sharded tensor: orthogonalising needs all of it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def like(x: Tensor, p: Tensor) -> Tensor:
+    return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
+
+
+def is_block_matrix(name: str, parameter: Tensor) -> bool:
+    """Matrices inside blocks, except the modulation: what Muon is for. Embedding, heads and bridge stay with AdamW."""
+    return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
+
+
+def build_optimizers(cfg: OptimConfig, model: LanguageModel) -> list[torch.optim.Optimizer]:
+    choose("optim.name", cfg.name, OPTIMIZERS)
+    choose("optim.schedule", cfg.schedule, SCHEDULES)
+    require(cfg.lr > 0 and cfg.muon_lr > 0, f"optim.lr={cfg.lr} and optim.muon_lr={cfg.muon_lr} must be positive")
+    named = [(n.removeprefix("model."), p) for n, p in model.named_parameters() if p.requires_grad]
+    muon = [p for n, p in named if cfg.name == "muon" and is_block_matrix(n, p)]
+    chosen = {id(p) for p in muon}
+    rest = [p for _, p in named if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True
+        )
+    ]
+    if muon:
+        optimizers.append(Muon(muon, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+
+
+def clip_gradients(parameters: list[nn.Parameter], largest: float) -> Tensor:
+    """Scale gradients to a total norm of at most `largest` (0: leave them); the norm before, on the device."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = whole(torch.nn.utils.get_total_norm(grads))
+    if largest > 0:
+        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], factor)
+    return norm
+
+
+class Guard:
+    """Decides on the device whether a step's update is skipped: its gradient is not finite, or a spike."""
+
+    def __init__(self, spike_factor: float, device: torch.device):
+        self.spike_factor = spike_factor
+        self.mean = torch.zeros((), device=device)
+        """Running mean of accepted gradient norms (0: none yet)."""
+        self.skipped = torch.zeros((), device=device)
+        self.in_a_row = torch.zeros((), device=device)
+
+    def judge(self, norm: Tensor) -> Tensor:
+        """1.0 if the update of this step must be skipped, else 0.0."""
+        bad = ~norm.isfinite()
+        if self.spike_factor > 0:
+            bad = bad | ((self.mean > 0) & (norm > self.spike_factor * self.mean))
+        bad = bad.float()
+        good_norm = torch.where(bad > 0, self.mean, norm.float())
+        self.mean = torch.where(self.mean > 0, 0.98 * self.mean + 0.02 * good_norm, good_norm)
+        self.skipped = self.skipped + bad
+        self.in_a_row = (self.in_a_row + bad) * bad
+        return bad
+
+    def state(self) -> Tensor:
+        return torch.stack([self.mean, self.skipped, self.in_a_row])
+
+    def restore(self, state: Tensor) -> None:
+        self.mean, self.skipped, self.in_a_row = state.to(self.mean.device).unbind(0)
+
+
+def apply_updates(optimizers: list[torch.optim.Optimizer], skip: Tensor) -> None:
+    for optimizer in optimizers:
+        # the hook of torch's gradient scaler: a fused AdamW leaves weights and state alone when found_inf is 1
+        optimizer.found_inf = skip  # type: ignore[attr-defined]
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class Ema:
+    """Averaged weights with a warm-up: decay min(ema, (1+n)/(10+n)) at the n-th update."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        require(0 <= decay < 1, f"optim.ema={decay} is outside [0, 1)")
+        self.decay, self.n = decay, 0
+        self.parameters = dict(model.named_parameters())
+        self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()} if decay else {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if not self.shadow:
+            return
+        self.n += 1
+        decay = min(self.decay, (1 + self.n) / (10 + self.n))
+        current = [p.detach() for p in self.parameters.values()]
+        torch._foreach_lerp_(list(self.shadow.values()), current, 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and averages; calling it twice restores both bit for bit."""
+        for name, average in self.shadow.items():
+            kept = self.parameters[name].detach().clone()
+            self.parameters[name].copy_(average)
+            average.copy_(kept)
+
+    def __enter__(self) -> "Ema":
+        self.swap()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.swap()

@@ -1,0 +1,157 @@
+"""One process or many: ranks, devices, DDP and FSDP2, under torchrun or alone.
+
+Every rank computes its share of the global batch; gradients are averaged over ranks, so a loss is multiplied by the
+number of ranks and divided by the global token count before it is differentiated.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adlm.errors import choose, require
+from adlm.models import LanguageModel
+from adlm.objectives import LossOutput, Task, loss
+from adlm.schema import TrainConfig
+
+STRATEGIES = ("ddp", "fsdp")
+COMPILE = ("auto", "true", "false", "block")
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+@dataclass
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    precision: str
+    """fp32 or bf16."""
+    compile: str
+    """model, block or none."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 runs the body before the others do: for work whose result is cached on disk."""
+        if not self.is_main:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.is_main:
+                self.barrier()
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+
+@contextmanager
+def world(cfg: TrainConfig) -> Iterator[World]:
+    """Join the process group that torchrun describes, if any, and leave it at the end."""
+    choose("train.strategy", cfg.strategy, STRATEGIES)
+    choose("train.compile", cfg.compile, COMPILE)
+    choose("train.precision", cfg.precision, PRECISIONS)
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = pick_device(cfg.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    elif cfg.num_threads > 0:
+        torch.set_num_threads(cfg.num_threads)
+    if size > 1 or cfg.strategy == "fsdp":
+        for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+            os.environ.setdefault(key, value)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size)
+    precision = cfg.precision if cfg.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+    compiling = {"auto": "model" if device.type == "cuda" else "none", "true": "model", "false": "none"}
+    mode = compiling.get(cfg.compile, cfg.compile)
+    if cfg.strategy == "fsdp" and mode == "model":
+        mode = "block"  # sharded blocks gather their weights outside the compiled graph
+    try:
+        yield World(rank, size, device, precision, mode)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        require(torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu")
+        if device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return device
+
+
+class Step(nn.Module):
+    """The model with its loss, as one module: what DDP and FSDP wrap, so that heads are used inside `forward`."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, task: Task) -> LossOutput:
+        return loss(self.model, task)
+
+
+def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
+    """Compile, checkpoint activations, and wrap for more than one rank."""
+    model = step.model
+    stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
+    for stack in stacks:
+        stack.checkpoint_activations = cfg.checkpoint_activations
+    if world.compile == "block":
+        for stack in stacks:
+            for block in stack.blocks:
+                block.compile()
+    elif world.compile == "model":
+        model.compile()
+    if cfg.strategy == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for stack in stacks:
+            for block in stack.blocks:
+                fully_shard(block)
+        fully_shard(step)
+        return step
+    if world.size == 1:
+        return step
+    # without a bridge the anchor head is only reached by the anchor loss, which may be off
+    unused = model.config.anchored and model.config.bridge == "none"
+    devices = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True)
+
+
+@contextmanager
+def accumulating(wrapped: nn.Module, last: bool) -> Iterator[None]:
+    """Exchange gradients only after the last micro-batch of a step."""
+    if isinstance(wrapped, DistributedDataParallel) and not last:
+        with wrapped.no_sync():
+            yield
+        return
+    if hasattr(wrapped, "set_requires_gradient_sync"):
+        wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
+    yield
