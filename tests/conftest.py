@@ -24,3 +24,11 @@ def parity(shared: Path) -> Path:
     if not (shared / "parity").is_dir():
         pytest.skip("no parity numbers of the public release beside this checkout")
     return shared / "parity"
+
+
+@pytest.fixture(scope="session")
+def assets(shared: Path) -> Path:
+    """Published vocabulary files (tokenizers/) and slices of public data sets (data/)."""
+    if not (shared / "assets").is_dir():
+        pytest.skip("no vocabularies and data sets beside this checkout")
+    return shared / "assets"
