@@ -137,7 +137,7 @@ def test_release_defaults_without_a_key():
         ("lr_scheduler.num_warmup_steps=10", {"optim.warmup": 10}),
         ("callbacks.checkpoint_every_n_steps.every_n_train_steps=50", {"checkpoint.every": 50}),
         ("data=scientific_papers_arxiv", {"data.name": "arxiv"}),
-        ("data.train=openwebtext-train data.valid=ptb", {"data.name": "openwebtext", "data.valid_name": "ptb"}),
+        ("data.train=openwebtext-train data.valid=ptb", {"data.name": "openwebtext-train", "data.valid_name": "ptb"}),
         ("data.tokenizer_name_or_path=gpt2", {"data.tokenizer": "gpt2"}),
         ("eval.gen_ppl_eval_model_name_or_path=gpt2", {"eval.judge": "gpt2"}),
         ("sampling.semi_ar=True sampling.stride_length=512 sampling.num_strides=2 model.length=1024",

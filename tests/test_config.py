@@ -24,20 +24,28 @@ def defaults() -> Config:
 
 @pytest.mark.parametrize(("group", "name"), ALL_YAMLS, ids="=".join)
 def test_every_group_file_composes(group, name):
-    extra = ["data.path=corpus.txt"] if (group, name) == ("data", "file") else []
-    cfg = config.load([f"{group}={name}", *extra])
+    cfg = config.load([f"{group}={name}", "data.path=x"])
     assert type(cfg) is Config and type(cfg.model).__name__ == "ModelConfig"
     assert group_help(group, name), "a group file starts with a comment that says what it is"
     named = {"algo": cfg.algo, "noise": cfg.noise.name, "optim": cfg.optim.name, "sampling": cfg.sampling.sampler}
     assert named.get(group, name) == name
 
 
-def test_every_choice_of_a_sampler_and_a_noise_has_its_file():
+def test_every_choice_of_a_sampler_a_noise_and_a_corpus_has_its_file():
     assert set(group_choices("sampling")) == set(CHOICES["sampling.sampler"])
     assert set(group_choices("noise")) == set(CHOICES["noise.name"])
-    assert {config.load([f"data={d}", "data.path=x"]).data.name for d in group_choices("data")} == set(
-        CHOICES["data.name"]
-    )
+    assert set(group_choices("data")) == set(CHOICES["data.name"])
+
+
+@pytest.mark.parametrize("name", group_choices("data"))
+def test_a_data_file_says_what_the_table_of_corpora_says(name, defaults):
+    from adlm.data import CORPORA
+
+    cfg, corpus = config.load([f"data={name}", "data.path=x"]), CORPORA[name]
+    assert (cfg.data.name, cfg.data.wrap) == (name, corpus.wrap)
+    assert cfg.data.tokenizer in ("", corpus.tokenizer)
+    assert cfg.model.length in (defaults.model.length, corpus.length)
+    assert cfg.model.length == corpus.length or corpus.length == 1024
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,8 @@ def test_every_choice_of_a_sampler_and_a_noise_has_its_file():
         ("model.activation", "adlm.models.language_model", "ACTIVATIONS"),
         ("model.init", "adlm.models.language_model", "INITS"),
         ("objective.anchor_rule", "adlm.objectives.anchors", "ANCHOR_RULES"),
+        ("sampling.sampler", "adlm.samplers", "SAMPLERS"),
+        ("data.name", "adlm.data", "CORPORA"),
     ],
 )
 def test_names_repeated_without_torch_equal_the_tables(key, module, table):
@@ -209,7 +219,7 @@ BAD = [
     ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
     ("train.device=cpu:1", "train.device"),
     ("train.precision=fp16", "choose one of auto, bf16, fp32"),
-    ("data=file", "needs data.path"),
+    ("data=file", "data.name=file needs data.path"),
     ("data.name=openwebtex", "did you mean 'openwebtext'?"),
 ]
 
@@ -239,6 +249,7 @@ def test_loading_leaves_the_folder_and_hydra_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         outer = GlobalHydra.instance().hydra
+        config._compose.cache_clear()
         config.load(["model=nano", "hydra.run.dir=elsewhere"])
         assert GlobalHydra.instance().hydra is outer
     assert not GlobalHydra.instance().is_initialized()

@@ -38,6 +38,12 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "data": Command(
+        "adlm.data.command:run_data",
+        "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
+        rest=True,
+        sections=("data",),
+    ),
     "config": Command(
         "adlm.cli:run_config",
         "print the resolved settings; `key=list` prints what a group or key may be",

@@ -112,11 +112,9 @@ def _refuse(old: str, why: str, harmless: Sequence[str] = ()) -> Rule:
 
 # The release's names of corpora, as values of data.train and data.valid.
 CORPORA = {
-    "openwebtext-train": "openwebtext",
-    "openwebtext-valid": "openwebtext",
+    "openwebtext-split": "openwebtext",
     "scientific_papers_arxiv": "arxiv",
     "scientific_papers_pubmed": "pubmed",
-    "text8-crop": "text8",
 }
 
 RULES: tuple[Rule, ...] = (
@@ -253,7 +251,6 @@ GROUP_NAMES = {
     ("data", "lm1b-streaming"): "lm1b",
     ("data", "scientific_papers_arxiv"): "arxiv",
     ("data", "scientific_papers_pubmed"): "pubmed",
-    ("data", "text8-crop"): "text8",
     ("model", "small-ar"): "small",
     ("model", "tiny-ar"): "tiny",
     ("noise", "ar"): "loglinear",

@@ -5,7 +5,9 @@ Hydra's grammar outside (`model=small data=lm1b train.steps=1_000`), plain datac
 read here by the type of their key, so that a mistake is answered at once, in our words, with the nearest valid name.
 """
 
+import copy
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -38,7 +40,8 @@ def load(argv: Sequence[str], world_size: int | None = None) -> Config:
         for note in notes:
             print(f"adlm: note: {note}", file=sys.stderr)
     groups, values = _sort(ours)
-    cfg, chosen = _compose(groups)
+    composed, chosen = _compose(tuple(groups.items()))
+    cfg = copy.deepcopy(composed)
     _assign(cfg, values)
     _derive(cfg, chosen, ranks)
     check(cfg, ranks)
@@ -89,8 +92,12 @@ def _read_value(key: str, text: str) -> Any:
         raise ValueError(f"{key}={text} is not a {'whole ' if kind is int else ''}number") from None
 
 
-def _compose(groups: dict[str, str]) -> tuple[Config, dict[str, str]]:
-    """The schema's defaults overlaid with the chosen group files; also which file of each group was taken."""
+@functools.cache
+def _compose(groups: tuple[tuple[str, str], ...]) -> tuple[Config, dict[str, str]]:
+    """The schema's defaults overlaid with the chosen group files; also which file of each group was taken.
+
+    Remembered, since it takes a tenth of a second and notebooks and tests ask for the same few again and again.
+    """
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
@@ -102,7 +109,7 @@ def _compose(groups: dict[str, str]) -> tuple[Config, dict[str, str]]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            tree = compose("config", overrides=[f"{k}={v}" for k, v in groups.items()], return_hydra_config=True)
+            tree = compose("config", overrides=[f"{k}={v}" for k, v in groups], return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = outer
     chosen = {group: str(tree.hydra.runtime.choices.get(group)) for group in GROUPS}

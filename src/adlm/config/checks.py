@@ -11,6 +11,11 @@ from adlm.config.keys import group_choices, keys
 from adlm.errors import choose, require
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig, TrainConfig
 
+CORPORA = (
+    "pydocs", "file", "prepared", "openwebtext", "openwebtext-train", "openwebtext-valid", "lm1b", "lm1b-gpt2",
+    "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed", "arxiv", "text8", "text8-crop", "tinystories",
+    "fineweb-edu", "wikipedia",
+)  # fmt: skip
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "ppl_eval", "sample_eval"),
     "model.bridge": ("collapsed", "residual", "none"),
@@ -21,10 +26,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "objective.name": ("anelbo", "nelbo", "d3pm", "score-entropy", "autoregressive"),
     "objective.anchor_rule": ("count", "rarity", "given", "none"),
     "objective.anchor_positions": ("all", "masked"),
-    "data.name": (
-        "pydocs", "file", "openwebtext", "lm1b", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed",
-        "arxiv", "text8", "tinystories", "fineweb-edu",
-    ),
+    "data.name": CORPORA,
+    "data.valid_name": ("", *CORPORA),
     "data.packing": ("stream", "release"),
     "optim.name": ("adamw", "muon"),
     "optim.schedule": ("constant", "cosine", "linear"),
@@ -56,7 +59,7 @@ RANGES = {
     "objective.rarity": _UP_TO_ONE, "objective.T": _NOT_NEGATIVE, "objective.time_density_a": _POSITIVE,
     "objective.time_density_b": _POSITIVE, "objective.time_density_anneal": _SHARE,
     "objective.sampling_eps": _BELOW_ONE,
-    "data.valid_share": _INSIDE, "data.num_proc": _NOT_NEGATIVE,
+    "data.valid_share": _INSIDE, "data.num_proc": _NOT_NEGATIVE, "data.max_rows": _NOT_NEGATIVE,
     "optim.lr": _POSITIVE, "optim.muon_lr": _POSITIVE, "optim.muon_momentum": _BELOW_ONE, "optim.beta1": _BELOW_ONE,
     "optim.beta2": _BELOW_ONE, "optim.eps": _POSITIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip": _NOT_NEGATIVE,
     "optim.warmup": _NOT_NEGATIVE, "optim.final": _SHARE, "optim.ema": _BELOW_ONE,
@@ -97,8 +100,8 @@ def check(cfg: Config, world_size: int = 1) -> None:
     check_train(cfg.train, world_size)
     check_sampling(cfg.sampling)
     require(
-        cfg.data.name != "file" or cfg.data.path != "",
-        "data.name=file needs data.path=FILE (a text, jsonl, csv or parquet file, or a folder of them)",
+        cfg.data.name not in ("file", "prepared") or cfg.data.path != "",
+        f"data.name={cfg.data.name} needs data.path=FILE_OR_FOLDER",
     )
 
 
