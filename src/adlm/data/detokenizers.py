@@ -6,79 +6,89 @@ replacements and nothing else. Raise VERSION whenever one changes: it is part of
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from adlm.errors import choose
 
 VERSION = 1
 
-# (old, new) is a plain replacement; (compiled pattern, template) a regular expression.
-Rule = tuple[str | re.Pattern[str], str]
+
+class Rule(NamedTuple):
+    """Replace a string, or the matches of a pattern by a template."""
+
+    old: str | re.Pattern[str]
+    new: str
+    needle: str = ""
+    """Part of every match: most texts lack it, and looking for it is far cheaper than matching."""
 
 
 def _spaced(marks: str) -> list[Rule]:
-    """ " x " becomes "x " for each mark x."""
-    return [(f" {mark} ", f"{mark} ") for mark in marks]
+    """Close up the space before each mark."""
+    return [Rule(f" {mark} ", f"{mark} ") for mark in marks]
 
 
 WIKITEXT: list[Rule] = [
-    ("s '", "s'"),
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
+    Rule("s '", "s'"),
+    Rule(" @-@ ", "-"),
+    Rule(" @,@ ", ","),
+    Rule(" @.@ ", "."),
     *_spaced(":;.!?,"),
-    (re.compile(r"\(\s*([^)]*?)\s*\)"), r"(\1)"),
-    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
-    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"),
-    (re.compile(r'"\s*([^"]*?)\s*"'), r'"\1"'),
-    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
-    ("= = = =", "===="),
-    ("= = =", "==="),
-    ("= =", "=="),
-    (" ° ", "°"),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
+    Rule(re.compile(r"\(\s*([^)]*?)\s*\)"), r"(\1)", "("),
+    Rule(re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]", "["),
+    Rule(re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}", "{"),
+    Rule(re.compile(r'"\s*([^"]*?)\s*"'), r'"\1"', '"'),
+    Rule(re.compile(r"'\s*([^']*?)\s*'"), r"'\1'", "'"),
+    Rule("= = = =", "===="),
+    Rule("= = =", "==="),
+    Rule("= =", "=="),
+    Rule(" ° ", "°"),
+    Rule(" \n", "\n"),
+    Rule("\n ", "\n"),
+    Rule(" N ", " 1 "),
+    Rule(" 's", "'s"),
 ]
 
 PTB: list[Rule] = [
-    (" 's", "'s"),
-    ("s ' ", "s' "),
-    (" n't", "n't"),
-    (" \n ", "\n"),
-    ("\\/", "/"),
+    Rule(" 's", "'s"),
+    Rule("s ' ", "s' "),
+    Rule(" n't", "n't"),
+    Rule(" \n ", "\n"),
+    Rule("\\/", "/"),
     # Neighbouring numbers share a space, so one pass misses every second one of a run.
-    *[(" N ", " 1 ")] * 10,
-    ("$ 1", "$1"),
-    ("# 1", "#1"),
-    ("<unk>", "?"),
+    *[Rule(" N ", " 1 ")] * 10,
+    Rule("$ 1", "$1"),
+    Rule("# 1", "#1"),
+    Rule("<unk>", "?"),
 ]
 
 LM1B: list[Rule] = [
-    ("http : / / ", "http://"),
-    ("https : / / ", "https://"),
-    (re.compile(r" '(\w+)"), r"'\1"),
-    (re.compile(r" (\w+) \. "), r" \1. "),
-    (re.compile(r" (\w+) \.$"), r" \1."),
-    (" ? ", "? "),
-    (re.compile(r" \?$"), "?"),
-    (" ! ", "! "),
-    (re.compile(r" !$"), "!"),
+    Rule("http : / / ", "http://"),
+    Rule("https : / / ", "https://"),
+    Rule(re.compile(r" '(\w+)"), r"'\1", " '"),
+    Rule(re.compile(r" (\w+) \. "), r" \1. ", " . "),
+    Rule(re.compile(r" (\w+) \.$"), r" \1.", " ."),
+    Rule(" ? ", "? "),
+    Rule(re.compile(r" \?$"), "?", " ?"),
+    Rule(" ! ", "! "),
+    Rule(re.compile(r" !$"), "!", " !"),
     *_spaced(",:;"),
-    (" / ", "/"),
-    (re.compile(r'" ([^"]+) "'), r'"\1"'),
-    (re.compile(r"' ([^']+) '"), r"'\1'"),
-    (re.compile(r"\( ([^()]+) \)"), r"(\1)"),
-    (re.compile(r"\[ ([^\[\]]+) \]"), r"[\1]"),
-    ("$ ", "$"),
-    ("£ ", "£"),
+    Rule(" / ", "/"),
+    Rule(re.compile(r'" ([^"]+) "'), r'"\1"', '" '),
+    Rule(re.compile(r"' ([^']+) '"), r"'\1'", "' "),
+    Rule(re.compile(r"\( ([^()]+) \)"), r"(\1)", "( "),
+    Rule(re.compile(r"\[ ([^\[\]]+) \]"), r"[\1]", "[ "),
+    Rule("$ ", "$"),
+    Rule("£ ", "£"),
 ]
 
 
 def apply(rules: list[Rule], text: str) -> str:
     """Every rule once, in order."""
-    for old, new in rules:
-        text = text.replace(old, new) if isinstance(old, str) else old.sub(new, text)
+    for old, new, needle in rules:
+        if isinstance(old, str):
+            text = text.replace(old, new)
+        elif needle in text:
+            text = old.sub(new, text)
     return text
 
 
