@@ -5,7 +5,9 @@ YAML groups and the command line. Classes stay mutable because OmegaConf compose
 after `config.load`. The string under a field is its help text.
 """
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -302,3 +304,18 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+
+
+def as_yaml(cfg: Config) -> str:
+    """The whole tree as YAML text; `config.from_yaml` reads it back."""
+
+    def lines(tree: dict[str, Any], indent: str) -> list[str]:
+        out = []
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                out += [f"{indent}{name}:", *lines(value, indent + "  ")]
+            else:
+                out.append(f"{indent}{name}: {json.dumps(value)}")
+        return out
+
+    return "\n".join(lines(asdict(cfg), "")) + "\n"

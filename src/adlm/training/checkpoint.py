@@ -1,9 +1,9 @@
 """Checkpoints that survive: atomic, checksummed, resumable on another number of ranks.
 
-A checkpoint is a folder `checkpoints/step-00001000` with the tensors of every stateful part (torch.distributed.checkpoint,
-so ranks may change), `state.json` (step, best bound, counters) and `manifest.json` (size and SHA-256 of every file). It is
-written under another name and renamed when complete, so a kill at any moment leaves the older ones untouched. A damaged
-one is noticed by its checksums and the one before it is used.
+A checkpoint is a folder `checkpoints/step-00001000` with the tensors of every stateful part (written by
+torch.distributed.checkpoint, so ranks may change), `state.json` (step, best bound, counters) and `manifest.json` (size
+and SHA-256 of every file). It is written under another name and renamed when complete, so a kill at any moment leaves
+the older ones untouched. A damaged one is noticed by its checksums and the one before it is used.
 """
 
 import hashlib
@@ -12,7 +12,9 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.schema import CheckpointConfig
+from adlm.schema import CheckpointConfig, Config
 from adlm.training.optim import Ema, Guard, Muon
 from adlm.training.parallel import Step, World
 
@@ -58,7 +61,9 @@ def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard
 
 class Checkpoints:
     def __init__(self, run: Path, cfg: CheckpointConfig, world: World):
-        require(cfg.every > 0 and cfg.keep > 0, f"checkpoint.every={cfg.every} and checkpoint.keep={cfg.keep} must be > 0")
+        require(
+            cfg.every > 0 and cfg.keep > 0, f"checkpoint.every={cfg.every} and checkpoint.keep={cfg.keep} must be > 0"
+        )
         self.folder, self.cfg, self.world = run / "checkpoints", cfg, world
 
     def steps(self) -> list[int]:
@@ -92,7 +97,9 @@ class Checkpoints:
                 self.prune(info.get("best_step"))
         except (OSError, dcp.CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(f"checkpoint of step {info['step']} could not be written to {self.folder}: {brief(error)}") from None
+            raise OSError(
+                f"checkpoint of step {info['step']} could not be written to {self.folder}: {brief(error)}"
+            ) from None
         self.world.barrier()
 
     def prune(self, best_step: int | None) -> None:
@@ -132,6 +139,23 @@ class Checkpoints:
         with quiet():
             dcp.load(state, checkpoint_id=self.path(step))
         return json.loads((self.path(step) / STATE).read_text())
+
+
+def check_same_run(info: dict[str, Any], cfg: Config, tokenizer: Tokenizer) -> None:
+    """A run folder belongs to one model on one tokenizer; refuse to go on with another."""
+    if info["tokenizer"] != tokenizer.fingerprint:
+        raise ValueError(
+            f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
+            " use another out="
+        )
+    now = asdict(cfg)
+    for part in ("model", "noise", "objective"):
+        for key, value in info["config"][part].items():
+            if now[part].get(key) != value:
+                raise ValueError(
+                    f"out={cfg.out!r} was started with {part}.{key}={value}, now it is {now[part].get(key)};"
+                    f" set it back or use another out="
+                )
 
 
 def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -202,10 +226,9 @@ def brief(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
 
 
-class quiet(warnings.catch_warnings):
+@contextmanager
+def quiet() -> Iterator[None]:
     """torch.distributed.checkpoint warns that it runs without a process group, which is what one process is."""
-
-    def __enter__(self):
-        log = super().__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return log
+        yield

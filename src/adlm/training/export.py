@@ -1,9 +1,9 @@
 """The exported folder: everything needed to use a model elsewhere, nothing executable.
 
-    model.safetensors   weights
-    config.json         model, noise and objective settings, vocabulary, training facts
-    tokenizer.json      the tokenizer
-    README.md           a model card with the training command and metrics
+model.safetensors   weights
+config.json         model, noise and objective settings, vocabulary, training facts
+tokenizer.json      the tokenizer
+README.md           a model card with the training command and metrics
 """
 
 import json
@@ -75,7 +75,10 @@ def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
         info = json.loads((folder / CONFIG).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
-    require(info.get("format") == FORMAT, f"{folder / CONFIG} has format {info.get('format')!r}; this version reads {FORMAT}")
+    require(
+        info.get("format") == FORMAT,
+        f"{folder / CONFIG} has format {info.get('format')!r}; this version reads {FORMAT}",
+    )
     tokenizer = load_tokenizer(str(folder / TOKENIZER))
     require(
         tokenizer.vocab_size == info["vocab_size"],

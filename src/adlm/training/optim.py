@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from adlm.errors import choose, require
-from adlm.models import LanguageModel
 from adlm.schema import OptimConfig
 
 OPTIMIZERS = ("adamw", "muon")
@@ -100,18 +99,16 @@ def is_block_matrix(name: str, parameter: Tensor) -> bool:
     return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
 
 
-def build_optimizers(cfg: OptimConfig, model: LanguageModel) -> list[torch.optim.Optimizer]:
+def build_optimizers(cfg: OptimConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
     choose("optim.name", cfg.name, OPTIMIZERS)
     choose("optim.schedule", cfg.schedule, SCHEDULES)
     require(cfg.lr > 0 and cfg.muon_lr > 0, f"optim.lr={cfg.lr} and optim.muon_lr={cfg.muon_lr} must be positive")
-    named = [(n.removeprefix("model."), p) for n, p in model.named_parameters() if p.requires_grad]
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = [p for n, p in named if cfg.name == "muon" and is_block_matrix(n, p)]
     chosen = {id(p) for p in muon}
     rest = [p for _, p in named if id(p) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True
-        )
+        torch.optim.AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
     ]
     if muon:
         optimizers.append(Muon(muon, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay))
@@ -192,6 +189,11 @@ class Ema:
         decay = min(self.decay, (1 + self.n) / (10 + self.n))
         current = [p.detach() for p in self.parameters.values()]
         torch._foreach_lerp_(list(self.shadow.values()), current, 1 - decay)
+
+    def whole(self) -> dict[str, Tensor]:
+        """The averaged weights (the raw ones without averaging), gathered from all ranks."""
+        source = self.shadow or {name: p.detach() for name, p in self.parameters.items()}
+        return {name.removeprefix("model."): whole(x) for name, x in source.items()}
 
     @torch.no_grad()
     def swap(self) -> None:

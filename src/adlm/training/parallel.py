@@ -5,9 +5,11 @@ number of ranks and divided by the global token count before it is differentiate
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,12 @@ class World:
         if self.size > 1:
             dist.all_reduce(x)
         return x
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is on one of them."""
+        if self.size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)).item())
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -100,7 +108,9 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda":
-        require(torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu")
+        require(
+            torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu"
+        )
         if device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return device
@@ -142,7 +152,9 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     # without a bridge the anchor head is only reached by the anchor loss, which may be off
     unused = model.config.anchored and model.config.bridge == "none"
     devices = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True
+    )
 
 
 @contextmanager
@@ -155,3 +167,28 @@ def accumulating(wrapped: nn.Module, last: bool) -> Iterator[None]:
     if hasattr(wrapped, "set_requires_gradient_sync"):
         wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
     yield
+
+
+class Interruption:
+    """SIGTERM and SIGINT ask the loop to save and stop; a second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                self.before[number] = signal.signal(number, self.receive)
+            except ValueError:  # not the main thread: whoever owns it handles signals
+                break
+        return self
+
+    def receive(self, number: int, frame: Any) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(self, *exception: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

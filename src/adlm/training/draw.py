@@ -1,0 +1,72 @@
+"""From a batch of rows to the tasks of a step, ahead of the network."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adlm.data.loader import Batch
+from adlm.objectives import Objective, Rows, Task
+from adlm.schema import Config
+from adlm.training.parallel import World
+
+
+def rows_on(
+    device: torch.device, tokens: np.ndarray, mask: np.ndarray | None, examples: np.ndarray, total: int
+) -> Rows:
+    """Rows as tensors of a device; the copy to a GPU does not make the host wait."""
+
+    def put(array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    return Rows(put(tokens), put(examples), total, None if mask is None else put(mask))
+
+
+def draw_tasks(
+    objective: Objective, batch: Batch, step: int, progress: float, micro_batches: int, cfg: Config, ranks: World
+) -> tuple[list[Task], Tensor]:
+    """The tasks of this rank's micro-batches, and the token count of the global batch (on the device).
+
+    On a GPU they are drawn on a stream of their own: the host has to know how many positions are masked, and waits for
+    these few small operations only, while the step before is still running.
+    """
+    total = cfg.train.global_batch_size
+
+    def draw() -> tuple[list[Task], Tensor]:
+        tasks = []
+        parts = np.array_split(np.arange(len(batch.tokens)), micro_batches)
+        for part in parts:
+            mask = None if batch.attention_mask is None else batch.attention_mask[part]
+            rows = rows_on(ranks.device, batch.tokens[part], mask, batch.examples[part] % total, total)
+            tasks.append(objective.draw(rows, step, progress))
+        count = torch.tensor(float(sum(task.count for task in tasks)), dtype=torch.float64, device=ranks.device)
+        return tasks, count
+
+    if ranks.device.type != "cuda":
+        tasks, count = draw()
+        return tasks, ranks.sum(count).float()
+    main, side = torch.cuda.current_stream(), side_stream(ranks.device)
+    with torch.cuda.stream(side):
+        tasks, count = draw()
+    main.wait_stream(side)
+    for tensor in [count, *(x for task in tasks for x in task_tensors(task))]:
+        tensor.record_stream(main)  # its memory must not be reused before the main stream is done with it
+    return tasks, ranks.sum(count).float()
+
+
+_SIDE_STREAMS: dict[torch.device, Any] = {}
+
+
+def side_stream(device: torch.device) -> Any:
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS[device]
+
+
+def task_tensors(task: Task) -> list[Tensor]:
+    parts = [task.tokens_BL, task.sigma_B]
+    for term in task.terms.values():
+        parts += [term.rows_N, term.targets_N, term.weights_N]
+    return [x for x in parts if x is not None]

@@ -1,0 +1,208 @@
+"""The training loop: one for every objective, from one CPU core to many GPUs.
+
+Read top to bottom: set up, resume, then per optimizer step: draw the tasks of the global batch, accumulate gradients
+over micro-batches, clip, update, average; at intervals log, validate, sample, save. Everything random is a function of
+(seed, step, example), so a resumed run repeats an uninterrupted one bit for bit, and the number of ranks changes
+nothing but the order of sums. The host never waits for the device between log lines.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from adlm.data.loader import Batches
+from adlm.diffusion.uniforms import Stream, fold
+from adlm.models import LanguageModel
+from adlm.schema import Config, as_yaml
+from adlm.training import export, setup
+from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
+from adlm.training.draw import draw_tasks
+from adlm.training.metrics import Metrics, Window, perplexity, plot_curves
+from adlm.training.optim import (
+    Ema,
+    Guard,
+    apply_updates,
+    build_optimizers,
+    clip_gradients,
+    learning_rate_factor,
+    set_learning_rate,
+)
+from adlm.training.parallel import Interruption, Step, accumulating, parallelise, world
+from adlm.training.validation import validate
+
+SampleHook = Callable[[LanguageModel, setup.Data], str]
+
+
+class TrainResult(NamedTuple):
+    run: str
+    step: int
+    valid_nll: float | None
+    """Bound on the validation split, nats per token (exact for causal models)."""
+    valid_ppl: float | None
+    finished: bool
+
+
+def run_train(cfg: Config, dry_run: bool = False, sample: SampleHook | None = None) -> dict[str, Any]:
+    """`adlm train`."""
+    if dry_run:
+        with world(cfg.train) as ranks:
+            data = setup.prepare_data(cfg, ranks)
+            setup.objective_for(cfg, data)
+            with torch.device("meta"):
+                model = setup.build_model(cfg.model, data.tokenizer.vocab_size, data.tokenizer.mask_id)
+            facts = setup.plan(cfg, model, data, ranks)
+            print(setup.show(facts), file=sys.stderr)
+            return facts
+    return train(cfg, sample)._asdict()
+
+
+def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
+    """Train to cfg.train.steps, or until a signal asks to stop; go on where the run folder's checkpoint stopped."""
+    with world(cfg.train) as ranks, Interruption() as interruption:
+        run = setup.make_run_folder(cfg.out)
+        data = setup.prepare_data(cfg, ranks)
+        micro_batches = setup.check_batches(cfg, ranks)
+        objective = setup.objective_for(cfg, data)
+        model = setup.make_model(cfg, data.tokenizer).to(ranks.device)
+        facts = setup.plan(cfg, model, data, ranks)
+        step_module = Step(model)
+        wrapped = parallelise(step_module, cfg.train, ranks)
+        parameters = list(step_module.parameters())
+        optimizers = build_optimizers(cfg.optim, step_module)
+        ema = Ema(step_module, cfg.optim.ema)
+        guard = Guard(cfg.train.spike_factor, ranks.device)
+
+        checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
+        step, best, best_step = 0, math.inf, None
+        found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
+        if found is not None:
+            state = tensors(step_module, optimizers, ema, guard)
+            info = checkpoints.load(found, state)
+            check_same_run(info, cfg, data.tokenizer)
+            guard.restore(state["guard"]["state"])
+            step, ema.n, best, best_step = info["step"], info["ema_n"], info["best"] or math.inf, info["best_step"]
+        elif ranks.is_main and checkpoints.steps():
+            raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
+
+        metrics = Metrics(run, cfg, step, active=ranks.is_main)
+        if ranks.is_main:
+            (run / "config.yaml").write_text(as_yaml(cfg))
+            metrics.say(setup.show(facts) if found is None else f"resuming {run} at step {step}")
+        batches = Batches(
+            data.train,
+            cfg.seed,
+            cfg.train.global_batch_size,
+            ranks.rank,
+            ranks.size,
+            step * cfg.train.global_batch_size,
+        )
+
+        def save() -> None:
+            info = {
+                "step": step,
+                "best": None if math.isinf(best) else best,
+                "best_step": best_step,
+                "ema_n": ema.n,
+                "tokenizer": data.tokenizer.fingerprint,
+                "config": asdict(cfg),
+            }
+            checkpoints.save(tensors(step_module, optimizers, ema, guard), info)
+
+        def check_bound() -> float:
+            nonlocal best, best_step
+            with ema:
+                bound = validate(wrapped, objective, data.valid, cfg.train, ranks)
+            metrics.write("valid", step, {"nll": bound, "ppl": perplexity(bound)})
+            metrics.say(f"step {step}: validation {bound:.4f} nats per token, perplexity {perplexity(bound):.2f}")
+            if bound < best:
+                best, best_step = bound, step
+            return bound
+
+        valid_nll = None
+        window = Window(cfg.model, data.tokenizer.vocab_size, ranks)
+        if step == 0 and cfg.train.valid_every:
+            valid_nll = check_bound()
+        stopped, saved_at = False, time.monotonic()
+        stream = iter(batches) if step < cfg.train.steps else iter(())
+        for batch in stream:
+            progress = step / cfg.train.steps
+            tasks, count = draw_tasks(objective, batch, step, progress, micro_batches, cfg, ranks)
+            for i, task in enumerate(tasks):
+                if cfg.model.dropout:
+                    torch.manual_seed(fold(cfg.seed, Stream.SPLIT, step, int(batch.examples[0]) + i))
+                with accumulating(wrapped, last=i == len(tasks) - 1), ranks.autocast():
+                    output = wrapped(task)
+                    (output.total * (ranks.size / count)).backward()
+                window.add(output.terms)
+            norm = clip_gradients(parameters, cfg.optim.clip)
+            factor = learning_rate_factor(cfg.optim, step, cfg.train.steps)
+            set_learning_rate(optimizers, factor)
+            apply_updates(optimizers, guard.judge(norm))
+            ema.update()
+            window.count += count
+            step += 1
+            last = step == cfg.train.steps
+
+            if step % cfg.train.log_every == 0 or last:
+                values = window.read(norm, factor * cfg.optim.lr, guard)
+                metrics.write("train", step, values)
+                metrics.line(step, cfg.train.steps, values)
+                if guard.in_a_row.item() >= cfg.train.max_bad_steps:
+                    raise ValueError(
+                        f"stopped at step {step}: the last {int(guard.in_a_row)} updates were skipped for bad gradients"
+                        f" (train.max_bad_steps={cfg.train.max_bad_steps}); lower optim.lr or raise train.spike_factor"
+                    )
+            metrics.advance(step)
+            improved = False
+            if last or (cfg.train.valid_every and step % cfg.train.valid_every == 0):
+                before = best
+                valid_nll = check_bound()
+                improved = best < before
+                window.restart()
+            if sample and cfg.train.sample_every and step % cfg.train.sample_every == 0:
+                with ema:
+                    text = sample(model.eval(), data)
+                metrics.say(f"step {step}: sample\n{text}")
+                window.restart()
+            due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
+            # on a GPU asking the other ranks makes the host wait: not at every step
+            if ranks.size == 1 or ranks.device.type == "cpu" or step % 10 == 0:
+                stopped, due = ranks.any(interruption.requested), ranks.any(due)
+            if last or stopped or due or improved or step % cfg.checkpoint.every == 0:
+                try:
+                    save()
+                except OSError as error:
+                    if last or stopped:
+                        raise
+                    note(f"warning: {error}; training goes on")
+                saved_at = time.monotonic()
+                window.restart()
+            if last or stopped:
+                break
+
+        if stopped and step < cfg.train.steps:
+            metrics.close()
+            if ranks.is_main:
+                note(f"stopped by a signal at step {step}; the same command goes on from there")
+            return TrainResult(str(run), step, valid_nll, valid_nll and perplexity(valid_nll), finished=False)
+
+        weights = ema.whole()
+        if ranks.is_main:
+            facts_of_run = {"step": step, "tokens": facts["tokens"], "parameters": facts["parameters"]}
+            facts_of_run |= {"valid_nll": best if valid_nll is None else valid_nll, "command": command_line()}
+            info = export.describe(cfg, data.tokenizer, **facts_of_run)
+            export.save_folder(run / "export", weights, data.tokenizer, info)
+            metrics.close()
+            plot_curves(run)
+        ranks.barrier()
+        return TrainResult(str(run), step, valid_nll, valid_nll and perplexity(valid_nll), finished=True)
+
+
+def command_line() -> list[str]:
+    return ["adlm", *sys.argv[1:]] if Path(sys.argv[0]).name == "adlm" else ["python", *sys.argv]

@@ -1,0 +1,245 @@
+"""What a run tells: one live line in the terminal, one JSON object per event in metrics.jsonl, curves at the end.
+
+The file is the record; TensorBoard and Weights & Biases are mirrors. After a resume, lines of steps that will be
+computed again are dropped, so the file of an interrupted run equals that of an uninterrupted one, times excepted.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from adlm.models.flops import count_flops, peak_flops
+from adlm.schema import Config, ModelConfig
+from adlm.training.optim import Guard
+from adlm.training.parallel import World
+
+METRICS = "metrics.jsonl"
+
+
+class Metrics:
+    """Only the main rank has one that writes."""
+
+    def __init__(self, run: Path, cfg: Config, resumed_step: int, active: bool):
+        self.active, self.run = active, run
+        self.console = Console(stderr=True)
+        self.progress: Progress | None = None
+        self.warned = False
+        self.mirrors: list[Any] = []
+        if not active:
+            return
+        self.path = run / METRICS
+        truncate(self.path, resumed_step)
+        if cfg.track.tensorboard:
+            self.mirrors.append(TensorBoard(run / "tensorboard"))
+        if cfg.track.wandb:
+            self.mirrors.append(WandB(cfg, run))
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[line]}"),
+                TimeRemainingColumn(),
+            )
+            self.progress = Progress(*columns, console=self.console, transient=False)
+            self.task = self.progress.add_task("training", total=cfg.train.steps, completed=resumed_step, line="")
+            self.progress.start()
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Record an event; never let a full disk stop a training run."""
+        if not self.active:
+            return
+        event = {"kind": kind, "step": step, **values, "time": round(time.time(), 3)}
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(event) + "\n")
+        except OSError as error:
+            if not self.warned:
+                self.say(f"warning: {self.path} cannot be written ({error.strerror}); metrics are lost until it can")
+            self.warned = True
+        for mirror in self.mirrors:
+            mirror.write(kind, step, values)
+
+    def line(self, step: int, steps: int, values: dict[str, float]) -> None:
+        """The one line people watch."""
+        if not self.active:
+            return
+        text = "  ".join(f"{key} {short(value)}" for key, value in values.items())
+        if self.progress:
+            self.progress.update(self.task, completed=step, line=text)
+        else:
+            self.say(f"step {step}/{steps}  {text}")
+
+    def advance(self, step: int) -> None:
+        if self.progress:
+            self.progress.update(self.task, completed=step)
+
+    def say(self, message: str) -> None:
+        if self.active:
+            self.console.print(message, highlight=False, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.stop()
+        for mirror in self.mirrors:
+            mirror.close()
+
+
+class Window:
+    """Sums since the last log line: on the device until they are read."""
+
+    def __init__(self, model: ModelConfig, vocab_size: int, ranks: World):
+        self.ranks = ranks
+        flops = count_flops(model, vocab_size, model.length)
+        name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+        peak = peak_flops(name)
+        self.flops_share = None if peak is None else flops.training_per_token / (peak * ranks.size)
+        self.clear()
+
+    def clear(self) -> None:
+        self.terms: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.ranks.device))
+        self.count: Tensor | float = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave what came since the last line (validation, saving) out of the tokens per second."""
+        self.seconds_from = time.monotonic()
+        self.tokens_from = self.count
+
+    def add(self, terms: dict[str, Tensor]) -> None:
+        for name, value in terms.items():
+            self.terms[name] = self.terms[name] + value
+
+    def read(self, norm: Tensor, learning_rate: float, guard: Guard) -> dict[str, float]:
+        names = sorted(self.terms, key=lambda name: (name == "anchor", name))
+        sums = self.ranks.sum(torch.stack([self.terms[name].float() for name in names]))
+        per_token = (sums / self.count).tolist()  # the one place where the host waits for the device
+        seconds = time.monotonic() - self.seconds_from
+        tokens = float(self.count) - float(self.tokens_from)
+        values = dict(zip(names, per_token))
+        values |= {"ppl": perplexity(per_token[0]), "grad_norm": norm.item(), "lr": learning_rate}
+        values["tokens_per_s"] = tokens / max(seconds, 1e-9)
+        if self.flops_share is not None:
+            values["mfu"] = values["tokens_per_s"] * self.flops_share
+        values["memory_gib"] = peak_memory_gib(self.ranks.device)
+        if skipped := int(guard.skipped.item()):
+            values["skipped"] = skipped
+        self.clear()
+        return values
+
+
+def short(value: float) -> str:
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def truncate(path: Path, step: int) -> None:
+    """Drop events after `step`, and a last line that a kill cut short."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    os.replace(partial, path)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    path = run / METRICS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has used: on the device, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 2**30
+
+
+def plot_curves(run: Path) -> Path | None:
+    """curves.png: training terms and validation perplexity over steps; None without matplotlib or metrics."""
+    events = read_metrics(run)
+    train = [e for e in events if e["kind"] == "train"]
+    valid = [e for e in events if e["kind"] == "valid"]
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    if not train and not valid:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name in sorted({key for e in train for key in e} & {"nelbo", "nll", "anchor", "score_entropy", "d3pm"}):
+        points = [(e["step"], e[name]) for e in train if name in e]
+        left.plot(*zip(*points), label=name, linewidth=1)
+    left.set(xlabel="optimizer step", ylabel="nats per token", title="training")
+    if train:
+        left.legend()
+    left.grid(alpha=0.3)
+    if valid:
+        right.plot([e["step"] for e in valid], [e["ppl"] for e in valid], marker="o", markersize=3)
+        right.set_yscale("log")
+    right.set(xlabel="optimizer step", ylabel="perplexity (bound)", title="validation")
+    right.grid(alpha=0.3, which="both")
+    path = run / "curves.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def perplexity(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
+class TensorBoard:
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "track.tensorboard=true needs the package tensorboard: pip install 'adlm[track]'"
+            ) from None
+        self.writer = SummaryWriter(str(folder))
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(f"{kind}/{key}", value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    def __init__(self, cfg: Config, run: Path):
+        try:
+            import wandb  # type: ignore[import-not-found]
+        except ImportError:
+            raise ValueError("track.wandb=true needs wandb: pip install 'adlm[track]'") from None
+        mode = None if os.environ.get("WANDB_API_KEY") else "offline"
+        self.wandb_run = wandb.init(project=cfg.track.project, name=cfg.track.name or run.name, dir=str(run), mode=mode)
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        self.wandb_run.log({f"{kind}/{key}": value for key, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        self.wandb_run.finish()

@@ -1,0 +1,143 @@
+"""What stands before the first step: data, model, objective, and a word about what the run will cost."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from adlm.data import prepare, tokenizer_for
+from adlm.data.blocks import Blocks
+from adlm.data.tokenizers import Tokenizer
+from adlm.errors import require
+from adlm.models import LanguageModel, build_model
+from adlm.models.flops import count_flops
+from adlm.objectives import Objective, make_objective
+from adlm.schema import Config, DataConfig
+from adlm.training.export import load_folder
+from adlm.training.parallel import World
+
+
+class Data(NamedTuple):
+    tokenizer: Tokenizer
+    train: Blocks
+    valid: Blocks
+
+
+def prepare_data(cfg: Config, world: World) -> Data:
+    """Tokenizer and prepared rows of both splits; the main rank builds what is missing, the others find it cached."""
+    with world.main_first():
+        tokenizer = tokenizer_for(cfg.data)
+        train = prepare(cfg.data, tokenizer, cfg.model.length, "train")
+        valid = prepare(valid_data(cfg), tokenizer, cfg.model.length, "valid")
+    return Data(tokenizer, train, valid)
+
+
+def valid_data(cfg: Config) -> DataConfig:
+    """Settings of the validation corpus: the training corpus' own split unless another corpus is named."""
+    if not cfg.data.valid_name:
+        return cfg.data
+    return replace(cfg.data, name=cfg.data.valid_name, path=cfg.data.valid_path, valid_path=cfg.data.valid_path)
+
+
+def make_model(cfg: Config, tokenizer: Tokenizer) -> LanguageModel:
+    """The model with its initial weights: the seed's, or those of checkpoint.init_from."""
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
+    if cfg.checkpoint.init_from:
+        loaded = load_folder(Path(cfg.checkpoint.init_from))
+        require(
+            loaded.tokenizer.fingerprint == tokenizer.fingerprint,
+            f"checkpoint.init_from={cfg.checkpoint.init_from!r} has another tokenizer than this run's data",
+        )
+        try:
+            model.load_state_dict(loaded.model.state_dict())
+        except RuntimeError as error:
+            problem = str(error).splitlines()[1].strip()
+            raise ValueError(f"checkpoint.init_from={cfg.checkpoint.init_from!r} is another model: {problem}") from None
+    return model
+
+
+def objective_for(cfg: Config, data: Data) -> Objective:
+    share_V = None
+    if cfg.objective.anchor_rule == "rarity":
+        counts = data.train.frequencies().astype(np.float64)
+        share_V = torch.from_numpy(counts / counts.sum())
+    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed, share_V)
+    objective.check(cfg.model)
+    return objective
+
+
+def parameter_count(model: LanguageModel) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def check_batches(cfg: Config, world: World) -> int:
+    """Micro-batches per rank and step."""
+    share, rest = divmod(cfg.train.global_batch_size, world.size)
+    require(
+        rest == 0 and share > 0,
+        f"train.global_batch_size={cfg.train.global_batch_size} must be a multiple of the {world.size} processes",
+    )
+    size = cfg.train.batch_size or share
+    require(
+        share % size == 0,
+        f"train.batch_size={size} must divide the {share} rows of a process (train.global_batch_size / processes)",
+    )
+    return share // size
+
+
+def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[str, float | int | str]:
+    """What a run is going to be: printed by --dry-run and at the start."""
+    parameters = parameter_count(model)
+    tokens = cfg.train.steps * cfg.train.global_batch_size * cfg.model.length
+    flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
+    rows = cfg.train.batch_size or cfg.train.global_batch_size // world.size
+    bytes_per_value = 2 if world.precision == "bf16" else 4
+    # weights, gradients, two moments, averages in float32; about 18 values per position, width and block kept for the
+    # backward pass (2 when recomputed); one chunk of logits
+    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
+    kept = 2 if cfg.train.checkpoint_activations else 18
+    state = 4 * parameters * (5 if cfg.optim.ema else 4)
+    if cfg.train.strategy == "fsdp":
+        state //= world.size
+    activations = rows * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
+    return {
+        "algo": cfg.algo,
+        "parameters": parameters,
+        "vocabulary": data.tokenizer.vocab_size,
+        "train_rows": len(data.train),
+        "valid_rows": len(data.valid),
+        "row_length": cfg.model.length,
+        "steps": cfg.train.steps,
+        "tokens": tokens,
+        "epochs": round(cfg.train.steps * cfg.train.global_batch_size / len(data.train), 3),
+        "processes": world.size,
+        "micro_batches": check_batches(cfg, world),
+        "training_flops": flops.training_per_token * tokens,
+        "memory_gib_estimate": round((state + activations) / 2**30, 2),
+        "precision": world.precision,
+        "device": str(world.device),
+    }
+
+
+def show(facts: dict[str, float | int | str]) -> str:
+    lines = []
+    for key, value in facts.items():
+        text = value if isinstance(value, str) else f"{value:,}" if value < 1e12 else f"{value:.3g}"
+        lines.append(f"  {key.replace('_', ' '):20} {text}")
+    return "\n".join(lines)
+
+
+def make_run_folder(out: str) -> Path:
+    run = Path(out)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        probe = run / f".writable-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"out={out!r} is not a writable folder: {error.strerror}") from None
+    return run
