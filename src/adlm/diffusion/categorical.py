@@ -36,7 +36,7 @@ def filter_logits(
     top_k: Tensor | int | None = None,
     top_p: PerRow = None,
     min_p: PerRow = None,
-    release_cut: bool = False,
+    release_cut: Tensor | bool = False,
 ) -> Tensor:
     """Float32 log-probabilities [N, V] of the cut and renormalised distribution (-inf where cut).
 
@@ -64,7 +64,10 @@ def filter_logits(
             # float64: on a flat distribution 50,000 float32 additions move the cut
             q = order.values.double().masked_fill(~keep, -torch.inf).softmax(-1)
             inclusive = q.cumsum(-1)
-            inside = inclusive <= p if release_cut else inclusive - q < p
+            if isinstance(release_cut, Tensor):
+                inside = torch.where(release_cut.unsqueeze(-1), inclusive <= p, inclusive - q < p)
+            else:
+                inside = inclusive <= p if release_cut else inclusive - q < p
             keep &= inside | (rank == 0) | (p >= 1)
         keep = torch.zeros_like(keep).scatter_(-1, order.indices, keep)
         logits = logits.masked_fill(~keep, -torch.inf)

@@ -23,7 +23,17 @@ from adlm.samplers.plan import Event, Look, Plan, Positions, Trajectory
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import SamplingConfig
 
-__all__ = ["SAMPLERS", "Event", "Look", "Plan", "Positions", "Trajectory", "check_sampling", "make_plan"]
+__all__ = [
+    "RELEASE_WITHOUT_CUT",
+    "SAMPLERS",
+    "Event",
+    "Look",
+    "Plan",
+    "Positions",
+    "Trajectory",
+    "check_sampling",
+    "make_plan",
+]
 
 Maker = Callable[[SamplingConfig, Schedule], Plan]
 

@@ -93,7 +93,8 @@ def draw(seed: int, stream: Stream, turn: int, positions: Positions) -> NDArray[
 
 def next_change(H: NDArray, step: NDArray, u: NDArray) -> NDArray:
     """First step j >= step at which the state is left; len(H) - 1 when it never is."""
-    return np.searchsorted(H, H[step] - np.log(u), side="left") - 1
+    # the maximum: where -log(u) is lost in rounding, the search would go back to the start of a plateau of H
+    return np.maximum(np.searchsorted(H, H[step] - np.log(u), side="left") - 1, step)
 
 
 def split(values: NDArray, group: NDArray, n: int) -> list[NDArray]:

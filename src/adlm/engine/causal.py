@@ -1,0 +1,137 @@
+"""The engine of causal models (AR, A2R): left to right with a key-value cache, rows at different positions in one call.
+
+Same requests, same random numbers per (seed, step, position), same joining, leaving, streaming and cancelling as the
+other engine. A row's fixed tokens must all stand before its holes - a causal model cannot see what comes after - and
+position 0 must be given (usually the begin-of-text token), since nothing predicts it.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adlm.engine.drawing import SLOT, Drawer, Draws
+from adlm.engine.graphs import Graphs
+from adlm.engine.network import autocast, prepare
+from adlm.engine.request import Frame, Request
+from adlm.engine.rows import Row, Rows
+from adlm.errors import require
+from adlm.models import Cache, LanguageModel
+from adlm.models.layers import LayerCache
+from adlm.models.transformer import StackCache
+
+
+@dataclass
+class Text(Row):
+    """A row being continued: `written` grows from the prompt to `length`."""
+
+    written: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+def slot_view(cache: Cache, i: int) -> Cache:
+    """The cache of one slot, sharing memory: filled by reading a prompt alone while other rows wait."""
+
+    def view(stack: StackCache) -> StackCache:
+        return StackCache([LayerCache(c.k_BNLH[i : i + 1], c.v_BNLH[i : i + 1]) for c in stack.layers])
+
+    anchor = None if cache.anchor is None else view(cache.anchor)
+    return Cache(view(cache.denoiser), anchor, torch.zeros_like(cache.seen_B[i : i + 1]))
+
+
+class CausalEngine(Rows[Text]):
+    def __init__(
+        self, model: LanguageModel, slots: int = 16, device: str | torch.device = "cpu", precision: str = "auto"
+    ):
+        require(model.config.causal, "CausalEngine needs a causal model (model.causal=true)")
+        super().__init__(model, slots)
+        self.device = torch.device(device)
+        self.network, self.bf16 = prepare(model, self.device, precision)
+        dtype = torch.bfloat16 if self.bf16 else None
+        self.cache = self.network.make_cache(slots, model.config.length, dtype)
+        self.drawer = Drawer(self.network.head, slots, model.vocab_size, model.mask_id, Graphs(on=False, compile=False))
+
+    def submit(self, request: Request) -> int:
+        holes = [l for l, t in enumerate(request.tokens) if t == self.model.mask_id]
+        require(not holes or holes[0] > 0, "a causal model needs a first token to start from, and position 0 is a hole")
+        require(
+            not holes or holes == list(range(holes[0], len(request.tokens))),
+            "a causal model continues text: all holes must stand at the end of the row (a template needs diffusion)",
+        )
+        require(not request.required, "required words need a diffusion model: a causal one cannot plan ahead")
+        require(request.settings.guidance == 0, "sampling.guidance needs a diffusion model")
+        require(len(request.tokens) <= self.model.config.length, "sampling.stride needs a diffusion model")
+        return super().submit(request)
+
+    def admit(self, i: int, id: int, request: Request) -> None:
+        prompt = [t for t in request.tokens if t != self.model.mask_id]
+        self.drawer.ban(i, [w[0] for w in request.banned if len(w) == 1])
+        self.slots[i] = Text(id, request, written=prompt, length=len(request.tokens))
+        if len(prompt) > 1:  # the last token is read together with the other rows' last tokens
+            with torch.inference_mode(), autocast(self.device, self.bf16):
+                tokens = torch.tensor([prompt[:-1]], device=self.device)
+                self.network(tokens, cache=slot_view(self.cache, i))
+
+    def tokens(self, i: int) -> list[int]:
+        row = self.slots[i]
+        assert row is not None
+        return [*row.written, *[self.model.mask_id] * (row.length - len(row.written))]
+
+    @torch.inference_mode()
+    def evaluate(self) -> None:
+        """Read the last token of every row, draw the next."""
+        group = [i for i, s in enumerate(self.slots) if s is not None]
+        rows = [s for s in self.slots if s is not None]
+        if not rows:
+            return
+        last, seen = np.zeros((2, len(self.slots)), dtype=np.int64)
+        last[group], seen[group] = [r.written[-1] for r in rows], [len(r.written) - 1 for r in rows]
+        # Idle slots read token 0 at position 0: what they write there is overwritten when a row moves in.
+        self.cache.seen_B.copy_(torch.from_numpy(seen))
+        drawn = self.draw(torch.from_numpy(last).to(self.device), group, rows).tolist()
+        for i, row, token in zip(group, rows, drawn):
+            row.nfe += 1
+            row.written.append(token)
+            if len(row.written) == row.length or token == row.request.stop_id:
+                self.finish(i, row.written)
+            elif row.request.watch:
+                at = len(row.written) - 1
+                self.updates.append(Frame(row.id, self.tokens(i), at, row.nfe, [at]))
+
+    def draw(self, last_S: Tensor, group: list[int], rows: list[Text]) -> Tensor:
+        settings = [r.request.settings for r in rows]
+        draws = Draws.of(
+            [1] * len(rows),
+            slot=group,
+            position=np.array([len(r.written) for r in rows]),
+            seed=[r.request.seed for r in rows],
+            step=[0] * len(rows),
+            top_k=[c.top_k for c in settings],
+            release=[c.parity == "release" for c in settings],
+            temperature=[c.temperature for c in settings],
+            top_p=[c.top_p for c in settings],
+            min_p=[c.min_p for c in settings],
+            guidance=[0.0] * len(rows),
+        )
+        phrases = self.phrase_bans(group, rows)
+        ints, floats = torch.from_numpy(draws.ints).to(self.device), torch.from_numpy(draws.floats).to(self.device)
+        with autocast(self.device, self.bf16):
+            hidden_SD = self.network(last_S[:, None], cache=self.cache).denoiser_BLD[:, 0]
+            for slot, token in phrases:
+                self.drawer.banned_SV[slot, token] = True
+            tokens = [d.token for _, d in self.drawer(hidden_SD[ints[SLOT]], ints, floats, draws.cut)]
+            for slot, token in phrases:
+                self.drawer.banned_SV[slot, token] = False
+        return torch.cat(tokens)
+
+    def phrase_bans(self, group: list[int], rows: list[Text]) -> list[tuple[int, int]]:
+        """(slot, token) that would complete a banned phrase now."""
+        found = []
+        for i, row in zip(group, rows):
+            single = {w[0] for w in row.request.banned if len(w) == 1}
+            for word in row.request.banned:
+                head = list(word[:-1])
+                if head and word[-1] not in single and row.written[-len(head) :] == head:
+                    found.append((i, word[-1]))
+        return found

@@ -1,0 +1,144 @@
+"""From hidden states of the chosen positions to tokens: head, cut, float64 draw, in pieces of bounded size.
+
+Every column of `Draws` is one position of one row, with that row's own settings, so rows of any mixture share a piece.
+The pieces hold at most `budget` logits, whatever the vocabulary; on a GPU they are padded to a few fixed sizes so that
+each can be one CUDA graph. Padding columns belong to a slot nobody reads.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from adlm.diffusion.categorical import filter_logits, gumbel_argmax
+from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.engine.graphs import Graphs
+
+# Rows of Draws.ints and Draws.floats
+SLOT, POSITION, SEED, STEP, TOP_K, RELEASE = range(6)
+TEMPERATURE, TOP_P, MIN_P, GUIDANCE = range(4)
+
+LOGITS_AT_ONCE = 1 << 22  # float64 noise and its temporaries: about 200 MB
+GPU_SIZES = (16, 64, 256)
+
+
+class Cut(NamedTuple):
+    """Which filters some row of a call needs; known on the host, so that unused ones are not even compiled."""
+
+    temperature: bool
+    sort: bool
+    min_p: bool
+
+
+class Draws(NamedTuple):
+    """Positions to draw, one column each, on the host."""
+
+    ints: NDArray[np.int64]
+    floats: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls,
+        counts: Sequence[int],
+        *,
+        slot: Sequence[int],
+        position: NDArray[np.int64],
+        seed: Sequence[int],
+        step: Sequence[int],
+        top_k: Sequence[int],
+        release: Sequence[bool],
+        temperature: Sequence[float],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        guidance: Sequence[float],
+    ) -> "Draws":
+        """Each row's settings, repeated for each of its draws (`counts`); `position` has one entry per draw."""
+        ints = np.array([slot, slot, seed, step, top_k, release], dtype=np.int64)
+        floats = np.array([temperature, top_p, min_p, guidance], dtype=np.float64)
+        draws = cls(np.repeat(ints, counts, axis=1), np.repeat(floats, counts, axis=1))
+        draws.ints[POSITION] = position
+        return draws
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(
+            bool((self.floats[TEMPERATURE] != 1).any()),
+            bool((self.ints[TOP_K] > 0).any() or (self.floats[TOP_P] < 1).any()),
+            bool((self.floats[MIN_P] > 0).any()),
+        )
+
+
+class Drawn(NamedTuple):
+    token: Tensor
+    log_p: Tensor
+
+
+def draw(
+    head: nn.Module, hidden_ND: Tensor, banned_SV: Tensor, ints: Tensor, floats: Tensor, cut: Cut
+) -> tuple[Tensor, Tensor]:
+    """(tokens [N], log-probabilities [N, V] they were drawn from). Static shapes, no host sync."""
+    logits = head(hidden_ND).float().masked_fill(banned_SV[ints[SLOT]], -torch.inf)
+    log_p = filter_logits(
+        logits,
+        temperature=floats[TEMPERATURE].float() if cut.temperature else None,
+        top_k=ints[TOP_K] if cut.sort else None,
+        top_p=floats[TOP_P] if cut.sort else None,
+        min_p=floats[MIN_P].float() if cut.min_p else None,
+        release_cut=ints[RELEASE] > 0,
+    )
+    row = ints.unsqueeze(-1)
+    u = uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], torch.arange(log_p.shape[-1], device=log_p.device))
+    return gumbel_argmax(log_p, u), log_p
+
+
+class Drawer:
+    """`draw` over any number of positions."""
+
+    def __init__(self, head: nn.Module, slots: int, vocab_size: int, mask_id: int, graphs: Graphs):
+        device = next(head.parameters()).device
+        # Zero-masking of SUBS and banned words are one thing: tokens a slot may not draw.
+        self.banned_SV = torch.zeros(slots + 1, vocab_size, dtype=torch.bool, device=device)
+        self.banned_SV[:, mask_id] = True
+        self.mask_id, self.spare, self.graphs = mask_id, slots, graphs
+        self.most = max(1, LOGITS_AT_ONCE // vocab_size)
+
+        def step(hidden_ND: Tensor, ints: Tensor, floats: Tensor, *cut: bool) -> tuple[Tensor, Tensor]:
+            return draw(head, hidden_ND, self.banned_SV, ints, floats, Cut(*cut))
+
+        self.step = graphs.wrap(step)
+
+    def ban(self, slot: int, tokens: list[int]) -> None:
+        """Exactly `tokens` and the mask are banned in `slot` from now on."""
+        row = torch.zeros(self.banned_SV.shape[1], dtype=torch.bool)
+        row[[*tokens, self.mask_id]] = True
+        self.banned_SV[slot] = row.to(self.banned_SV.device)
+
+    def pieces(self, n: int) -> list[tuple[int, int, int]]:
+        """(start, stop, padded size) of each piece."""
+        if not self.graphs.on:
+            return [(a, min(a + self.most, n), min(self.most, n - a)) for a in range(0, n, self.most)]
+        out, a = [], 0
+        while a < n:
+            size = next((s for s in GPU_SIZES if s >= n - a), GPU_SIZES[-1])
+            out.append((a, min(a + size, n), size))
+            a += size
+        return out
+
+    def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, cut: Cut) -> Iterator[tuple[slice, Drawn]]:
+        """Yield (columns, Drawn) piece by piece; a piece's log_p is overwritten by the next one."""
+        for a, b, size in self.pieces(ints.shape[1]):
+            piece = (hidden_ND[a:b], ints[:, a:b], floats[:, a:b])
+            if size > b - a:
+                piece = self.pad(*piece, size)
+            token, log_p = self.step(*piece, *cut)
+            yield slice(a, b), Drawn(token[: b - a], log_p[: b - a])
+
+    def pad(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        more = size - ints.shape[1]
+        ints = torch.nn.functional.pad(ints, (0, more))
+        ints[SLOT, -more:] = self.spare
+        floats = torch.nn.functional.pad(floats, (0, more), value=1.0)
+        return torch.nn.functional.pad(hidden_ND, (0, 0, 0, more)), ints, floats

@@ -1,0 +1,192 @@
+"""The device side of the engine: canvases of all slots, and one evaluation of a group of them.
+
+`Network.evaluate` masks what was masked again, reads the rows, runs the network once, draws at the chosen positions
+only and writes the tokens back. Nothing comes to the host unless asked for. Guidance needs no second head: heads are
+linear, so (1+w) logits - w logits' is the head of (1+w) h - w h'.
+"""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from adlm.diffusion.schedules import Schedule
+from adlm.engine.drawing import GUIDANCE, POSITION, SLOT, Drawer, Draws
+from adlm.engine.graphs import Graphs
+from adlm.errors import choose
+from adlm.models import LanguageModel
+from adlm.samplers import Look
+
+ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+class Batch(NamedTuple):
+    """One evaluation, described on the host. Rows of a batch have one length."""
+
+    length: int
+    rows: NDArray[np.int64]
+    """[2, B]: slot of each row of the call; 1 where the slot's fixed positions are hidden (guidance)."""
+    t: NDArray[np.float64]
+    """[B]: time of each row."""
+    mask: NDArray[np.int64]
+    """[2, M]: slot and position to mask first."""
+    source: NDArray[np.int64]
+    """[2, N]: row of the call each draw reads, and the one it is guided away from."""
+    draws: Draws
+
+
+def autocast(device: torch.device, bf16: bool) -> AbstractContextManager:
+    return torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
+
+
+def prepare(model: LanguageModel, device: torch.device, precision: str) -> tuple[LanguageModel, bool]:
+    """(the model as the engine runs it, whether in bf16): on the device, bridge collapsed once, weights in bf16."""
+    choose("precision", precision, ("auto", "fp32", "bf16"))
+    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    # A model in training mode belongs to a training run: freezing its bridge would stop its learning.
+    model = (copy.deepcopy(model) if model.training else model).to(device).eval()
+    model.freeze_bridge()
+    return (bfloat16_copy(model) if bf16 else model), bf16
+
+
+def bfloat16_copy(model: LanguageModel) -> LanguageModel:
+    """Linear weights in bf16, so that autocast has nothing left to convert at every step; norms and sigma stay float32."""
+    model = copy.deepcopy(model)
+    keep = {id(m) for name, part in model.named_modules() if name.endswith("time_embedding") for m in part.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module) not in keep:
+            module.to(torch.bfloat16)
+    return model
+
+
+class Network:
+    def __init__(
+        self,
+        model: LanguageModel,
+        schedule: Schedule,
+        slots: int,
+        device: str | torch.device = "cpu",
+        precision: str = "auto",
+        compile: str = "auto",
+    ):
+        choose("compile", compile, ("auto", "true", "false"))
+        self.device = torch.device(device)
+        cuda = self.device.type == "cuda"
+        self.model, self.bf16 = prepare(model, self.device, precision)
+        self.length, self.mask_id = model.config.length, model.mask_id
+        self.time_conditioned = model.config.time_conditioning
+        self.kept_at_1 = float(schedule.alpha(1.0))
+        # One slot more than there are: padding reads and writes there.
+        self.canvas_SL = torch.full((slots + 1, self.length), self.mask_id, device=self.device)
+        self.fixed_SL = torch.zeros(slots + 1, self.length, dtype=torch.bool, device=self.device)
+        self.spare = slots
+        compiled = compile == "true" or (compile == "auto" and cuda)
+        self.graphs = Graphs(on=cuda and compile != "false", compile=compiled)
+        self.forward = self.graphs.wrap(self.hidden)
+        self.drawer = Drawer(self.model.head, slots, model.vocab_size, self.mask_id, self.graphs)
+
+    def hidden(self, tokens_BL: Tensor, sigma_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        with autocast(self.device, self.bf16):
+            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None)
+        return h.denoiser_BLD, h.anchor_BLD
+
+    def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Noise level of a canvas with mask share t: -log alpha, where alpha runs down to the schedule's alpha(1)."""
+        return -np.log1p(-(1 - self.kept_at_1) * t)
+
+    def load(self, slot: int, tokens: list[int], banned: list[int]) -> None:
+        row = torch.tensor(tokens, device=self.device)
+        self.canvas_SL[slot, : len(tokens)] = row
+        self.fixed_SL[slot, : len(tokens)] = row != self.mask_id
+        self.drawer.ban(slot, banned)
+
+    def read(self, slots: list[int], length: int) -> NDArray[np.int64]:
+        """Rows of the canvas, on the host: waits for everything queued before."""
+        return self.canvas_SL[slots, :length].cpu().numpy()
+
+    @torch.inference_mode()
+    def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Look:
+        """Run one batch; returns the fields of Look that were asked for, for all draws in order."""
+        L, B = batch.length, batch.rows.shape[1]
+        size = next((s for s in ROW_SIZES if s >= B), B) if self.graphs.on else B
+        rows = np.concatenate([batch.rows, np.tile([[self.spare], [0]], size - B)], 1)
+        mask, source, ints, rows_on = self.upload(batch.mask, batch.source, batch.draws.ints, rows)
+        sigma = torch.from_numpy(np.concatenate([self.sigma(batch.t), np.zeros(size - B)])).float().to(self.device)
+        floats = torch.from_numpy(batch.draws.floats).to(self.device)
+
+        self.canvas_SL[mask[0], mask[1]] = self.mask_id
+        tokens_BL = self.canvas_SL[rows_on[0], :L]
+        hide_BL = self.fixed_SL[rows_on[0], :L] & (rows_on[1] > 0).unsqueeze(-1)
+        denoiser_BLD, anchor_BLD = self.forward(tokens_BL.masked_fill(hide_BL, self.mask_id), sigma)
+
+        h_ND = denoiser_BLD[source[0], ints[POSITION]]
+        if (batch.draws.floats[GUIDANCE] > 0).any():
+            w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
+            h_ND = (1 + w) * h_ND - w * denoiser_BLD[source[1], ints[POSITION]]
+        look: dict[str, list[Tensor]] = {name: [] for name in looks - {"anchor"}}
+        with autocast(self.device, self.bf16):
+            for piece, (token, log_p) in self.drawer(h_ND, ints, floats, batch.draws.cut):
+                self.canvas_SL[ints[SLOT, piece], ints[POSITION, piece]] = token
+                for name, parts in look.items():
+                    parts.append(LOOKS[name](log_p, token))
+            found = {name: torch.cat(parts).double().cpu().numpy() for name, parts in look.items()}
+            if "anchor" in looks:
+                assert anchor_BLD is not None
+                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, source[0], ints)
+        return Look(**found)
+
+    def upload(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
+        """Several small integer arrays in one copy."""
+        flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(self.device, non_blocking=True)
+        parts = flat.split([a.size for a in arrays])
+        return [part.view(a.shape) for part, a in zip(parts, arrays)]
+
+    def anchor_look(self, anchor_BLD: Tensor, tokens_BL: Tensor, row_N: Tensor, ints: Tensor) -> NDArray[np.float64]:
+        """For each draw, the largest anchor probability of a token that is rare in its row.
+
+        Rare: at most TAU expected occurrences, counting visible tokens as they are and masked ones by their predicted
+        probabilities - the paper's anchor rule (count in the row <= tau) for a row that is only partly known.
+        """
+        head, most = self.model.anchor_head, self.drawer.most
+        assert head is not None
+        h_ND = anchor_BLD[row_N, ints[POSITION]]
+
+        def probabilities(a: int) -> Tensor:
+            logits = head(h_ND[a : a + most]).float()
+            return logits.masked_fill(self.drawer.banned_SV[ints[SLOT, a : a + most]], -torch.inf).softmax(-1)
+
+        counts_BV = torch.zeros(tokens_BL.shape[0], head.out_features, device=self.device)
+        counts_BV.scatter_add_(1, tokens_BL, (tokens_BL != self.mask_id).float())
+        for a in range(0, len(h_ND), most):
+            counts_BV.index_add_(0, row_N[a : a + most], probabilities(a))
+        rare_BV = counts_BV <= TAU
+        best = [
+            probabilities(a).masked_fill(~rare_BV[row_N[a : a + most]], 0.0).amax(-1) for a in range(0, len(h_ND), most)
+        ]
+        return torch.cat(best).double().cpu().numpy()
+
+    @torch.inference_mode()
+    def word_log_probs(self, tokens: list[int], words: list[int], t: float) -> NDArray[np.float64]:
+        """log p(word token j at position l | row), [len(tokens), len(words)]: where a required word could stand."""
+        row = torch.tensor([tokens], device=self.device)
+        sigma = torch.from_numpy(self.sigma(np.array([t]))).float().to(self.device)
+        h_LD = self.hidden(row, sigma)[0][0]
+        out = []
+        for a in range(0, len(tokens), self.drawer.most):
+            with autocast(self.device, self.bf16):
+                logits = self.model.head(h_LD[a : a + self.drawer.most]).float()
+            logits[:, self.mask_id] = -torch.inf
+            out.append(logits.log_softmax(-1)[:, words])
+        return torch.cat(out).double().cpu().numpy()
+
+
+TAU = 5
+LOOKS = {
+    "probability": lambda log_p, token: log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1).exp(),
+    "confidence": lambda log_p, token: log_p.amax(-1).exp(),
+    "entropy": lambda log_p, token: torch.special.entr(log_p.exp()).sum(-1),
+}

@@ -1,0 +1,121 @@
+"""Rows join, are worked on, and leave: the part of an engine that does not depend on the kind of model."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from adlm.engine.request import Frame, Request, Result, check_request
+from adlm.errors import require
+from adlm.models import LanguageModel
+
+
+@dataclass
+class Row:
+    """A row in progress."""
+
+    id: int
+    request: Request
+    nfe: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+
+R = TypeVar("R", bound=Row)
+
+
+class Rows(Generic[R]):
+    """A queue and a table of slots. Subclasses say how a slot is opened, stepped and read."""
+
+    def __init__(self, model: LanguageModel, slots: int):
+        require(slots >= 1, f"sampling.batch_size must be at least 1, got {slots}")
+        self.model = model
+        self.slots: list[R | None] = [None] * slots
+        self.waiting: deque[tuple[int, Request]] = deque()
+        self.cancelled: set[int] = set()
+        self.next_id = 0
+        self.updates: list[Frame | Result] = []
+
+    def submit(self, request: Request) -> int:
+        """Queue a row; returns its id. Bad requests are refused here."""
+        m = self.model
+        check_request(request, m.vocab_size, m.mask_id, m.config.length, m.anchor_head is not None)
+        self.next_id += 1
+        self.waiting.append((self.next_id, request))
+        return self.next_id
+
+    def cancel(self, id: int) -> None:
+        """Stop a row; it leaves at the next step with an unfinished Result. Ids of rows that have ended are ignored."""
+        self.cancelled.add(id)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or any(s is not None for s in self.slots)
+
+    def step(self) -> list[Frame | Result]:
+        """Admit rows, evaluate every row once, and report: Frames of watched rows, Results of ended ones."""
+        self.updates = []
+        self.drop_cancelled()
+        for i in range(len(self.slots)):
+            while self.slots[i] is None and self.waiting:
+                self.admit(i, *self.waiting.popleft())
+        self.evaluate()
+        return self.updates
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """Results in the order they finish; requests are taken as slots become free, so there may be any number."""
+        source, more = iter(requests), True
+        while more or self.busy:
+            while more and len(self.waiting) < self.slots.count(None):
+                request = next(source, None)
+                more = request is not None
+                if request is not None:
+                    self.submit(request)
+            for update in self.step():
+                if isinstance(update, Result):
+                    yield update
+
+    def stream(self, request: Request) -> Iterator[Frame | Result]:
+        """Frames of one row and its Result; closing the iterator cancels the row."""
+        id = self.submit(request)
+        try:
+            while self.busy:
+                for update in self.step():
+                    if update.id == id:
+                        yield update
+                        if isinstance(update, Result):
+                            return
+        finally:
+            self.cancel(id)
+
+    def finish(self, i: int, tokens: list[int], finished: bool = True, problem: str = "") -> None:
+        row = self.slots[i]
+        assert row is not None
+        seconds = time.perf_counter() - row.began
+        self.updates.append(Result(row.id, tokens, row.request.seed, row.nfe, seconds, finished, problem))
+        self.slots[i] = None
+
+    def drop_cancelled(self) -> None:
+        if not self.cancelled:
+            return
+        for i, row in enumerate(self.slots):
+            if row is not None and row.id in self.cancelled:
+                self.finish(i, self.tokens(i), finished=False)
+        for id, request in [w for w in self.waiting if w[0] in self.cancelled]:
+            self.waiting.remove((id, request))
+            self.updates.append(Result(id, list(request.tokens), request.seed, 0, 0.0, finished=False))
+        self.cancelled.clear()
+
+    # What a kind of model adds
+
+    def admit(self, i: int, id: int, request: Request) -> None:
+        """Put the request into slot i (it may end at once)."""
+        raise NotImplementedError
+
+    def evaluate(self) -> None:
+        """One network evaluation of every row."""
+        raise NotImplementedError
+
+    def tokens(self, i: int) -> list[int]:
+        """The row of slot i as it stands, on the host."""
+        raise NotImplementedError
