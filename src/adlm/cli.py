@@ -38,6 +38,12 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "adlm.training.loop:run_train",
+        "train a model, or go on with the run in `out`; under torchrun on many devices",
+        flags={"dry-run": "print model, tokens and memory, then stop"},
+        sections=("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track"),
+    ),
     "data": Command(
         "adlm.data.command:run_data",
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
