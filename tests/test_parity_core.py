@@ -10,7 +10,15 @@ from adlm.objectives import Rows, Task, Term, loss, make_objective
 from adlm.objectives.anchors import counts_in_row
 from adlm.objectives.anelbo import gamma_at
 from adlm.objectives.base import select
-from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
+from adlm.training.optim import (
+    Ema,
+    apply_updates,
+    build_optimizers,
+    clip_gradients,
+    learning_rate_factor,
+    set_learning_rate,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 MASK, V = 99, 100
@@ -136,3 +144,32 @@ def test_autoregressive_model(fixture):
     visible = torch.arange(V) != MASK  # the release writes -1000 where we write -inf
     torch.testing.assert_close(log_p[..., visible], ar["log_probs"][..., visible], **CLOSE)
     torch.testing.assert_close(output.total / output.count, ar["loss"], **CLOSE)
+
+
+def test_six_optimizer_steps_with_clip_and_ema(fixture, grads):
+    """AdamW, warm-up from rate 0, clipping by total norm, averages with warm-up: losses, norms and final weights."""
+    run = grads["optim_run"]
+    model = load(fixture["state_dict"]).train()
+    cfg = OptimConfig(lr=run["lr"], warmup=run["warmup"], clip=run["clip"], ema=run["ema_decay"])
+    optimizers, ema = build_optimizers(cfg, model), Ema(model, cfg.ema)
+    for number, step in enumerate(run["steps"]):
+        gamma = gamma_at(ObjectiveConfig(), number / 1000)
+        task = release_task(step["x0"], step["x_t"], step["t"], gamma, fixture["loss"]["attention_mask"])
+        output = loss(model, task)
+        (output.total / output.count).backward()
+        norm = clip_gradients(list(model.parameters()), cfg.clip)
+        factor = learning_rate_factor(cfg, number, 1000)
+        set_learning_rate(optimizers, factor)
+        apply_updates(optimizers, torch.zeros(()))
+        ema.update()
+        torch.testing.assert_close(output.total.item() / output.count, float(step["loss"]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norm.item(), float(step["grad_norm"]), rtol=1e-4, atol=0)
+        assert factor * cfg.lr == pytest.approx(float(step["lr"]))
+    assert ema.n == run["ema_num_updates"]
+    named = dict(model.named_parameters())
+    for name, expected in run["final"].items():
+        torch.testing.assert_close(named[from_release(name, True)].detach(), expected, **CLOSE)
+    for name, expected in run["final_ema"].items():
+        torch.testing.assert_close(ema.shadow[from_release(name, True)], expected, **CLOSE)
+    for name, expected in run["final_norms"].items():
+        torch.testing.assert_close(named[from_release(name, True)].detach().norm(), expected, rtol=1e-5, atol=1e-5)
