@@ -27,6 +27,8 @@ class Command:
     help: str
     words: tuple[str, ...] = ()
     """Keys that positional words fill, in order: `adlm sample runs/demo` sets eval.checkpoint."""
+    required: int = 0
+    """How many of them must be given."""
     rest: bool = False
     """Further words are handed over as args=[...]."""
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -49,6 +51,19 @@ COMMANDS: dict[str, Command] = {
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
         rest=True,
         sections=("data",),
+    ),
+    "import": Command(
+        "adlm.compat.release:run_import",
+        "a checkpoint of the public release -> an exported folder of ours: adlm import FILE.ckpt FOLDER",
+        words=("eval.checkpoint", "out"),
+        required=2,
+        sections=("eval", "data"),
+    ),
+    "export": Command(
+        "adlm.compat.release:run_export",
+        "an exported folder -> a checkpoint the public release loads: adlm export FOLDER FILE.ckpt",
+        words=("eval.checkpoint", "out"),
+        required=2,
     ),
     "config": Command(
         "adlm.cli:run_config",
@@ -149,6 +164,8 @@ def _run(argv: list[str]) -> int:
             print_choices(key.lstrip("+"))
         return 0
     named, rest = words[: len(command.words)], words[len(command.words) :]
+    if len(named) < command.required:
+        raise UsageError(f"adlm {name} needs {' and '.join(command.words[: command.required])}")
     if rest and not command.rest:
         raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
     # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.

@@ -7,6 +7,8 @@ anchored.
 
 import re
 
+from adlm.schema import ModelConfig
+
 _WITHIN_STACK = [
     (r"sigma_map\.mlp\.", "time_embedding.mlp."),
     (r"\.attn_qkv\.", ".qkv."),
@@ -41,3 +43,29 @@ def from_release(name: str, anchored: bool) -> str | None:
     for pattern, replacement in _WITHIN_STACK[1:]:
         rest = re.sub(pattern, replacement, rest)
     return f"{stack}.{rest}"
+
+
+def release_names(cfg: ModelConfig) -> list[str]:
+    """Every entry of the release's state_dict for a model of this shape, in its order.
+
+    The order matters: the release stores averaged weights as a list without names.
+    """
+    names = [f"backbone.{name}" for name in _network("vocab_embed.embedding", n_blocks=cfg.n_blocks, adaln=cfg.adaln)]
+    if cfg.anchored:
+        bridge = ("vocab_embed.0.weight", "vocab_embed.0.bias")
+        names += [f"denoiser.{name}" for name in _network(*bridge, n_blocks=cfg.n_denoiser_blocks, adaln=cfg.adaln)]
+    return names
+
+
+def _network(*first: str, n_blocks: int, adaln: bool) -> list[str]:
+    modulation = [f"adaLN_modulation.{part}" for part in ("weight", "bias")] if adaln else []
+    block = ["norm1.weight", "attn_qkv.weight", "attn_out.weight", "norm2.weight"]
+    block += [f"mlp.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")] + modulation
+    last = ["norm_final.weight", "linear.weight", "linear.bias", *modulation]
+    return [
+        *first,
+        *(f"sigma_map.mlp.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias") if adaln),
+        "rotary_emb.inv_freq",
+        *(f"blocks.{i}.{name}" for i in range(n_blocks) for name in block),
+        *(f"output_layer.{name}" for name in last),
+    ]
