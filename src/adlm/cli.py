@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from adlm import compat, config
 from adlm.config.keys import GROUPS, Key, group_choices, group_help, keys
 from adlm.errors import choose, require
+from adlm.schema import Config, as_yaml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +209,9 @@ def _plain(result: Any) -> Any:
     return {} if result is None or isinstance(result, int) else result
 
 
-def run_config(cfg: config.Config) -> dict[str, Any]:
+def run_config(cfg: Config) -> dict[str, Any]:
     """`adlm config`: the settings as YAML."""
-    print(config.to_yaml(cfg), end="")
+    print(as_yaml(cfg), end="")
     return dataclasses.asdict(cfg)
 
 

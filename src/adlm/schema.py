@@ -167,7 +167,7 @@ class TrainConfig:
     batch_size: int = 0
     """Rows per forward pass and rank; 0: the largest that divides the global batch evenly over ranks."""
     valid_every: int = 10_000
-    """Steps between validations."""
+    """Steps between validations (0: only at the end)."""
     valid_rows: int = 1024
     """Rows of the validation split used during training (0: all)."""
     valid_batch_size: int = 0

@@ -19,9 +19,9 @@ from adlm import compat
 from adlm.config.checks import check, choices
 from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
 from adlm.errors import choose, require
-from adlm.schema import Config
+from adlm.schema import Config, as_yaml
 
-__all__ = ["check", "choices", "diff", "flatten", "from_yaml", "load", "save", "to_yaml"]
+__all__ = ["check", "choices", "diff", "flatten", "from_yaml", "load", "save"]
 
 # These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
@@ -141,18 +141,11 @@ def _derive(cfg: Config, chosen: dict[str, str], ranks: int) -> None:
         cfg.out = f"runs/{label if chosen['experiment'] == 'None' else chosen['experiment']}"
 
 
-def to_yaml(cfg: Config) -> str:
-    """The whole tree as YAML text."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
-
-
 def save(cfg: Config, path: str | Path) -> None:
     """Write config.yaml whole or not at all: a run folder never holds half of one."""
     path = Path(path)
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(to_yaml(cfg), encoding="utf-8")
+    draft.write_text(as_yaml(cfg), encoding="utf-8")
     os.replace(draft, path)
 
 
