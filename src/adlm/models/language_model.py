@@ -66,7 +66,16 @@ class LanguageModel(nn.Module):
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             cache.seen_B += tokens_BL.shape[1]
-        x_BLD = nn.functional.embedding(tokens_BL, self.embedding)
+        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL)
+
+    def read(
+        self,
+        x_BLD: Tensor,
+        sigma_B: Tensor | None = None,
+        cache: Cache | None = None,
+        positions_BL: Tensor | None = None,
+    ) -> Hidden:
+        """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         anchor_BLD = None
         if self.anchor is not None:
             anchor_cache = None if cache is None else cache.anchor

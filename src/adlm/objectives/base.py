@@ -8,7 +8,7 @@ scored rows is known to the host before the network starts.
 Losses are sums; the loop divides once by the count over all ranks. Noise is a function of (seed, step, example).
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -85,7 +85,16 @@ def loss(model: LanguageModel, task: Task) -> LossOutput:
     return score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task)
 
 
-def score_terms(model: LanguageModel, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, task: Task) -> LossOutput:
+class Heads(Protocol):
+    """The part of a model that scoring needs."""
+
+    @property
+    def head(self) -> Any: ...
+    @property
+    def anchor_head(self) -> Any: ...
+
+
+def score_terms(model: Heads, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, task: Task) -> LossOutput:
     total = torch.zeros((), device=task.tokens_BL.device)
     terms = {}
     for name, term in task.terms.items():

@@ -6,7 +6,7 @@ number of ranks and divided by the global token count before it is differentiate
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import choose, require
-from adlm.models import LanguageModel
-from adlm.objectives import LossOutput, Task, loss
+from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 
 STRATEGIES = ("ddp", "fsdp")
@@ -119,12 +118,13 @@ def pick_device(name: str) -> torch.device:
 class Step(nn.Module):
     """The model with its loss, as one module: what DDP and FSDP wrap, so that heads are used inside `forward`."""
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: Any, score: Callable[[Any, Any], LossOutput] = loss):
         super().__init__()
         self.model = model
+        self.score = score
 
-    def forward(self, task: Task) -> LossOutput:
-        return loss(self.model, task)
+    def forward(self, task: Any) -> LossOutput:
+        return self.score(self.model, task)
 
 
 def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
