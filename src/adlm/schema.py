@@ -271,6 +271,57 @@ class SamplingConfig:
 
 
 @dataclass
+class ReasonConfig:
+    """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout."""
+
+    task: str = "prosqa"
+    """prosqa, prontoqa or gsm8k."""
+    method: str = "acot"
+    """cot, no-cot, pause, acot, icot, coconut or coconut-pause."""
+    base: str = ""
+    """Causal Hugging Face model to start from: hub name (gpt2), folder or GGUF file; empty: our own stack (section
+    model), from scratch."""
+    train_path: str = ""
+    """Training examples in the task's published format; empty: generated (prosqa, prontoqa)."""
+    valid_path: str = ""
+    """Validation examples; empty: generated, or the last n_valid of train_path."""
+    test_path: str = ""
+    """Published test file, evaluated beside the generated test set; empty: only that one."""
+    n_train: int = 0
+    """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
+    n_valid: int = 300
+    """Validation examples generated, or kept of valid_path."""
+    n_test: int = 500
+    """Test examples generated, or kept of test_path (0: the whole file)."""
+    hops: int = 0
+    """Generated tasks: length of the derivation (0: distributed as in the published files)."""
+    nodes: int = 0
+    """Generated ProsQA: nodes drawn per graph before isolated ones are dropped (0: as in the published files)."""
+    epochs: int = 50
+    """Passes over the training examples, all stages together."""
+    epochs_per_stage: int = 5
+    """Passes per stage; the last stage takes what is left of epochs."""
+    slots: int = 6
+    """Most [ANT] positions of an example."""
+    slots_per_stage: int = 1
+    """[ANT] positions added by each stage."""
+    remove_steps: bool = False
+    """acot: also remove one more step from the front of the trace at each stage (icot and coconut always do)."""
+    anchor_tokens: str = "first"
+    """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
+    gamma: float = 1.0
+    """Weight of the anchor loss beside the loss of the answer and trace, per token."""
+    reset_optimizer: bool = True
+    """Start each stage with fresh moments and its own warm-up."""
+    valid_every: int = 1
+    """Epochs between validations (the end of a stage is always validated)."""
+    max_new_tokens: int = 0
+    """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
+    eval_batch_size: int = 128
+    """Questions answered together."""
+
+
+@dataclass
 class TrackConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder."""
@@ -303,6 +354,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reason: ReasonConfig = field(default_factory=ReasonConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
 
