@@ -11,7 +11,7 @@ Adding a corpus = one line in CORPORA (corpora.py), and a reader in FORMATS (for
 from adlm.data.blocks import Blocks
 from adlm.data.corpora import CORPORA, defaults, find_local
 from adlm.data.loader import Batch, Batches, RowOrder, evaluation_batches
-from adlm.data.prepare import prepare, tokenizer_for
+from adlm.data.preparation import prepare, tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [

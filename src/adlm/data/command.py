@@ -8,7 +8,7 @@ from rich.table import Table
 
 from adlm.data.blocks import Blocks, Damaged
 from adlm.data.corpora import ALIASES, CORPORA
-from adlm.data.prepare import prepare, tokenizer_for
+from adlm.data.preparation import prepare, tokenizer_for
 from adlm.errors import choose, require
 from adlm.schema import Config
 

@@ -206,11 +206,11 @@ def defaults(name: str, **changes: str | bool | int | float) -> DataConfig:
 
 
 def find_local(root: str | Path, name: str, split: str = "valid") -> list[Path]:
-    """Files of a corpus' split anywhere under `root`, by their published names; [] if there are none."""
+    """Files of a corpus' split (`any`: not split) anywhere under `root`, by their published names; [] if none."""
     _, corpus = get_corpus(name)
     root = Path(root).expanduser()
     require(root.is_dir(), f"data.root={str(root)!r} is not a folder")
-    return matching(root, corpus.files.get(corpus.only or split, ()))
+    return matching(root, corpus.files.get(split if split == "any" else corpus.only or split, ()))
 
 
 def matching(root: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -9,7 +9,7 @@ import csv
 import gzip
 import json
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -102,52 +102,43 @@ def wikitext_lines(path: Path, text_key: str) -> Iterator[str]:
 
 def text(path: Path, text_key: str) -> Iterator[str]:
     """Plain text: documents end at <|endoftext|>, and long ones are cut at blank lines every PIECE characters."""
-    for document in _separated(path, END_OF_TEXT):
-        yield from pieces(document)
+    return pieces(_separated(_chunks(path), END_OF_TEXT))
 
 
-def _separated(path: Path, separator: str) -> Iterator[Iterator[str]]:
-    """The chunks of text between separators, as they come from the file."""
+def _chunks(path: Path) -> Iterator[str]:
     with open_text(path) as file:
-        held, done = "", False
-
-        def until_separator() -> Iterator[str]:
-            nonlocal held, done
-            while not done:
-                head, found, tail = held.partition(separator)
-                if found:
-                    held = tail
-                    yield head
-                    return
-                # Keep back what could be the beginning of a separator.
-                keep = len(separator) - 1
-                if len(held) > keep:
-                    yield held[:-keep]
-                    held = held[-keep:]
-                chunk = file.read(CHUNK)
-                done = not chunk
-                held += chunk
-            yield held
-
-        while not done:
-            yield until_separator()
+        while chunk := file.read(CHUNK):
+            yield chunk
 
 
-def pieces(chunks: Iterator[str], size: int = PIECE) -> Iterator[str]:
-    """Cut a text, given in chunks, near every `size` characters: at a blank line, else a line break, else a space."""
+def _separated(chunks: Iterator[str], separator: str) -> Iterator[tuple[str, bool]]:
+    """(text, whether a document ends after it), as it comes."""
     held = ""
     for chunk in chunks:
-        held += chunk
-        while len(held) > 4 * size:
-            cut = next(
-                (at + len(mark) for mark in ("\n\n", "\n", " ") if (at := held.find(mark, size, 4 * size)) >= 0), size
-            )
+        *whole, held = (held + chunk).split(separator)
+        for document in whole:
+            yield document, True
+        # Keep back what could be the beginning of a separator.
+        safe = max(0, len(held) - len(separator) + 1)
+        yield held[:safe], False
+        held = held[safe:]
+    yield held, True
+
+
+def pieces(parts: Iterable[tuple[str, bool]], size: int = PIECE) -> Iterator[str]:
+    """Cut long documents near every `size` characters: at a blank line, else at a line break, else at a space."""
+    held = ""
+    for part, ends in parts:
+        held += part
+        # With 4 sizes in hand a blank line beyond the first is rarely missed.
+        while len(held) > 4 * size or (ends and len(held) > 2 * size):
+            marks = ((mark, held.find(mark, size, 4 * size)) for mark in ("\n\n", "\n", " "))
+            cut = next((at + len(mark) for mark, at in marks if at >= 0), size)
             yield from _nonempty(held[:cut])
             held = held[cut:]
-    while len(held) > 2 * size and (at := held.find("\n\n", size)) >= 0:
-        yield from _nonempty(held[: at + 2])
-        held = held[at + 2 :]
-    yield from _nonempty(held)
+        if ends:
+            yield from _nonempty(held)
+            held = ""
 
 
 def _nonempty(document: str) -> Iterator[str]:
@@ -157,12 +148,13 @@ def _nonempty(document: str) -> Iterator[str]:
 
 def stories(path: Path, text_key: str) -> Iterator[str]:
     """TinyStories: stories end at <|endoftext|>, or, in a file without it, at blank lines."""
-    with open_text(path) as file:
-        marked = END_OF_TEXT in file.read(CHUNK)
+    marked = END_OF_TEXT in next(_chunks(path), "")
     if marked:
-        for story in _separated(path, END_OF_TEXT):
-            yield from _nonempty("".join(story))
-        return
+        return pieces(_separated(_chunks(path), END_OF_TEXT), size=CHUNK)
+    return _paragraphs(path)
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
     lines: list[str] = []
     with open_text(path) as file:
         for line in file:

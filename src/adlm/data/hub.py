@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,24 +12,22 @@ from urllib.parse import urlparse
 
 def fetch(repository: str, files: tuple[str, ...], what: str, advice: str) -> Path:
     """The folder that holds `files` of a hub repository, downloaded unless huggingface_hub already has them."""
+    _notice_missing_network()
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
         raise ValueError(f"{what} needs huggingface_hub (pip install 'adlm[data]'); or {advice}") from None
     try:
-        paths = [hf_hub_download(repository, file, local_files_only=True) for file in files]
-    except Exception:  # not in the local cache yet: ask the network
-        _require_network(what, advice)
-        try:
-            paths = [hf_hub_download(repository, file) for file in files]
-        except Exception as error:
-            raise ValueError(f"{what} cannot be fetched from the hub ({_brief(error)}); {advice}") from None
+        paths = [hf_hub_download(repository, file) for file in files]
+    except Exception as error:
+        raise ValueError(f"{what} cannot be fetched from the hub ({_brief(error)}); {advice}") from None
     return Path(paths[0]).parent
 
 
 def documents(repository: str, config: str, revision: str, split: str, text_key: str, advice: str) -> Iterator[str]:
     """The texts of one split of a hub data set, in its own order, read from datasets' memory-mapped cache."""
     what = f"data set {repository!r}"
+    _notice_missing_network()
     try:
         import datasets
     except ImportError:
@@ -45,21 +44,24 @@ def documents(repository: str, config: str, revision: str, split: str, text_key:
 
 
 def _brief(error: Exception) -> str:
+    """The kind of failure: the libraries' own texts run to paragraphs and advise on their settings, not ours."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return "no network, and not downloaded before"
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
 
-def _require_network(what: str, advice: str) -> None:
-    """Without this, an offline machine waits through half a minute of retries to learn the same thing."""
-    if os.environ.get("HF_HUB_OFFLINE") or not _resolves(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
-        raise ValueError(f"{what} cannot be fetched from the hub (no network); {advice}")
+def _notice_missing_network() -> None:
+    """Use the libraries' offline mode where no name resolves: what they have is used, the rest is refused at once.
 
-
-def _resolves(endpoint: str) -> bool:
+    Without it, they retry for half a minute.
+    """
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if urllib.request.getproxies():  # a proxy resolves names for us
-        return True
+        return
     try:
         socket.getaddrinfo(urlparse(endpoint).hostname, 443)
     except OSError:
-        return False
-    return True
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        if constants := sys.modules.get("huggingface_hub.constants"):  # read the variable when it was imported
+            constants.HF_HUB_OFFLINE = True  # pyright: ignore[reportAttributeAccessIssue]
