@@ -1,4 +1,4 @@
-"""`python -m adlm ...` and `torchrun -m adlm ...` are the `adlm` command."""
+"""`python -m adlm ...` is `adlm ...`."""
 
 import sys
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -115,15 +116,19 @@ class Checkpoints:
         """The newest step whose files are what they were when written; None if there is no checkpoint at all."""
         found = None
         if self.world.is_main:
-            steps = self.steps()
+            steps, damaged = self.steps(), []
             for step in reversed(steps):
                 problem = damage(self.path(step))
                 if problem is None:
                     found = step
                     break
                 note(f"warning: checkpoint of step {step} is damaged ({problem}); trying the one before it")
+                damaged.append(step)
             else:
                 found = None if not steps else -1
+            if found != -1:  # out of the way, so that the step can be saved again
+                for step in damaged:
+                    self.path(step).rename(self.folder / f"damaged-step-{step:08d}-{time.time_ns()}")
         if self.world.size > 1:
             box = [found]
             dist.broadcast_object_list(box, src=0)
@@ -134,11 +139,14 @@ class Checkpoints:
         )
         return found
 
-    def load(self, step: int, state: State) -> dict[str, Any]:
-        """Fill the tensors of `state` in place; the JSON part is returned."""
+    def read_info(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the tensors."""
+        return json.loads((self.path(step) / STATE).read_text())
+
+    def load(self, step: int, state: State) -> None:
+        """Fill the tensors of `state` in place."""
         with quiet():
             dcp.load(state, checkpoint_id=self.path(step))
-        return json.loads((self.path(step) / STATE).read_text())
 
 
 def check_same_run(info: dict[str, Any], cfg: Config, tokenizer: Tokenizer) -> None:
@@ -170,8 +178,8 @@ def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any
     for key, tensor in metadata.items():
         if key.startswith(part + "."):
             state[part][key.removeprefix(part + ".")] = torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
-    info = checkpoints.load(step, state)
-    return state[part], info
+    checkpoints.load(step, state)
+    return state[part], checkpoints.read_info(step)
 
 
 def seal(folder: Path) -> None:

@@ -82,15 +82,16 @@ def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
         step, best, best_step = 0, math.inf, None
         found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
         if found is not None:
-            state = tensors(step_module, optimizers, ema, guard)
-            info = checkpoints.load(found, state)
+            info = checkpoints.read_info(found)
             check_same_run(info, cfg, data.tokenizer)
+            state = tensors(step_module, optimizers, ema, guard)
+            checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
             step, ema.n, best, best_step = info["step"], info["ema_n"], info["best"] or math.inf, info["best_step"]
         elif ranks.is_main and checkpoints.steps():
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
 
-        metrics = Metrics(run, cfg, step, active=ranks.is_main)
+        metrics = Metrics(run, cfg, found, active=ranks.is_main)
         if ranks.is_main:
             (run / "config.yaml").write_text(as_yaml(cfg))
             metrics.say(setup.show(facts) if found is None else f"resuming {run} at step {step}")

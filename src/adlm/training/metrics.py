@@ -29,7 +29,8 @@ METRICS = "metrics.jsonl"
 class Metrics:
     """Only the main rank has one that writes."""
 
-    def __init__(self, run: Path, cfg: Config, resumed_step: int, active: bool):
+    def __init__(self, run: Path, cfg: Config, resumed_step: int | None, active: bool):
+        """`resumed_step`: where an earlier run stopped; None: this one starts."""
         self.active, self.run = active, run
         self.console = Console(stderr=True)
         self.progress: Progress | None = None
@@ -38,7 +39,7 @@ class Metrics:
         if not active:
             return
         self.path = run / METRICS
-        truncate(self.path, resumed_step)
+        truncate(self.path, -1 if resumed_step is None else resumed_step)
         if cfg.track.tensorboard:
             self.mirrors.append(TensorBoard(run / "tensorboard"))
         if cfg.track.wandb:
@@ -51,7 +52,7 @@ class Metrics:
                 TimeRemainingColumn(),
             )
             self.progress = Progress(*columns, console=self.console, transient=False)
-            self.task = self.progress.add_task("training", total=cfg.train.steps, completed=resumed_step, line="")
+            self.task = self.progress.add_task("training", total=cfg.train.steps, completed=resumed_step or 0, line="")
             self.progress.start()
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:

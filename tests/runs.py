@@ -1,0 +1,54 @@
+"""Small complete training runs for tests: a jsonl file, bytes as tokens, a tiny model, everything in one folder."""
+
+import json
+import random
+from pathlib import Path
+
+from adlm import config
+from adlm.schema import Config
+
+WORDS = "the a cat dog bird sat ran flew on under over mat tree house red blue old big small and then slept".split()
+
+
+def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> Path:
+    rng = random.Random(seed)
+    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(20, 60))) for _ in range(documents)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def overrides(folder: Path, **changes: object) -> list[str]:
+    """The command line of a tiny run below `folder`; `changes` use __ for the dot of a key."""
+    corpus = folder / "corpus.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus)
+    keys = {
+        "data": "file",
+        "data.path": corpus,
+        "data.tokenizer": "bytes",
+        "data.valid_share": 0.1,
+        "data.cache_dir": folder / "cache",
+        "data.num_proc": 1,
+        "model": "nano",
+        "model.hidden_size": 16,
+        "model.n_heads": 2,
+        "model.n_blocks": 2,
+        "model.n_denoiser_blocks": 1,
+        "model.length": 32,
+        "model.cond_dim": 8,
+        "train.steps": 12,
+        "train.global_batch_size": 8,
+        "train.valid_every": 6,
+        "train.valid_rows": 16,
+        "train.log_every": 1,
+        "checkpoint.every": 4,
+        "optim.lr": 1e-2,
+        "optim.warmup": 2,
+        "out": folder / "run",
+    }
+    keys |= {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def run_config(folder: Path, **changes: object) -> Config:
+    return config.load(overrides(folder, **changes), world_size=1)

@@ -1,0 +1,388 @@
+"""The loop: it learns, it resumes bit for bit, it survives damage, and it says what is wrong in one line."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import overrides, run_config
+from safetensors.torch import load_file
+from tiny import tiny_model
+from torch import nn
+
+from adlm.schema import OptimConfig
+from adlm.training import checkpoint, loop, optim
+from adlm.training.checkpoint import Checkpoints, damage, read_weights
+from adlm.training.metrics import read_metrics
+from adlm.training.validation import padded_indices
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def losses(run: Path) -> list[tuple]:
+    """(kind, step, value) of every event, in order, times left out."""
+    return [(e["kind"], e["step"], e.get("nelbo", e.get("nll"))) for e in read_metrics(run)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export" / "model.safetensors")
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert losses(a) == losses(b)
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    loop.train(run_config(folder))
+    return folder
+
+
+def test_it_learns_and_leaves_a_complete_run_folder(uninterrupted):
+    run = uninterrupted / "run"
+    valid = [e["nll"] for e in read_metrics(run) if e["kind"] == "valid"]
+    assert len(valid) == 3 and valid[-1] < 0.8 * valid[0]
+    assert {p.name for p in run.iterdir()} >= {"config.yaml", "metrics.jsonl", "checkpoints", "export", "curves.png"}
+    assert sorted(p.name for p in (run / "export").iterdir()) == [
+        "README.md", "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    assert len(list((run / "checkpoints").iterdir())) <= 3
+    info = json.loads((run / "export" / "config.json").read_text())
+    assert info["step"] == 12 and info["valid_nll"] == pytest.approx(valid[-1])
+
+
+class Dies(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "options"),
+    [(1, {}), (5, {}), (11, {}), (7, {"model__dropout": 0.2, "train__batch_size": 4}), (7, {"optim": "muon"})],
+    ids=["before the first checkpoint", "middle", "end", "dropout", "muon"],
+)
+def test_a_run_that_died_resumes_bit_for_bit(tmp_path, monkeypatch, uninterrupted, dies_at, options):
+    whole = uninterrupted / "run"
+    if options:
+        whole = tmp_path / "whole"
+        loop.train(run_config(tmp_path, out=whole, **options))
+    cfg = run_config(tmp_path, **options)
+    updates = 0
+    original = optim.Ema.update
+
+    def update(self):
+        nonlocal updates
+        updates += 1
+        if updates > dies_at:
+            raise Dies
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.Ema, "update", update)
+        with pytest.raises(Dies):
+            loop.train(cfg)
+    loop.train(cfg)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_accumulation_and_micro_batches_change_only_rounding(tmp_path, uninterrupted):
+    cfg = run_config(tmp_path, train__batch_size=2)
+    loop.train(cfg)
+    ours, whole = losses(tmp_path / "run"), losses(uninterrupted / "run")
+    assert [e[:2] for e in ours] == [e[:2] for e in whole]
+    np.testing.assert_allclose([e[2] for e in ours], [e[2] for e in whole], rtol=1e-5)
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "adlm", "train", *overrides(folder), *more]
+    return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(e["kind"] == "train" and e["step"] >= step for e in read_lines(run)):
+            return
+        time.sleep(0.02)
+
+
+def read_lines(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+LONG = ("train.steps=60", "train.valid_every=20", "checkpoint.every=5")
+
+
+def test_sigterm_saves_and_exits_zero_and_the_same_command_goes_on(tmp_path):
+    process = start(tmp_path, *LONG)
+    wait_for_step(tmp_path / "run", 7, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "stopped by a signal" in errors
+    process = start(tmp_path, *LONG)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0 and "resuming" in errors, errors
+    whole = tmp_path / "whole"
+    process = start(tmp_path, *LONG, f"out={whole}")
+    process.communicate(timeout=240)
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_kill_nine_at_twenty_random_moments(tmp_path):
+    """Also during checkpoint writes: with checkpoint.every=1 most of the time is spent writing them."""
+    often = ("train.steps=150", "train.valid_every=50", "checkpoint.every=1", "train.log_every=5")
+    rng = np.random.default_rng(0)
+    kills, partial = 0, 0
+    while kills < 20:
+        process = start(tmp_path, *often)
+        begun = len(read_lines(tmp_path / "run"))
+        while process.poll() is None and len(read_lines(tmp_path / "run")) <= begun:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.25))
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        partial += len(list((tmp_path / "run" / "checkpoints").glob("partial-*")))
+    process = start(tmp_path, *often)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert kills >= 15 and partial >= 1, f"{kills} kills, {partial} in the middle of a checkpoint"
+    whole = tmp_path / "whole"
+    process = start(tmp_path, *often, f"out={whole}")
+    process.communicate(timeout=300)
+    assert_same_run(tmp_path / "run", whole)
+
+
+# Damage
+
+
+def spoil(folder: Path, how: str) -> None:
+    victim = max(folder.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    if how == "truncated":
+        data = data[: len(data) // 2]
+    else:
+        data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(tmp_path, capsys, uninterrupted, how):
+    cfg = run_config(tmp_path)
+    loop.train(cfg)
+    folder = tmp_path / "run" / "checkpoints"
+    newest, before = sorted(folder.glob("step-*"))[-1:], sorted(folder.glob("step-*"))[-2]
+    spoil(newest[0], how)
+    assert damage(newest[0]) and not damage(before)
+    (tmp_path / "run" / "export" / "model.safetensors").unlink()
+    loop.train(cfg)
+    assert "step 12 is damaged" in capsys.readouterr().err
+    assert_same_run(tmp_path / "run", uninterrupted / "run")
+    assert len(list(folder.glob("damaged-*"))) == 1
+    for each in folder.glob("step-*"):
+        spoil(each, how)
+    with pytest.raises(ValueError, match="every checkpoint in .* is damaged"):
+        loop.train(cfg)
+
+
+def test_a_full_disk_does_not_stop_training_until_the_end(tmp_path, monkeypatch, capsys):
+    calls = 0
+    original = checkpoint.dcp.save
+
+    def save(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls in (1, 2):
+            raise OSError(28, "No space left on device")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", save)
+    loop.train(run_config(tmp_path))
+    assert "No space left on device; training goes on" in capsys.readouterr().err
+    assert not list((tmp_path / "run" / "checkpoints").glob("partial-*"))
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="step 12 could not be written"):
+        loop.train(run_config(tmp_path, out=tmp_path / "other"))
+
+
+def test_pruning_keeps_newest_best_and_milestones(tmp_path):
+    cfg = run_config(tmp_path, checkpoint__every=2, checkpoint__milestone_every=4, checkpoint__keep=1)
+    loop.train(cfg)
+    kept = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == [4, 8, 12]
+
+
+def test_weights_can_be_read_without_the_run(uninterrupted):
+    run = uninterrupted / "run"
+    averaged, info = read_weights(run, ema=True)
+    raw, _ = read_weights(run, ema=False)
+    exported = weights(run)
+    assert info["step"] == 12 and all(torch.equal(averaged[name], exported[name]) for name in exported)
+    assert any(not torch.equal(raw[name], exported[name]) for name in exported)
+
+
+# The guard
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_bad_gradient_is_skipped_whole_and_counted(name):
+    model = tiny_model()
+    optimizers = optim.build_optimizers(OptimConfig(name=name, weight_decay=0.1), model)
+    guard = optim.Guard(spike_factor=10.0, device=torch.device("cpu"))
+
+    def step(value: float) -> None:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optim.apply_updates(optimizers, guard.judge(optim.clip_gradients(list(model.parameters()), 1.0)))
+
+    step(1.0)
+    moments = [{k: v.clone() for k, v in s.items()} for o in optimizers for s in o.state.values()]
+    before = [p.clone() for p in model.parameters()]
+    step(math.nan)
+    step(math.inf)
+    step(1e6)  # finite, but far beyond ten times the running mean
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    after = [s for o in optimizers for s in o.state.values()]
+    assert all(torch.equal(m[k], s[k]) for m, s in zip(moments, after) for k in m)
+    assert guard.skipped == 3 and guard.in_a_row == 3
+    step(1.0)
+    assert guard.in_a_row == 0 and not torch.equal(before[0], next(model.parameters()))
+
+
+def test_training_stops_after_too_many_bad_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "clip_gradients", lambda parameters, largest: torch.tensor(math.nan))
+    with pytest.raises(ValueError, match=r"the last 3 updates were skipped .*train\.max_bad_steps=3"):
+        loop.train(run_config(tmp_path, train__max_bad_steps=3))
+
+
+# Optimizers
+
+
+def test_learning_rate():
+    def rates(**options):
+        return [optim.learning_rate_factor(OptimConfig(warmup=4, **options), step, 12) for step in (0, 2, 4, 8, 12)]
+
+    assert rates(schedule="constant") == [0, 0.5, 1, 1, 1]
+    assert rates(schedule="linear") == [0, 0.5, 1, 0.5, 0]
+    assert rates(schedule="cosine", final=0.1) == pytest.approx([0, 0.5, 1, 0.55, 0.1])
+    assert optim.learning_rate_factor(OptimConfig(warmup=0), 0, 10) == 1
+
+
+def test_orthogonalise_brings_singular_values_near_one():
+    for shape in [(3, 8, 8), (2, 4, 16), (2, 16, 4)]:
+        values = torch.linalg.svdvals(
+            optim.orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        )
+        assert values.min() > 0.3 and values.max() < 1.3
+
+
+def test_stacked_muon_equals_torch_muon_one_matrix_at_a_time():
+    g = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=g) for shape in [(8, 8), (24, 8), (8, 8), (8, 32)]]
+    ours, theirs = [nn.Parameter(x.clone()) for x in start], [nn.Parameter(x.clone()) for x in start]
+    muon = optim.Muon(ours, lr=0.01, momentum=0.95, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.01, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn(a.shape, generator=g)
+            b.grad = a.grad.clone()
+        muon.step()
+        reference.step()
+    for a, b, x in zip(ours, theirs, start):
+        # torch's iteration runs in bf16, ours in float32 on a CPU: compare the displacement
+        assert (a - b).norm() < 0.03 * (b - x).norm()
+
+
+def test_swapping_averages_in_and_out_restores_every_bit():
+    model = tiny_model()
+    ema = optim.Ema(model, 0.9)
+    for p in model.parameters():
+        p.data.add_(1.0)
+    ema.update()
+    raw = [p.clone() for p in model.parameters()]
+    shadow = [x.clone() for x in ema.shadow.values()]
+    with ema:
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), shadow))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), raw))
+    assert all(torch.equal(a, b) for a, b in zip(ema.shadow.values(), shadow))
+
+
+def test_every_rank_validates_the_same_number_of_batches():
+    for n, size, batch in [(10, 1, 4), (10, 2, 4), (10, 4, 4), (3, 4, 2), (16, 2, 8)]:
+        parts = [padded_indices(n, rank, size, batch) for rank in range(size)]
+        assert len({p.shape for p in parts}) == 1
+        rows = np.concatenate([p.ravel() for p in parts])
+        assert sorted(rows[rows >= 0]) == list(range(n))
+
+
+# Bad input
+
+
+def test_resuming_with_another_model_or_tokenizer_is_refused(tmp_path):
+    loop.train(run_config(tmp_path))
+    with pytest.raises(ValueError, match=r"started with model\.n_blocks=2, now it is 3"):
+        loop.train(run_config(tmp_path, model__n_blocks=3))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        loop.train(run_config(tmp_path, data__tokenizer="bpe-300"))
+    with pytest.raises(ValueError, match=r"checkpoint\.resume=true"):
+        loop.train(run_config(tmp_path, checkpoint__resume=False))
+
+
+def test_init_from_starts_at_given_weights(tmp_path, uninterrupted):
+    cfg = run_config(tmp_path, checkpoint__init_from=uninterrupted / "run" / "export", train__steps=1)
+    loop.train(cfg)
+    first = next(e for e in read_metrics(tmp_path / "run") if e["kind"] == "valid")
+    last = [e for e in read_metrics(uninterrupted / "run") if e["kind"] == "valid"][-1]
+    assert first["nll"] == pytest.approx(last["nll"], rel=1e-5)
+    with pytest.raises(ValueError, match="is another model"):
+        loop.train(
+            run_config(
+                tmp_path, checkpoint__init_from=uninterrupted / "run" / "export", model__n_blocks=3, out=tmp_path / "x"
+            )
+        )
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        loop.train(run_config(tmp_path, checkpoint__init_from=tmp_path, out=tmp_path / "y"))
+
+
+def test_unwritable_run_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"not a writable folder"):
+        loop.train(run_config(tmp_path, out=tmp_path / "file" / "run"))
+
+
+def test_dry_run_trains_nothing(tmp_path):
+    facts = loop.run_train(run_config(tmp_path), dry_run=True)
+    assert facts["parameters"] > 0 and facts["tokens"] == 12 * 8 * 32
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_of_nothing(tmp_path):
+    from adlm.schema import CheckpointConfig
+    from adlm.training.parallel import World
+
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
+    assert checkpoints.newest_sound() is None
+    with pytest.raises(ValueError, match="holds no checkpoint yet"):
+        read_weights(tmp_path, ema=True)
