@@ -2,9 +2,11 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
+import adlm.data
 from adlm.data import formats, hub, pydocs
 from adlm.data.corpora import ALIASES, CORPORA, defaults, find_local, get_corpus
 from adlm.data.detokenizers import DETOKENIZERS
@@ -160,6 +162,33 @@ def test_hub_is_asked_for_the_right_split(monkeypatch):
         ("dvruette/lm1b", "", "test", "text"),
         ("ptb-text-only/ptb_text_only", "penn_treebank", "train", "sentence"),
     ]
+
+
+def test_nothing_is_held_out_when_validation_is_elsewhere(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(hub, "documents", lambda *a: asked.append(a[3]) or iter(["x"]))
+    texts(DataConfig(name="openwebtext", valid_name="wikitext103"), "train")
+    texts(DataConfig(name="openwebtext", valid_name="openwebtext"), "train")
+    texts(DataConfig(name="openwebtext-train", valid_name="wikitext103"), "train")
+    assert asked == ["train", "train[:-100000]", "train[:-100000]"]
+    jsonl(tmp_path / "openwebtext_10.jsonl", 10)
+    assert len(texts(DataConfig(name="openwebtext", root=str(tmp_path), valid_name="ptb"), "train")) == 10
+    assert len(texts(DataConfig(name="openwebtext", root=str(tmp_path)), "train")) == 9
+
+
+def test_command_line_groups_say_what_the_table_says():
+    from omegaconf import OmegaConf
+
+    folder = Path(adlm.data.__file__).parents[1] / "configs" / "data"
+    groups = {path.stem: OmegaConf.load(path) for path in folder.glob("*.yaml")}
+    assert set(groups) == set(CORPORA)
+    for name, group in groups.items():
+        corpus = CORPORA[name]
+        assert group.data.name == name
+        assert group.data.wrap == corpus.wrap, name
+        assert group.data.get("tokenizer", "") in ("", corpus.tokenizer), name
+        assert OmegaConf.select(group, "model.length") in (None, corpus.length), name
+        assert corpus.length == 1024 or OmegaConf.select(group, "model.length") == corpus.length, name
 
 
 def test_hub_documents_through_datasets(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ class Blocks:
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Rows [n, length] as int64, ready to become a tensor."""
-        return self.tokens[indices].astype(np.int64)
+        return np.asarray(self.tokens[indices], dtype=np.int64)
 
     def attention_masks(self, indices: np.ndarray) -> np.ndarray | None:
         """[n, length], True at real tokens; None when no row is padded."""

@@ -87,17 +87,22 @@ def resolve(cfg: DataConfig, split: str) -> Source:
     require(name not in ("file", "prepared") or bool(cfg.path), f"data.name={name} needs data.path")
     if split == "train" and cfg.valid_path and not cfg.path:
         raise ValueError("data.valid_path is given without data.path")
-    own, key = (cfg.path, "data.path") if split == "train" else (cfg.valid_path, "data.valid_path")
-    if own or cfg.path:
-        # A training file is whole when validation is elsewhere, and a validation file when it is named as such.
-        elsewhere = bool(own and (split != "train" or cfg.valid_path or cfg.valid_name))
-        return _at(Path(own or cfg.path).expanduser(), source, key if own else "data.path", elsewhere)
+    # Nothing is held out of the training documents when validation is elsewhere.
+    all_of_it = split == "train" and not corpus.only and bool(cfg.valid_path or cfg.valid_name not in ("", cfg.name))
+    if split != "train" and cfg.valid_path:
+        return _at(Path(cfg.valid_path).expanduser(), source, "data.valid_path", whole=True)
+    if cfg.path:
+        return _at(Path(cfg.path).expanduser(), source, "data.path", whole=all_of_it)
     if cfg.root:
         if files := find_local(cfg.root, name, source.split):
             return replace(source, files=tuple(files))
         if files := find_local(cfg.root, name, "any"):
-            return _held_out(replace(source, files=tuple(files)))
+            source = replace(source, files=tuple(files))
+            return source if all_of_it else _held_out(source)
     require(source.split in corpus.splits, f"data.name={name} has no {split} split")
+    if all_of_it:
+        unsliced = corpus.splits["train"].partition("[")[0]
+        return replace(source, corpus=replace(corpus, splits={"train": unsliced}))
     return source
 
 
