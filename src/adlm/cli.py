@@ -69,19 +69,7 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "adlm.cli:run_config",
         "print the resolved settings; `key=list` prints what a group or key may be",
-        sections=(
-            "",
-            "model",
-            "noise",
-            "objective",
-            "data",
-            "optim",
-            "train",
-            "checkpoint",
-            "eval",
-            "sampling",
-            "track",
-        ),
+        sections=tuple(dict.fromkeys(key.rpartition(".")[0] for key in keys())),
     ),
 }
 

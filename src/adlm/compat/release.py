@@ -89,6 +89,7 @@ def _describe(release: Release, tokenizer: "Tokenizer", path: Path, ema: bool) -
         tokenizer,
         step=release.step,
         parameters=sum(w.numel() for w in release.weights.values()),
+        command=["adlm", "import", path.name],
         imported={"file": path.name, "weights": "averaged" if ema else "raw"},
     )
 

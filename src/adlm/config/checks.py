@@ -39,6 +39,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "confidence", "entropy", "anchor-first", "analytic", "ddpm", "autoregressive",
     ),
     "sampling.parity": ("", "release"),
+    "reason.task": ("prosqa", "prontoqa", "gsm8k"),
+    "reason.method": ("cot", "no-cot", "pause", "acot", "icot", "coconut", "coconut-pause"),
+    "reason.anchor_tokens": ("first", "all"),
 }  # fmt: skip
 
 # What a single number may be, beyond its type: key -> (what to say, test). Written so that nan fails every test.
@@ -75,6 +78,11 @@ RANGES = {
     "sampling.top_k": _NOT_NEGATIVE, "sampling.min_p": _BELOW_ONE, "sampling.eta": _SHARE, "sampling.t_on": _SHARE,
     "sampling.t_off": _SHARE, "sampling.alpha_on": _SHARE, "sampling.threshold": _NOT_NEGATIVE,
     "sampling.guidance": _NOT_NEGATIVE, "sampling.stride": _NOT_NEGATIVE,
+    "reason.n_train": _NOT_NEGATIVE, "reason.n_valid": _COUNT, "reason.n_test": _NOT_NEGATIVE,
+    "reason.hops": _NOT_NEGATIVE, "reason.nodes": _NOT_NEGATIVE, "reason.epochs": _COUNT,
+    "reason.epochs_per_stage": _COUNT, "reason.slots": _NOT_NEGATIVE, "reason.slots_per_stage": _COUNT,
+    "reason.gamma": _NOT_NEGATIVE, "reason.valid_every": _COUNT, "reason.max_new_tokens": _NOT_NEGATIVE,
+    "reason.eval_batch_size": _COUNT,
 }  # fmt: skip
 
 

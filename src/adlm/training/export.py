@@ -139,7 +139,7 @@ def card(info: dict[str, Any]) -> str:
             "print(lm.generate(n=1)[0].text)",
             "```",
             "",
-            "Trained with:",
+            "Made with:",
             "",
             "```",
             command,
