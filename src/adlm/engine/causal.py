@@ -22,7 +22,7 @@ from adlm.models.layers import LayerCache
 from adlm.models.transformer import StackCache
 
 
-@dataclass
+@dataclass(eq=False)
 class Text(Row):
     """A row being continued: `written` grows from the prompt to `length`."""
 

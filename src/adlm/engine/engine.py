@@ -25,7 +25,7 @@ from adlm.samplers.plan import NOWHERE
 IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
 
 
-@dataclass
+@dataclass(eq=False)
 class Canvas(Row):
     """A row whose holes are being filled."""
 

@@ -11,7 +11,7 @@ from adlm.errors import require
 from adlm.models import LanguageModel
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A row in progress."""
 
