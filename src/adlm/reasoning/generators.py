@@ -1,0 +1,196 @@
+"""Questions like those of ProsQA and ProntoQA, as many as wanted: example i of a seed is a pure function of (seed, i).
+
+The published training files are too large to be everywhere; their validation and test files are small and tell how they
+were made. Both generators were fitted to those files (`adlm reason data` prints the statistics side by side). What a
+question leaves open is settled by construction: the right answer follows from the statements, the other one does not.
+"""
+
+import functools
+import itertools
+import math
+import operator
+import random
+from typing import NamedTuple
+
+from adlm.errors import require
+from adlm.reasoning.examples import Example
+from adlm.reasoning.logic import node_anchors
+
+PROSQA_NAMES = (
+    "Alex", "Bob", "Carol", "Davis", "Eva", "Fae", "Gabriel", "Jack", "Max", "Oliver", "Polly", "Rex", "Sally", "Sam",
+    "Stella", "Tom", "Wren",
+)  # fmt: skip
+PROSQA_CONCEPTS = (
+    "bompus", "boompus", "brimpus", "chorpus", "dumpus", "felpus", "fompus", "gerpus", "gorpus", "grimpus", "gwompus",
+    "hilpus", "impus", "jelpus", "jompus", "kerpus", "lempus", "lorpus", "numpus", "quimpus", "rempus", "rompus",
+    "rorpus", "scrompus", "shumpus", "sterpus", "storpus", "terpus", "timpus", "tumpus", "vumpus", "worpus", "wumpus",
+    "yerpus", "yimpus", "yumpus", "zhorpus", "zumpus",
+)  # fmt: skip
+PRONTOQA_NAMES = ("Alex", "Fae", "Max", "Polly", "Rex", "Sally", "Sam", "Stella", "Wren")
+PRONTOQA_CONCEPTS = (
+    "brimpus", "dumpus", "gorpus", "grimpus", "impus", "jompus", "lempus", "lorpus", "numpus", "rompus", "shumpus",
+    "sterpus", "tumpus", "vumpus", "wumpus", "yumpus", "zumpus",
+)  # fmt: skip
+# Properties of one family exclude each other in the original data: a question uses at most one of each.
+PROPERTY_FAMILIES = (
+    ("blue", "red", "brown", "orange"), ("small", "large"), ("metallic", "wooden", "luminous", "liquid"),
+    ("transparent", "opaque"), ("nervous", "happy", "feisty", "shy"), ("bright", "dull"),
+    ("sweet", "sour", "spicy", "bitter"), ("floral", "fruity", "earthy"), ("hot", "cold", "temperate"),
+    ("kind", "mean", "angry", "amenable", "aggressive"), ("melodic", "muffled", "discordant", "loud"),
+    ("slow", "moderate", "fast"), ("windy", "sunny", "rainy", "overcast", "snowy"),
+)  # fmt: skip
+
+PROSQA_NODES = 28
+"""Nodes drawn per graph; those that stay without edges are dropped, which leaves 23 on average."""
+MOST_HOPS = 6
+ATTEMPTS = 10_000
+
+
+class Graph(NamedTuple):
+    parents: list[list[int]]
+    """Parents of each node, all with smaller numbers. Nodes 0 and 1 are the two individuals a question is about."""
+    side: list[int]
+    """Which of the two roots lead to a node: bit 0 for node 0, bit 1 for node 1."""
+    depth: list[int]
+    """Fewest statements from a root."""
+
+
+def poisson(rng: random.Random, mean: float) -> int:
+    """Knuth's product of uniforms."""
+    limit, k, product = math.exp(-mean), 0, rng.random()
+    while product > limit:
+        k, product = k + 1, product * rng.random()
+    return k
+
+
+def weighted_sample(rng: random.Random, weights: dict[int, float], k: int) -> list[int]:
+    """k different keys, one after another, each with probability in proportion to its weight."""
+    left, drawn = dict(weights), []
+    for _ in range(min(k, len(left))):
+        drawn.append(rng.choices(list(left), list(left.values()))[0])
+        del left[drawn[-1]]
+    return drawn
+
+
+def random_graph(rng: random.Random, nodes: int) -> Graph:
+    """A DAG grown node by node. A new node takes about 1.5 parents: among the descendants of one root alone (35 % each)
+    or among all nodes. Deep nodes are preferred, so that long derivations exist; a node that no root reaches is chosen
+    as a parent half as often as a root, so that distracting individuals stay few."""
+    parents: list[list[int]] = [[], []]
+    side, depth = [1, 2], [0, 0]
+    for _ in range(2, nodes):
+        k, draw = poisson(rng, 1.5), rng.random()
+        wanted = 1 if draw < 0.35 else 2 if draw < 0.7 else None
+        weights = {i: 1 + 1.5 * depth[i] if s else 0.5 for i, s in enumerate(side) if wanted in (None, s)}
+        chosen = weighted_sample(rng, weights, k)
+        parents.append(chosen)
+        side.append(functools.reduce(operator.or_, (side[i] for i in chosen), 0))
+        depth.append(1 + min((depth[i] for i in chosen if side[i]), default=0) if side[-1] else 0)
+    return Graph(parents, side, depth)
+
+
+def prosqa(rng: random.Random, hops: int = 0, nodes: int = 0) -> Example:
+    """Who is what: a graph of kinds over two individuals; the right answer hangs under one of them alone, the wrong one
+    under the other. `hops` 0: the deepest leaf, of 3 to 6 statements, as published."""
+    nodes = nodes or PROSQA_NODES
+    limit = len(PROSQA_CONCEPTS)
+    require(4 <= nodes <= limit, f"reason.nodes={nodes} must be in 4..{limit}")
+    require(0 <= hops <= MOST_HOPS, f"reason.hops={hops} must be in 0..{MOST_HOPS} for prosqa")
+    for _ in range(ATTEMPTS):
+        graph = random_graph(rng, nodes)
+        inner = {p for chosen in graph.parents for p in chosen}
+        leaves = [i for i in range(2, nodes) if i not in inner and graph.side[i] in (1, 2)]
+        right = [
+            i
+            for i in leaves
+            if (graph.depth[i] == hops if hops else 3 <= graph.depth[i] <= MOST_HOPS)
+            and any(graph.side[j] != graph.side[i] for j in leaves)
+        ]
+        individuals = sum(i in inner and not chosen for i, chosen in enumerate(graph.parents))
+        if right and individuals <= len(PROSQA_NAMES):
+            deepest = max(graph.depth[i] for i in right)
+            target = rng.choice([i for i in right if graph.depth[i] == deepest])
+            other = rng.choice([i for i in leaves if graph.side[i] != graph.side[target]])
+            return write_prosqa(rng, graph, target, other)
+    raise ValueError(f"no graph of reason.nodes={nodes} has a derivation of reason.hops={hops}; raise reason.nodes")
+
+
+def write_prosqa(rng: random.Random, graph: Graph, target: int, other: int) -> Example:
+    """Name the nodes (those without parents are individuals), say every edge, shuffle, ask."""
+    edges = [(p, i) for i, chosen in enumerate(graph.parents) for p in chosen]
+    used = sorted({i for edge in edges for i in edge})
+    names = iter(rng.sample(PROSQA_NAMES, len(PROSQA_NAMES)))
+    concepts = iter(rng.sample(PROSQA_CONCEPTS, len(PROSQA_CONCEPTS)))
+    called = {i: next(concepts) if graph.parents[i] else next(names) for i in used}
+
+    def say(parent: int, child: int) -> str:
+        who = f"Every {called[parent]}" if graph.parents[parent] else called[parent]
+        return f"{who} is a {called[child]}."
+
+    path = shortest_path(rng, graph, target)
+    steps = tuple(say(a, b) for a, b in itertools.pairwise(path))
+    statements = [say(a, b) for a, b in edges]
+    rng.shuffle(statements)
+    one, two = rng.sample([called[target], called[other]], 2)
+    who = called[path[0]]
+    question = " ".join([*statements, f"Is {who} a {one} or {two}?"])
+    return Example(question, steps, f"{who} is a {called[target]}.", node_anchors(steps))
+
+
+def shortest_path(rng: random.Random, graph: Graph, target: int) -> list[int]:
+    """From a root to `target`, by a random one of the parents nearest to the root at each node."""
+    path = [target]
+    while graph.depth[path[-1]]:
+        here = [p for p in graph.parents[path[-1]] if graph.side[p] and graph.depth[p] == graph.depth[path[-1]] - 1]
+        path.append(rng.choice(here))
+    return path[::-1]
+
+
+def prontoqa(rng: random.Random, hops: int = 0, nodes: int = 0) -> Example:
+    """True or false: one chain of `hops` kinds whose last has the property asked for. Every kind of the chain has a
+    second child and a property of its own; the individual is also something else; and a kind that it is not has the
+    same property with the opposite sign."""
+    hops = hops or 5
+    require(nodes == 0, "reason.nodes shapes prosqa only; prontoqa is shaped by reason.hops")
+    most = (len(PRONTOQA_CONCEPTS) - 4) // 2
+    require(1 <= hops <= most, f"reason.hops={hops} must be in 1..{most} for prontoqa")
+    name = rng.choice(PRONTOQA_NAMES)
+    concepts = rng.sample(PRONTOQA_CONCEPTS, 2 * hops + 4)
+    chain, branches = concepts[:hops], concepts[hops : 2 * hops]
+    last_branch, second, beyond, stranger = concepts[2 * hops :]
+    families = iter(rng.sample(PROPERTY_FAMILIES, len(PROPERTY_FAMILIES)))
+
+    def relate(kind: str, other: str) -> str:
+        return universal(rng, kind, f"{article(other)} {other}", f"{other}es")
+
+    def describe(kind: str, what: str, denied: bool) -> str:
+        what = f"not {what}" if denied else what
+        return universal(rng, kind, what, what)
+
+    asked = rng.choice(next(families))
+    denied = rng.random() < 0.5
+    links = [relate(a, b) for a, b in itertools.pairwise(chain)]
+    proof = [*links, describe(chain[-1], asked, denied)]
+    distractors = [relate(kind, branch) for kind, branch in zip(chain, branches)]
+    distractors += [relate(chain[-1], last_branch), relate(second, beyond), describe(stranger, asked, not denied)]
+    for kind in (*chain[:-1], *branches, second):
+        distractors.append(describe(kind, rng.choice(next(families)), rng.random() < 0.29))
+    statements = proof + distractors
+    rng.shuffle(statements)
+    told = [f"{name} is {article(kind)} {kind}." for kind in rng.sample([chain[0], second], 2)]
+    asks_denied = rng.random() < 0.5
+    question = " ".join([*statements, *told, f"True or false: {name} is {'not ' if asks_denied else ''}{asked}."])
+    steps = [f"{name} is {article(kind)} {kind}. {sentence}" for kind, sentence in zip(chain, proof)]
+    steps.append(f"{name} is {'not ' if denied else ''}{asked}.")
+    return Example(question, tuple(steps), str(asks_denied == denied), node_anchors(tuple(steps)))
+
+
+def universal(rng: random.Random, kind: str, one: str, many: str) -> str:
+    """`Each wumpus is <one>.`, `Every wumpus is <one>.` or, as often as both, `Wumpuses are <many>.`"""
+    if rng.random() < 0.5:
+        return f"{kind.capitalize()}es are {many}."
+    return f"{rng.choice(('Each', 'Every'))} {kind} is {one}."
+
+
+def article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"

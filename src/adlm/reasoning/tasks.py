@@ -1,0 +1,122 @@
+"""The tasks: where their examples come from and when an answer is right. One table; a new task is one line.
+
+Splits never share a question: whatever is held out, generated or read from a file, is left out of the training
+examples. The held-out examples of a seed do not depend on how many are trained on.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from adlm.diffusion.uniforms import Stream, fold
+from adlm.errors import choose, require
+from adlm.reasoning import generators, gsm8k, logic
+from adlm.reasoning.examples import Example
+from adlm.schema import ReasonConfig
+
+Generator = Callable[[random.Random, int, int], Example]
+
+
+class TaskSpec(NamedTuple):
+    read: Callable[[Path], list[Example]]
+    """A published file."""
+    same_answer: Callable[[str, str], bool]
+    """(what the model wrote, what is right)."""
+    canonical: Callable[[Example], str]
+    """Equal for questions that only look different."""
+    generate: Generator | None
+    """(random numbers, hops, nodes) -> a new example."""
+    published_size: int
+    """Training examples of the published set."""
+
+
+TASKS: dict[str, TaskSpec] = {
+    "prosqa": TaskSpec(logic.read, logic.same_answer, logic.canonical, generators.prosqa, 17_886),
+    "prontoqa": TaskSpec(logic.read, logic.same_answer, logic.canonical, generators.prontoqa, 9_000),
+    "gsm8k": TaskSpec(gsm8k.read, gsm8k.same_answer, lambda example: example.question, None, 7_473),
+}
+
+
+class Splits(NamedTuple):
+    train: list[Example]
+    valid: list[Example]
+    tests: dict[str, list[Example]]
+    """By name: `generated`, and the stem of each published file."""
+
+
+def task_spec(name: str) -> TaskSpec:
+    return TASKS[choose("reason.task", name, TASKS)]
+
+
+def generate(
+    task: TaskSpec, n: int, seed: int, hops: int = 0, nodes: int = 0, seen: set[str] | None = None
+) -> list[Example]:
+    """n different examples, none of which is in `seen` (which is extended)."""
+    require(task.generate is not None, "this task has no generator; give reason.train_path=FILE")
+    assert task.generate is not None
+    seen = set() if seen is None else seen
+    found: list[Example] = []
+    for i in range(100 * n + 1000):
+        if len(found) == n:
+            return found
+        example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), hops, nodes)
+        key = task.canonical(example)
+        if key not in seen:
+            seen.add(key)
+            found.append(example)
+    raise ValueError(
+        f"only {len(found)} different questions of reason.hops={hops} reason.nodes={nodes} were found, not {n};"
+        " ask for fewer or larger ones"
+    )
+
+
+def load_held_out(cfg: ReasonConfig, seed: int) -> tuple[list[Example], dict[str, list[Example]]]:
+    """Generated validation examples (none if training examples come from a file), and the test sets by name."""
+    task = task_spec(cfg.task)
+    valid, tests = [], {}
+    if task.generate is not None and not cfg.train_path:
+        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, cfg.hops, cfg.nodes)
+        valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
+    if cfg.test_path:
+        tests[stem(cfg.test_path)] = read_file(task, cfg.test_path, "test_path", cfg.n_test)
+    return valid, tests
+
+
+def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
+    """Training, validation and test examples, from files where paths are given and generated otherwise."""
+    task = task_spec(cfg.task)
+    valid, tests = load_held_out(cfg, seed)
+    if cfg.valid_path:
+        valid = read_file(task, cfg.valid_path, "valid_path", cfg.n_valid)
+    train: list[Example] = []
+    if cfg.train_path:
+        train = read_file(task, cfg.train_path, "train_path", 0)
+        if not valid:
+            require(
+                0 < cfg.n_valid < len(train),
+                f"reason.n_valid={cfg.n_valid} must leave some of the {len(train)} examples of reason.train_path",
+            )
+            train, valid = train[: -cfg.n_valid], train[-cfg.n_valid :]
+    held_out = {task.canonical(example) for part in (valid, *tests.values()) for example in part}
+    if cfg.train_path:
+        train = [example for example in train if task.canonical(example) not in held_out]
+        require(bool(train), f"every example of reason.train_path={cfg.train_path!r} is also held out")
+        return Splits(train[: cfg.n_train or len(train)], valid, tests)
+    require(
+        task.generate is not None,
+        f"reason.task={cfg.task} has no generator: give the published training file as reason.train_path",
+    )
+    n_train = cfg.n_train or task.published_size
+    return Splits(generate(task, n_train, fold(seed, Stream.ORDER), cfg.hops, cfg.nodes, held_out), valid, tests)
+
+
+def read_file(task: TaskSpec, path: str, key: str, n: int) -> list[Example]:
+    file = Path(path).expanduser()
+    require(file.is_file(), f"reason.{key}={path!r} is not a file")
+    examples = task.read(file)
+    return examples[:n] if n else examples
+
+
+def stem(path: str) -> str:
+    return Path(path).name.split(".")[0]
