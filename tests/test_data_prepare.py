@@ -16,6 +16,7 @@ import pytest
 
 from adlm.data import blocks as storage
 from adlm.data import preparation as module
+from adlm.data import shards
 from adlm.data.blocks import Blocks, Damaged
 from adlm.data.command import run_data
 from adlm.data.preparation import prepare, tokenizer_for
@@ -124,14 +125,14 @@ def test_a_renamed_file_is_the_same_corpus(cfg, tmp_path):
 
 def test_batches_and_threads_do_not_show(cfg, monkeypatch, tmp_path):
     whole = prepare(cfg, BYTES, 32, "train")
-    monkeypatch.setattr(module, "SHARD_CHARACTERS", 50)
+    monkeypatch.setattr(shards, "CHARACTERS", 50)
     for packing in ("stream", "release"):
         a = prepare(replace(cfg, cache_dir=str(tmp_path / "other"), packing=packing), BYTES, 32, "train")
         assert np.array_equal(a.tokens, whole.tokens), "40 documents are one group of 1000"
 
 
 def test_max_rows_reads_no_further_than_needed(cfg, monkeypatch):
-    monkeypatch.setattr(module, "SHARD_CHARACTERS", 50)
+    monkeypatch.setattr(shards, "CHARACTERS", 50)
     whole, part = prepare(cfg, BYTES, 32, "train"), prepare(replace(cfg, max_rows=3), BYTES, 32, "train")
     assert np.array_equal(part.tokens, whole.tokens[:3])
     assert part.manifest["documents"] < 12
@@ -185,7 +186,7 @@ def test_every_piece_is_checked_when_asked(cfg, monkeypatch):
 
 
 def test_goes_on_after_an_interruption(cfg, monkeypatch):
-    monkeypatch.setattr(module, "SHARD_CHARACTERS", 50)
+    monkeypatch.setattr(shards, "CHARACTERS", 50)
     whole = np.array(prepare(replace(cfg, cache_dir=cfg.cache_dir + "2"), BYTES, 32, "train").tokens)
     encoded, allowed = [], 5
     real = type(BYTES).encode_batch
@@ -199,14 +200,14 @@ def test_goes_on_after_an_interruption(cfg, monkeypatch):
     monkeypatch.setattr(type(BYTES), "encode_batch", encode)
     with pytest.raises(KeyboardInterrupt):
         prepare(cfg, BYTES, 32, "train")
-    (shards,) = Path(cfg.cache_dir).glob("*.partial/shards")
-    assert len(list(shards.glob("*.npz"))) == 5
+    (folder,) = Path(cfg.cache_dir).glob("*.partial/shards")
+    assert len(list(folder.glob("*.npz"))) == 5
     # One shard is damaged as well: it is made again, the other four are not.
-    damaged = sorted(shards.glob("*.npz"))[2]
+    damaged = sorted(folder.glob("*.npz"))[2]
     damaged.write_bytes(damaged.read_bytes()[:-30])
     allowed = 1000
     assert np.array_equal(prepare(cfg, BYTES, 32, "train").tokens, whole)
-    total = sum(1 for _ in module._batches(iter(texts(cfg)[:36])))
+    total = sum(1 for _ in shards.batches(iter(texts(cfg)[:36])))
     assert total > 10
     assert len(encoded) == 5 + total - 4
     assert not list(Path(cfg.cache_dir).glob("*.partial"))
@@ -214,9 +215,9 @@ def test_goes_on_after_an_interruption(cfg, monkeypatch):
 
 KILLED = """
 import sys
-from adlm.data import load_tokenizer, prepare, preparation as module
+from adlm.data import load_tokenizer, prepare, shards
 from adlm.schema import DataConfig
-module.SHARD_CHARACTERS = 2000
+shards.CHARACTERS = 2000
 path, cache = sys.argv[1:]
 print("ready", flush=True)
 prepare(DataConfig(name="file", path=path, cache_dir=cache), load_tokenizer("bytes"), 64, "train")
@@ -286,6 +287,7 @@ def test_too_short_says_what_would_fit(cfg):
     assert f"has {tokens} tokens in 4 documents" in message
     assert "one row of model.length=4096 needs 4094" in message
     assert f"model.length={tokens + 2} would fit one" in message
+    assert not list(Path(cfg.cache_dir).glob("*.partial")), "nothing is left behind"
     assert len(prepare(cfg, BYTES, tokens + 2, "valid")) == 1
     assert "too short for a row" in refusal(cfg, length=2)
 
@@ -366,6 +368,8 @@ def test_a_prepared_folder_can_be_copied_and_used_alone(cfg, tmp_path):
     assert len(prepare(copy, tokenizer, 32, "valid")) == len(valid)
     assert "was prepared with tokenizer 'bytes', not with 'text8'" in refusal(copy, text8_characters())
     assert "has rows of 32 tokens, but model.length=64" in refusal(copy, length=64)
+    other = replace(cfg, valid_name="prepared", valid_path=str(folders["v"]))
+    assert len(prepare(other, tokenizer, 32, "valid")) == len(valid), "train on text, validate on a prepared folder"
     assert "holds no manifest.json" in refusal(replace(copy, path=str(tmp_path)))
     assert "needs data.valid_path" in refusal(replace(copy, valid_path=""), split="valid")
     os.truncate(folders["t"] / "rows.bin", 10)

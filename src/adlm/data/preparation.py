@@ -12,34 +12,27 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 import uuid
 import warnings
-import zipfile
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from adlm.data import blocks as storage
 from adlm.data import detokenizers, formats, packing, pydocs
-from adlm.data.blocks import Blocks, Damaged, RowWriter, row_dtype
+from adlm.data.blocks import Blocks, Damaged, RowWriter
+from adlm.data.cache import cache_folder, explained, locked, sha256
 from adlm.data.corpora import get_corpus
 from adlm.data.packing import Tokens
 from adlm.data.progress import Progress
+from adlm.data.shards import Shards
 from adlm.data.sources import Source, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import choose, require
 from adlm.schema import DataConfig
 
 PACKINGS = ("stream", "release")
-# A shard is what a kill can lose: about a second of one core, and a few hundred MB while it is tokenised.
-SHARD_CHARACTERS = 4_000_000
-SHARD_DOCUMENTS = 20_000
 
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "train") -> Blocks:
@@ -49,7 +42,7 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "tr
         return _open_prepared(cfg, tokenizer, length, split)
     source = resolve(cfg, split)
     packing.payload(length)
-    with _explained(cache_folder(cfg)):
+    with explained(cache_folder(cfg)):
         cache = cache_folder(cfg)
         cache.mkdir(parents=True, exist_ok=True)
         recipe = _recipe(cfg, source, tokenizer, length)
@@ -58,7 +51,7 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "tr
         folder = cache / f"{source.name}-{split}-{length}-{how}-{fingerprint[:16]}"
         if found := _open_sound(folder):
             return found
-        with _locked(folder) as alone:
+        with locked(folder) as alone:
             # Another process may have built it while this one waited.
             if found := _open_sound(folder):
                 return found
@@ -77,11 +70,11 @@ def tokenizer_for(cfg: DataConfig) -> Tokenizer:
     if not name.startswith("bpe-"):
         return load_tokenizer(name, root=cfg.root)
     source = resolve(cfg, "train")
-    with _explained(cache_folder(cfg)):
+    with explained(cache_folder(cfg)):
         identity = hashlib.sha256(json.dumps(_origin(cfg, source), sort_keys=True).encode()).hexdigest()
         kept = cache_folder(cfg) / "tokenizers" / f"{name}-{source.name}-{identity[:16]}.json"
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(kept):
+        with locked(kept):
             if kept.is_file():
                 with contextlib.suppress(ValueError):
                     return _named(load_tokenizer(str(kept)), name)
@@ -92,7 +85,8 @@ def tokenizer_for(cfg: DataConfig) -> Tokenizer:
 
 def prepared_folder(cfg: DataConfig, split: str) -> Path | None:
     """The folder of rows that data.name=prepared points at for this split; None for any other corpus."""
-    if cfg.name != "prepared":
+    name = cfg.name if split == "train" else cfg.valid_name or cfg.name
+    if name != "prepared":
         return None
     path = cfg.path if split == "train" else cfg.valid_path
     key = "data.path" if split == "train" else "data.valid_path"
@@ -100,11 +94,6 @@ def prepared_folder(cfg: DataConfig, split: str) -> Path | None:
     folder = Path(path).expanduser()
     require(storage.is_prepared(folder), f"{key}={path!r} holds no {storage.MANIFEST}; it must be a prepared folder")
     return folder
-
-
-def cache_folder(cfg: DataConfig) -> Path:
-    """data.cache_dir, else $ADLM_CACHE, else ~/.cache/adlm."""
-    return Path(cfg.cache_dir or os.environ.get("ADLM_CACHE", "") or "~/.cache/adlm").expanduser()
 
 
 def _named(tokenizer: Tokenizer, name: str) -> Tokenizer:
@@ -118,7 +107,7 @@ def _named(tokenizer: Tokenizer, name: str) -> Tokenizer:
 def _origin(cfg: DataConfig, source: Source) -> dict[str, Any]:
     """What the documents are: contents of files (not their names), or a hub revision, or a Python version."""
     if source.files:
-        contents: Any = [[path.stat().st_size, _sha256(path, cache_folder(cfg))] for path in source.files]
+        contents: Any = [[path.stat().st_size, sha256(path, cache_folder(cfg))] for path in source.files]
     elif source.name == "pydocs":
         contents = pydocs.identity()
     else:
@@ -147,22 +136,6 @@ def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) 
     }
 
 
-def _sha256(path: Path, cache: Path) -> str:
-    """Digest of a file, remembered by (path, size, time of change): hashing a large corpus takes minutes."""
-    status = path.stat()
-    key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
-    memory = cache / "sources.json"
-    known: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(memory.read_text(encoding="utf-8"))
-    if key not in known:
-        with open(path, "rb") as file:
-            known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        cache.mkdir(parents=True, exist_ok=True)
-        storage.write_atomically(memory, json.dumps(known, indent=1))
-    return known[key]
-
-
 # ---- building -------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +157,7 @@ def _build(
             if writer.full:
                 break
         if not writer.rows:
+            shutil.rmtree(partial)
             raise ValueError(_too_short(source, shards, length))
         tokenizer.save(partial / "tokenizer.json")
         bos, eos = _ends(cfg, tokenizer)
@@ -230,7 +204,7 @@ def _pack(batches: Iterable[Tokens], cfg: DataConfig, tokenizer: Tokenizer, leng
     return (packing.release if cfg.packing == "release" else packing.stream)(batches, length, bos, eos)
 
 
-def _too_short(source: Source, shards: "Shards", length: int) -> str:
+def _too_short(source: Source, shards: Shards, length: int) -> str:
     """Why not one row came out, and what would help."""
     what = source.describe()
     if not shards.documents:
@@ -244,73 +218,6 @@ def _too_short(source: Source, shards: "Shards", length: int) -> str:
     return (
         f"{have}, but one row of model.length={length} needs {needs}; model.length={max(3, tokens + 2)} would fit one"
     )
-
-
-class Shards:
-    """Tokenised batches of documents, in order: read back where a killed run left them, else made and kept."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer, progress: Progress) -> None:
-        self.folder, self.tokenizer, self.progress = folder, tokenizer, progress
-        self.documents = self.tokens = 0
-        self.dtype = row_dtype(tokenizer.vocab_size)
-
-    def of(self, documents: Iterator[str]) -> Iterator[Tokens]:
-        """One batch is tokenised (by the library's threads) while the next is read."""
-        waiting: deque[Future[Tokens]] = deque()
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise") as worker:
-            try:
-                for number, texts in enumerate(_batches(documents)):
-                    waiting.append(worker.submit(self._shard, number, texts))
-                    if len(waiting) > 1:
-                        yield self._counted(waiting.popleft().result())
-                while waiting:
-                    yield self._counted(waiting.popleft().result())
-            finally:
-                for future in waiting:
-                    future.cancel()
-
-    def _counted(self, batch: Tokens) -> Tokens:
-        self.documents += len(batch.lengths)
-        self.tokens += len(batch.flat)
-        self.progress.update(self.documents, self.tokens)
-        return batch
-
-    def _shard(self, number: int, texts: list[str]) -> Tokens:
-        path = self.folder / f"{number:06d}.npz"
-        if kept := _load_shard(path, len(texts)):
-            return kept
-        batch = packing.flatten(self.tokenizer.encode_batch(texts), self.dtype)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
-            np.savez(file, flat=batch.flat, lengths=batch.lengths)
-        os.replace(temporary, path)
-        return batch
-
-
-def _load_shard(path: Path, documents: int) -> Tokens | None:
-    """A shard of an earlier run; None if it is missing, or damaged (npz carries checksums), or of other documents."""
-    if not path.is_file():
-        return None
-    try:
-        with np.load(path) as file:
-            batch = Tokens(file["flat"], file["lengths"])
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        return None
-    return batch if len(batch.lengths) == documents and int(batch.lengths.sum()) == len(batch.flat) else None
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    """Groups of a size that depends on the documents alone, so that a resumed run finds the same shards."""
-    held: list[str] = []
-    characters = 0
-    for document in documents:
-        held.append(document)
-        characters += len(document)
-        if characters >= SHARD_CHARACTERS or len(held) >= SHARD_DOCUMENTS:
-            yield held
-            held, characters = [], 0
-    if held:
-        yield held
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -342,35 +249,3 @@ def _open_prepared(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: st
     usable = found.crop or found.length
     require(usable == length, f"{folder} has rows of {usable} tokens, but model.length={length}")
     return found
-
-
-@contextlib.contextmanager
-def _locked(target: Path) -> Iterator[bool]:
-    """One process at a time builds `target`; the others wait. Released by the system if the holder dies.
-
-    False where the file system has no locks.
-    """
-    with open(target.with_name(target.name + ".lock"), "w") as file:
-        try:
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if sys.stderr.isatty():
-                    print(f"waiting for another process that prepares {target.name}", file=sys.stderr)
-                fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
-        except (ImportError, OSError):
-            alone = False
-        yield alone
-
-
-@contextlib.contextmanager
-def _explained(cache: Path) -> Iterator[None]:
-    """What the file system says no to, in one line."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(f"cannot write prepared data under {cache} ({reason}); choose data.cache_dir") from None
