@@ -149,17 +149,23 @@ class Checkpoints:
             dcp.load(state, checkpoint_id=self.path(step))
 
 
-def check_same_run(info: dict[str, Any], cfg: Config, tokenizer: Tokenizer) -> None:
-    """A run folder belongs to one model on one tokenizer; refuse to go on with another."""
+def check_same_run(
+    info: dict[str, Any],
+    cfg: Config,
+    tokenizer: Tokenizer,
+    parts: Iterable[str] = ("model", "noise", "objective"),
+    free: Iterable[str] = (),
+) -> None:
+    """A run folder belongs to one model on one tokenizer; refuse to go on with another. `free` keys may change."""
     if info["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
             f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
             " use another out="
         )
     now = asdict(cfg)
-    for part in ("model", "noise", "objective"):
+    for part in parts:
         for key, value in info["config"][part].items():
-            if now[part].get(key) != value:
+            if now[part].get(key) != value and f"{part}.{key}" not in free:
                 raise ValueError(
                     f"out={cfg.out!r} was started with {part}.{key}={value}, now it is {now[part].get(key)};"
                     f" set it back or use another out="

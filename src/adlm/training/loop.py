@@ -19,6 +19,7 @@ import torch
 from adlm.data.loader import Batches
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.models import LanguageModel
+from adlm.models.flops import count_flops
 from adlm.schema import Config, as_yaml
 from adlm.training import export, setup
 from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
@@ -126,7 +127,8 @@ def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
             return bound
 
         valid_nll = None
-        window = Window(cfg.model, data.tokenizer.vocab_size, ranks)
+        flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
+        window = Window(flops.training_per_token, ranks)
         if step == 0 and cfg.train.valid_every:
             valid_nll = check_bound()
         stopped, saved_at = False, time.monotonic()

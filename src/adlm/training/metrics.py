@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from adlm.models.flops import count_flops, peak_flops
-from adlm.schema import Config, ModelConfig
+from adlm.models.flops import peak_flops
+from adlm.schema import Config
 from adlm.training.optim import Guard
 from adlm.training.parallel import World
 
@@ -98,12 +98,11 @@ class Metrics:
 class Window:
     """Sums since the last log line: on the device until they are read."""
 
-    def __init__(self, model: ModelConfig, vocab_size: int, ranks: World):
+    def __init__(self, flops_per_token: float | None, ranks: World):
         self.ranks = ranks
-        flops = count_flops(model, vocab_size, model.length)
         name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
         peak = peak_flops(name)
-        self.flops_share = None if peak is None else flops.training_per_token / (peak * ranks.size)
+        self.flops_share = None if peak is None or flops_per_token is None else flops_per_token / (peak * ranks.size)
         self.clear()
 
     def clear(self) -> None:
