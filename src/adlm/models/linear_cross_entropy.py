@@ -8,6 +8,7 @@ two scalings. The price: gradients are computed even if nobody asks for them; un
 Letters: N rows, D width, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -22,16 +23,29 @@ COLUMN_MULTIPLE = {"cuda": 128, "cpu": 1}
 
 
 def cross_entropy_chunk(logits_nV: Tensor, bias_V: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropies of a chunk, and their gradient with respect to the logits (in the logits' dtype)."""
-    z = logits_nV.to(bias_V.dtype) + bias_V
-    lse_n = z.logsumexp(-1)
-    loss_n = (lse_n - z.gather(1, target_n[:, None]).squeeze(1)) * weight_n
-    column_V = torch.arange(z.shape[1], device=z.device)
-    p = (z - lse_n[:, None]).exp() - (column_V == target_n[:, None]).to(z.dtype)
-    return loss_n, (p * weight_n[:, None]).to(logits_nV.dtype)
+    """Weighted cross-entropies of a chunk, and their gradient with respect to the logits (in the logits' dtype).
+
+    Works in place, on the chunk itself where its precision allows: a pass over n x V numbers costs as much as the
+    products that made them.
+    """
+    z = logits_nV.to(bias_V.dtype).add_(bias_V)
+    peak_n1 = z.amax(-1, keepdim=True)
+    gold_n1 = z.gather(1, target_n[:, None])
+    p = z.sub_(peak_n1).exp_()
+    sum_n1 = p.sum(-1, keepdim=True)
+    loss_n = (sum_n1.log() + peak_n1 - gold_n1).squeeze(1) * weight_n
+    gradient = p.mul_(weight_n[:, None] / sum_n1).to(logits_nV.dtype)
+    gradient.scatter_add_(1, target_n[:, None], -weight_n[:, None].to(gradient.dtype))
+    return loss_n, gradient
 
 
 ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
+
+
+@functools.cache
+def compiled(chunk_loss: ChunkLoss) -> ChunkLoss:
+    """One kernel or two instead of a dozen passes over the chunk; the number of rows may vary."""
+    return torch.compile(chunk_loss, dynamic=True)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -42,13 +56,16 @@ class _ChunkedHead(torch.autograd.Function):
         V, D = weight_VD.shape
         columns = -(-V // COLUMN_MULTIPLE.get(h_ND.device.type, 1)) * COLUMN_MULTIPLE.get(h_ND.device.type, 1)
         accumulate = torch.promote_types(dtype, torch.float32)
-        w = weight_VD.new_zeros(columns, D, dtype=dtype)
-        w[:V] = weight_VD
+        w = weight_VD
+        if columns != V or w.dtype != dtype:
+            w = weight_VD.new_zeros(columns, D, dtype=dtype)
+            w[:V] = weight_VD
         b = h_ND.new_full((columns,), -torch.inf, dtype=accumulate)  # padding columns have no mass
         b[:V] = 0 if bias_V is None else bias_V
         if exclude is not None:
             b[exclude] = -torch.inf
 
+        per_chunk = compiled(chunk_loss) if h_ND.is_cuda else chunk_loss
         total = h_ND.new_zeros((), dtype=accumulate)
         grad_h = torch.zeros_like(h_ND) if gradients else None
         grad_w = weight_VD.new_zeros(columns, D, dtype=accumulate) if gradients else None
@@ -56,7 +73,7 @@ class _ChunkedHead(torch.autograd.Function):
         for start in range(0, h_ND.shape[0], chunk_rows):
             part = slice(start, start + chunk_rows)
             h = h_ND[part].to(dtype)
-            loss, g = chunk_loss(h @ w.t(), b, target_N[part], weight_N[part].to(accumulate))
+            loss, g = per_chunk(h @ w.t(), b, target_N[part], weight_N[part].to(accumulate))
             total += loss.sum()
             if grad_h is not None and grad_w is not None:
                 grad_h[part] = g @ w
