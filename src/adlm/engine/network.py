@@ -47,8 +47,9 @@ def prepare(model: LanguageModel, device: torch.device, precision: str) -> tuple
     """(the model as the engine runs it, whether in bf16): on the device, bridge collapsed once, weights in bf16."""
     choose("precision", precision, ("auto", "fp32", "bf16"))
     bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
-    # A model in training mode belongs to a training run: freezing its bridge would stop its learning.
-    model = (copy.deepcopy(model) if model.training else model).to(device).eval()
+    # A model that asks for gradients belongs to a training run: freezing its bridge would stop its learning.
+    trained = any(p.requires_grad for p in model.parameters())
+    model = (copy.deepcopy(model).requires_grad_(False) if trained else model).to(device).eval()
     model.freeze_bridge()
     return (bfloat16_copy(model) if bf16 else model), bf16
 
