@@ -41,6 +41,12 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "adlm.demo:run_demo",
+        "train a nano model on this CPU in minutes, nothing downloaded, and write a report for the browser",
+        defaults=("experiment=demo",),
+        sections=("train", "sampling"),
+    ),
     "train": Command(
         "adlm.training.loop:run_train",
         "train a model, or go on with the run in `out`; under torchrun on many devices",
@@ -65,6 +71,14 @@ COMMANDS: dict[str, Command] = {
         "an exported folder -> a checkpoint the public release loads: adlm export FOLDER FILE.ckpt",
         words=("eval.checkpoint", "out"),
         required=2,
+    ),
+    "reason": Command(
+        "adlm.reasoning.command:run_reason",
+        "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; table RUN ..: compare runs with the"
+        " paper; data: what the questions are like",
+        rest=True,
+        defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
+        sections=("reason", "optim", "train"),
     ),
     "config": Command(
         "adlm.cli:run_config",
