@@ -50,7 +50,8 @@ class Engine(Rows[Canvas]):
         precision: str = "auto",
         compile: str = "auto",
     ):
-        """`schedule`: the masking schedule the model was trained with (default log-linear); see Network for the rest."""
+        """`schedule`: the masking schedule the model was trained with (default log-linear); see Network for the rest.
+        """
         require(not model.config.causal, "this engine fills holes; a causal model needs CausalEngine")
         super().__init__(model, slots)
         self.schedule = schedule or LogLinear()
