@@ -1,0 +1,60 @@
+"""On a CUDA device: the same bits as the CPU where bits are promised, the same numbers elsewhere, no host syncs."""
+
+import pytest
+import torch
+from dense import dense_anelbo
+from tiny import random_tokens, tiny_model
+
+from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
+from adlm.models import build_model
+from adlm.objectives import Rows, loss, make_objective
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
+from adlm.training.optim import Ema, Guard, apply_updates, build_optimizers, clip_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def test_counter_based_uniforms_have_the_same_bits():
+    example, position = torch.arange(1000)[:, None], torch.arange(1000)
+    for draw in (uniforms, uniforms32):
+        cpu = draw(7, Stream.MASK, 3, example, position)
+        gpu = draw(7, Stream.MASK, 3, example.cuda(), position.cuda())
+        assert torch.equal(cpu, gpu.cpu())
+
+
+@pytest.mark.parametrize("bridge", ["collapsed", "residual", "none"])
+def test_fast_loss_equals_dense_loss(bridge):
+    model = tiny_model(bridge=bridge, dtype=torch.float64).cuda()
+    x0 = random_tokens(6, 12, 10).cuda()
+    objective = make_objective(ObjectiveConfig(gamma=0.3, gamma_warmup=0.0, tau=2), NoiseConfig(), 10, seed=5)
+    rows = Rows(x0, torch.arange(6).cuda(), 6)
+    task = objective.draw(rows, 3, 1.0)
+    weight = objective.draw_training(rows, 3, 1.0).weight_B
+    fast = loss(model, task).total
+    model.cpu()
+    on_cpu = task._replace(tokens_BL=task.tokens_BL.cpu(), sigma_B=None)
+    slow = dense_anelbo(model, on_cpu, x0.cpu(), weight.cpu(), 0.3, 2).sum()
+    torch.testing.assert_close(fast.cpu().double(), slow.double(), rtol=1e-6, atol=0)
+
+
+def test_a_step_never_waits_for_the_device():
+    cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=64, cond_dim=16)
+    model = build_model(cfg, 211, 210).cuda()
+    objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 210, seed=0)
+    optimizers, ema = build_optimizers(OptimConfig(), model), Ema(model, 0.99)
+    guard = Guard(10.0, torch.device("cuda"))
+    tasks = [
+        objective.draw(Rows(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0) for i in (0, 1)
+    ]
+    for i, task in enumerate(tasks):
+        torch.cuda.set_sync_debug_mode("error" if i else "default")  # the first step compiles and allocates
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                (loss(model, task).total / task.count).backward()
+            apply_updates(optimizers, guard.judge(clip_gradients(list(model.parameters()), 1.0)))
+            ema.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
