@@ -174,8 +174,8 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 2**30
 
 
-def plot_curves(run: Path) -> Path | None:
-    """curves.png: training terms and validation perplexity over steps; None without matplotlib or metrics."""
+def plot_curves(run: Path, quantity: str = "ppl", label: str = "perplexity (bound)") -> Path | None:
+    """curves.png: training terms and a validation quantity over steps; None without matplotlib or metrics."""
     events = read_metrics(run)
     train = [e for e in events if e["kind"] == "train"]
     valid = [e for e in events if e["kind"] == "valid"]
@@ -197,9 +197,9 @@ def plot_curves(run: Path) -> Path | None:
         left.legend()
     left.grid(alpha=0.3)
     if valid:
-        right.plot([e["step"] for e in valid], [e["ppl"] for e in valid], marker="o", markersize=3)
-        right.set_yscale("log")
-    right.set(xlabel="optimizer step", ylabel="perplexity (bound)", title="validation")
+        right.plot([e["step"] for e in valid], [e[quantity] for e in valid], marker="o", markersize=3)
+        right.set_yscale("log" if quantity == "ppl" else "linear")
+    right.set(xlabel="optimizer step", ylabel=label, title="validation")
     right.grid(alpha=0.3, which="both")
     path = run / "curves.png"
     figure.savefig(path, dpi=110)
