@@ -212,7 +212,7 @@ def _too_short(source: Source, shards: Shards, length: int) -> str:
         return f"{what} holds no documents" + (held if source.part == "valid" else "")
     tokens = shards.tokens + shards.documents  # each document is followed by EOS
     needs = source.row_length(length) - 2
-    have = f"{what} has {tokens} tokens in {shards.documents} documents"
+    have = f"{what} has {tokens} tokens in {shards.documents} document{'s' * (shards.documents > 1)}"
     if tokens >= needs:
         return f"{have}, but data.packing=release drops the rest of every 1000 documents; use data.packing=stream"
     return (
