@@ -138,6 +138,9 @@ def _derive(cfg: Config, chosen: dict[str, str], ranks: int) -> None:
         cfg.train.batch_size = max(1, cfg.train.global_batch_size // ranks)
     if not cfg.out:
         label = f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
+        if chosen["task"] != "None":
+            base = cfg.reason.base.rstrip("/").rsplit("/", 1)[-1] or chosen["model"]
+            label = f"{cfg.reason.method}-{chosen['task']}-{base}"
         cfg.out = f"runs/{label if chosen['experiment'] == 'None' else chosen['experiment']}"
 
 

@@ -16,7 +16,9 @@ from adlm import schema
 CONFIG_DIR = Path(__file__).parents[1] / "configs"
 # Later groups win over earlier ones: a corpus may set the length, a recipe may set the block, an algorithm is applied
 # on top of any recipe, and an experiment has the last word below the command line. config.yaml keeps the same order.
-GROUPS = ("model", "data", "noise", "optim", "lr_scheduler", "recipe", "algo", "sampling", "experiment")
+GROUPS = (
+    "model", "data", "noise", "optim", "lr_scheduler", "recipe", "algo", "sampling", "task", "method", "experiment",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,13 @@ class Score(NamedTuple):
     def accuracy(self) -> float:
         return self.correct / self.n
 
+    def __str__(self) -> str:
+        low, high = wilson(self.correct, self.n)
+        return (
+            f"accuracy {100 * self.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f}, {self.correct} of {self.n}),"
+            f" {self.tokens:.1f} tokens per answer"
+        )
+
     def facts(self) -> dict[str, float | int]:
         low, high = wilson(self.correct, self.n)
         return {

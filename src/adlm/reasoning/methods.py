@@ -73,10 +73,6 @@ def plans_of(cfg: ReasonConfig) -> list[Plan]:
     return METHODS[choose("reason.method", cfg.method, METHODS)](cfg)
 
 
-def stage_of_epoch(cfg: ReasonConfig, epoch: int) -> int:
-    return min(epoch // cfg.epochs_per_stage, len(plans_of(cfg)) - 1)
-
-
 class Encoded(NamedTuple):
     """An example in tokens, cut where layouts cut it."""
 

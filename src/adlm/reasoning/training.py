@@ -1,0 +1,236 @@
+"""Staged fine-tuning: the same optimizers, checkpoints, metrics and guard as `adlm train`, driven by epochs and stages.
+
+Everything random is a function of (seed, step), the order of examples of (seed, epoch): a run stopped anywhere, also in
+the middle of a stage, goes on to the same weights bit for bit. The best checkpoint is the one with the highest accuracy
+on generated answers to the validation questions, within the last stage: before it, a network is not yet what the method
+promises (the first stage of all is plain chain of thought). One process; the models of these tasks are small.
+"""
+
+import time
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from adlm.diffusion.uniforms import Stream, fold
+from adlm.errors import require
+from adlm.reasoning.answers import Score, evaluate
+from adlm.reasoning.examples import Example
+from adlm.reasoning.methods import Encoded, Plan, encode, lay_out, markers_of
+from adlm.reasoning.runs import build, export_run, parameter_count, write_results
+from adlm.reasoning.stages import Progress, Schedule
+from adlm.reasoning.tasks import Splits, load_splits, task_spec
+from adlm.reasoning.thoughts import Batch, batch_loss, make_batch
+from adlm.schema import Config, as_yaml
+from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
+from adlm.training.metrics import Metrics, Window, plot_curves
+from adlm.training.optim import (
+    Ema,
+    Guard,
+    apply_updates,
+    build_optimizers,
+    clip_gradients,
+    learning_rate_factor,
+    set_learning_rate,
+)
+from adlm.training.parallel import Interruption, Step, World, world
+from adlm.training.setup import check_batches, make_run_folder, show
+
+# What may change when a run is continued: how long it is, and how it is tested.
+FREE = ("reason.epochs", "reason.n_test", "reason.test_path", "reason.max_new_tokens", "reason.eval_batch_size")
+
+
+class ReasonResult(NamedTuple):
+    run: str
+    step: int
+    finished: bool
+    valid: dict[str, float | int]
+    """The best checkpoint on the validation questions."""
+    tests: dict[str, dict[str, float | int]]
+    stages: list[dict[str, Any]]
+    """The last validation of every stage."""
+
+
+class Classroom:
+    """What training and testing share: network, tokenizer, examples, and the way from them to batches and scores."""
+
+    def __init__(self, cfg: Config, ranks: World):
+        self.cfg, self.ranks, self.task = cfg, ranks, task_spec(cfg.reason.task)
+        self.splits: Splits = load_splits(cfg.reason, cfg.seed)
+        network, self.tokenizer = build(cfg, self.splits.train)
+        self.network = network.to(ranks.device)
+        self.schedule = Schedule(cfg, len(self.splits.train))
+        self.markers = markers_of(self.tokenizer)
+        self.train, self.valid = (encode(part, self.tokenizer) for part in (self.splits.train, self.splits.valid))
+        self.max_new_tokens = cfg.reason.max_new_tokens or longest_answer(self.train, self.schedule.plans)
+        self.check_lengths()
+
+    def check_lengths(self) -> None:
+        longest = max(len(self.lay_out(e, plan).tokens) for e in self.train for plan in self.schedule.plans)
+        key = "reason.base" if self.cfg.reason.base else "model.length"
+        require(
+            longest <= self.network.longest,
+            f"the longest example has {longest} tokens and {key} leaves room for {self.network.longest}",
+        )
+
+    def lay_out(self, example: Encoded, plan: Plan):
+        return lay_out(example, plan, self.markers, self.cfg.reason.anchor_tokens)
+
+    def batches(self, step: int, size: int) -> list[Batch]:
+        """The micro-batches of a step."""
+        plan = self.schedule.plans[self.schedule.stage(step)]
+        layouts = [self.lay_out(self.train[i], plan) for i in self.schedule.examples(step)]
+        return [
+            make_batch(
+                layouts[at : at + size], plan.fed_back, self.cfg.reason.gamma, self.tokenizer.mask_id, self.ranks.device
+            )
+            for at in range(0, len(layouts), size)
+        ]
+
+    def score(self, examples: list[Example], encoded: list[Encoded], stage: int) -> Score:
+        return evaluate(
+            self.network, self.task, examples, encoded, self.schedule.plans[stage], self.tokenizer,
+            self.max_new_tokens, self.cfg.reason.eval_batch_size, self.ranks,
+        )[0]  # fmt: skip
+
+    def facts(self) -> dict[str, float | int | str]:
+        reason, splits = self.cfg.reason, self.splits
+        tests = sum(map(len, splits.tests.values()))
+        return {
+            "task": reason.task,
+            "method": reason.method,
+            "network": reason.base or "own stack, from scratch",
+            "parameters": parameter_count(self.network),
+            "vocabulary": self.tokenizer.vocab_size,
+            "train_examples": len(splits.train),
+            "valid_examples": len(splits.valid),
+            "test_examples": tests,
+            "stages": len(self.schedule.plans),
+            "steps": self.schedule.steps,
+            "answer_tokens": self.max_new_tokens,
+            "precision": self.ranks.precision,
+            "device": str(self.ranks.device),
+        }
+
+
+def longest_answer(encoded: list[Encoded], plans: list[Plan]) -> int:
+    """Room for everything a stage asks to be written, and half as much again for a model that strays."""
+    steps = [[len(step) for step in e.steps] for e in encoded]
+    return max(
+        (3 * (sum(lengths[plan.removed :]) + len(e.answer)) + 1) // 2
+        for e, lengths in zip(encoded, steps)
+        for plan in plans
+    )
+
+
+def train(cfg: Config) -> ReasonResult:
+    """Train through all stages, or until a signal asks to stop; then test the best checkpoint and export it."""
+    with world(cfg.train) as ranks, Interruption() as interruption:
+        require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
+        run = make_run_folder(cfg.out)
+        room = Classroom(cfg, ranks)
+        schedule, reason = room.schedule, cfg.reason
+        cfg = replace(cfg, train=replace(cfg.train, steps=schedule.steps))
+        micro_batch = cfg.train.global_batch_size // check_batches(cfg, ranks)
+        step_module = Step(room.network, batch_loss)
+        parameters = list(step_module.parameters())
+        optimizers = build_optimizers(cfg.optim, step_module)
+        ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
+
+        checkpoints, now = Checkpoints(run, cfg.checkpoint, ranks), Progress()
+        found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
+        if found is not None:
+            info = checkpoints.read_info(found)
+            check_same_run(info, cfg, room.tokenizer, ("model", "reason"), FREE)
+            state = tensors(step_module, optimizers, ema, guard)
+            checkpoints.load(found, state)
+            guard.restore(state["guard"]["state"])
+            ema.n, now = info["ema_n"], Progress(**info["progress"])
+        elif checkpoints.steps():
+            raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
+        metrics, window = Metrics(run, cfg, found, active=True), Window(None, ranks)
+        (run / "config.yaml").write_text(as_yaml(cfg))
+        metrics.say(show(room.facts()) if found is None else f"resuming {run} at step {found}")
+
+        def save() -> None:
+            info = {"step": now.step, "best_step": now.best_step, "ema_n": ema.n, "progress": asdict(now)}
+            info |= {"tokenizer": room.tokenizer.fingerprint, "config": asdict(cfg)}
+            checkpoints.save(tensors(step_module, optimizers, ema, guard), info)
+
+        def validate(stage: int) -> bool:
+            """Answer the validation questions as this stage does; True if that is the best of the last stage."""
+            with ema:
+                score = room.score(room.splits.valid, room.valid, stage)
+            facts = {"stage": stage, "epoch": schedule.epoch(now.step), **score.facts()}
+            metrics.write("valid", now.step, facts)
+            metrics.say(f"epoch {facts['epoch']}/{reason.epochs}, stage {stage}: {score}")
+            now.stages = [s for s in now.stages if s["stage"] != stage] + [facts]
+            if stage < schedule.last_stage or score.accuracy <= now.best:
+                return False
+            now.best, now.best_step = score.accuracy, now.step
+            return True
+
+        stopped, saved_at = False, time.monotonic()
+        room.network.train()
+        while now.step < schedule.steps and not stopped:
+            stage = schedule.stage(now.step)
+            if reason.reset_optimizer and schedule.starts_stage(now.step):
+                optimizers = build_optimizers(cfg.optim, step_module)
+            batches = room.batches(now.step, micro_batch)
+            count = sum(batch.task.count for batch in batches)
+            torch.manual_seed(fold(cfg.seed, Stream.SPLIT, now.step))  # dropout
+            for batch in batches:
+                with ranks.autocast():
+                    output = step_module(batch)
+                    (output.total / count).backward()
+                window.add(output.terms)
+            norm = clip_gradients(parameters, cfg.optim.clip)
+            at, of = schedule.within_stage(now.step) if reason.reset_optimizer else (now.step, schedule.steps)
+            factor = learning_rate_factor(cfg.optim, at, of)
+            set_learning_rate(optimizers, factor)
+            apply_updates(optimizers, guard.judge(norm))
+            ema.update()
+            window.count += count
+            now.step += 1
+            last = now.step == schedule.steps
+
+            if now.step % cfg.train.log_every == 0 or last:
+                values = window.read(norm, factor * cfg.optim.lr, guard) | {"stage": stage}
+                metrics.write("train", now.step, values)
+                metrics.line(now.step, schedule.steps, values)
+                require(
+                    guard.in_a_row.item() < cfg.train.max_bad_steps,
+                    f"stopped at step {now.step}: {int(guard.in_a_row)} updates in a row had bad gradients",
+                )
+            metrics.advance(now.step)
+            improved = False
+            if schedule.is_validated(now.step):
+                improved = validate(stage)
+                window.restart()
+            due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
+            stopped = interruption.requested
+            if last or stopped or due or improved or now.step % cfg.checkpoint.every == 0:
+                save()
+                saved_at = time.monotonic()
+                window.restart()
+
+        if now.step < schedule.steps:
+            metrics.close()
+            note(f"stopped by a signal at step {now.step}; the same command goes on from there")
+            return ReasonResult(str(run), now.step, False, {}, {}, now.stages)
+        assert now.best_step is not None  # the last step is validated
+        state = tensors(step_module, [], ema, guard)
+        checkpoints.load(now.best_step, {part: state[part] for part in ("model", "ema")})
+        scores = {}
+        with ema:
+            for name, examples in {"valid": room.splits.valid, **room.splits.tests}.items():
+                score = room.score(examples, encode(examples, room.tokenizer), schedule.last_stage)
+                metrics.say(f"{name}: {score}")
+                scores[name] = score.facts()
+            facts = {"step": now.best_step, "max_new_tokens": room.max_new_tokens}
+            export_run(run, cfg, room.network, room.tokenizer, facts)
+        metrics.close()
+        result = ReasonResult(str(run), now.step, True, scores.pop("valid"), scores, now.stages)
+        write_results(run, room.facts() | result._asdict())
+        plot_curves(run, "accuracy", "accuracy on validation questions")
+        return result
