@@ -55,8 +55,7 @@ def prepare(model: LanguageModel, device: torch.device, precision: str) -> tuple
 
 
 def bfloat16_copy(model: LanguageModel) -> LanguageModel:
-    """Linear weights in bf16, so that autocast has nothing left to convert at every step; norms and sigma stay float32.
-    """
+    """Linear weights in bf16, so that autocast has nothing to convert at every step; norms and times stay float32."""
     model = copy.deepcopy(model)
     keep = {id(m) for name, part in model.named_modules() if name.endswith("time_embedding") for m in part.modules()}
     for module in model.modules():

@@ -1,0 +1,407 @@
+"""The engine as its callers see it: seeds, batches, conditions, streams, and bad requests."""
+
+import copy
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from chance import LEVEL, chi_square
+from tiny import tiny_model
+from toy import ToyModel
+
+from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.engine import Engine, Frame, Request, Result, make_engine
+from adlm.engine.drawing import Cut, draw
+from adlm.engine.graphs import Graphs
+from adlm.engine.network import bfloat16_copy
+from adlm.engine.template import parse_template
+from adlm.samplers import SAMPLERS
+from adlm.schema import SamplingConfig
+
+V, M, L = 11, 10, 12
+DIFFUSION = [s for s in SAMPLERS if s != "autoregressive"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model().requires_grad_(False)
+
+
+def request(seed: int = 0, tokens=None, sampler: str = "mdlm", **settings) -> Request:
+    extra = {k: settings.pop(k) for k in ("banned", "required", "stop_id", "watch") if k in settings}
+    return Request(tokens or [M] * L, SamplingConfig(sampler=sampler, **({"steps": 6} | settings)), seed=seed, **extra)
+
+
+def rows(engine, requests) -> list[list[int]]:
+    """Final rows in the order of the requests."""
+    ids = [engine.submit(r) for r in requests]
+    done = {}
+    while engine.busy:
+        done |= {u.id: u for u in engine.step() if isinstance(u, Result)}
+    return [done[i].tokens for i in ids]
+
+
+def mixed(n: int) -> list[Request]:
+    """Requests of every sampler, with different settings and lengths."""
+    out = []
+    for seed, sampler in zip(range(n), itertools.cycle(DIFFUSION)):
+        tokens = [M] * (L if seed % 3 else 7)
+        tokens[2] = seed % V if seed % V != M else 0
+        cut = [{}, {"top_p": 0.8}, {"temperature": 0.7, "top_k": 5}, {"min_p": 0.1, "guidance": 0.5}][seed % 4]
+        out.append(request(seed, tokens, sampler, eta=0.05, t_on=0.6, t_off=0.2, **cut))
+    return out
+
+
+@pytest.mark.parametrize("slots", [3, 16])
+def test_same_seed_same_row_at_any_batch_size_and_order(model, slots):
+    """Rows join and leave all the time here: 26 requests through 3 or 16 slots, forwards and backwards."""
+    requests = mixed(26)
+    alone = [rows(Engine(model, slots=1), [r])[0] for r in requests]
+    assert len({tuple(r) for r in alone}) > 15
+    assert rows(Engine(model, slots=slots), requests) == alone
+    assert rows(Engine(model, slots=slots), requests[::-1])[::-1] == alone
+
+
+def test_rows_that_come_and_go_do_not_disturb_each_other(model):
+    expected = rows(Engine(model, slots=1), [request(7, steps=12)])[0]
+    engine = Engine(model, slots=4)
+    wanted, done = engine.submit(request(7, steps=12)), {}
+    for i in range(40):
+        other = engine.submit(request(100 + i, sampler=DIFFUSION[i % len(DIFFUSION)], eta=0.05))
+        if i % 3 == 0:
+            engine.cancel(other)
+        done |= {u.id: u for u in engine.step() if isinstance(u, Result)}
+    assert done[wanted].tokens == expected
+
+
+def test_settings_change_the_row(model):
+    base = request(3)
+    others = [request(4), request(3, temperature=0.2), request(3, sampler="first-hitting"), request(3, top_k=1)]
+    got = rows(Engine(model), [base, *others])
+    assert all(g != got[0] for g in got[1:])
+
+
+def test_nfe_counts_evaluations(model):
+    toy = ToyModel(4, 4)
+    engine = Engine(toy, slots=1)
+    (result,) = engine.run([request(1, [3] * 4, steps=50)])
+    assert result.nfe == engine.network.model.calls <= 4
+    (guided,) = engine.run([request(1, [3, 1, 3, 3], steps=50, guidance=1.0)])
+    assert guided.nfe == 2 * (engine.network.model.calls - result.nfe)
+    assert result.seconds > 0
+    assert result.finished
+
+
+def test_fixed_positions_stay(model):
+    tokens = [M] * L
+    tokens[0], tokens[5], tokens[11] = 4, 0, 9
+    for sampler in DIFFUSION:
+        (row,) = rows(Engine(model), [request(2, tokens, sampler, eta=0.05)])
+        assert (row[0], row[5], row[11]) == (4, 0, 9)
+        assert M not in row
+
+
+def test_banned_tokens_and_phrases(model):
+    free = rows(Engine(model), [request(s) for s in range(20)])
+    often = Counter(itertools.chain(*free)).most_common(1)[0][0]
+    pair = Counter(p for row in free for p in itertools.pairwise(row)).most_common(1)[0][0]
+    banned = [[often], list(pair), [1, 2, 3]]
+    for row in rows(Engine(model), [request(s, banned=banned) for s in range(20)]):
+        assert often not in row
+        assert pair not in set(itertools.pairwise(row))
+        assert not any(row[i : i + 3] == [1, 2, 3] for i in range(L))
+    only_pair = rows(Engine(model), [request(s, banned=[list(pair)]) for s in range(20)])
+    assert any(p == pair for row in free for p in itertools.pairwise(row))
+    assert all(p != pair for row in only_pair for p in itertools.pairwise(row))
+    # rows that never held the phrase are the rows they would have been
+    assert [a for a, b in zip(only_pair, free) if pair not in set(itertools.pairwise(b))] == [
+        b for b in free if pair not in set(itertools.pairwise(b))
+    ]
+
+
+def test_required_words_appear(model):
+    word = [7, 3, 7]
+    tokens = [M, M, 5, M, M, M, M, M, 5, M, M, M]
+    for row in rows(Engine(model), [request(s, tokens, required=[word, [1]]) for s in range(6)]):
+        assert any(row[i : i + 3] == word for i in range(L))
+        assert 1 in row
+        assert row[2] == row[8] == 5
+
+
+def test_required_words_stand_where_the_model_wants_them():
+    """One required token in a row of two: placed by the model's probability of it at each position."""
+    toy = ToyModel(4, 2, seed=3)
+    p = [toy.p((3, 3))[l][1] for l in range(2)]
+    n = 1500
+    done = Engine(toy, slots=300).run(request(s, [3, 3], required=[[1]], banned=[]) for s in range(n))
+    # the other position may come out as 1 too: then both places are possible
+    other = [toy.p((1, 3))[1], toy.p((3, 1))[0]]
+    expected = Counter()
+    for place in range(2):
+        for v in range(3):
+            row = [v, v]
+            row[place] = 1
+            expected[tuple(row)] += p[place] / sum(p) * other[place][v]
+    counts = Counter(tuple(r.tokens) for r in done)
+    assert set(counts) <= set(expected)
+    assert chi_square([counts[k] for k in expected], list(expected.values())) > LEVEL
+
+
+def test_guidance_is_the_power_of_the_ratio():
+    """One hole: q proportional to p(v | row)^(1+w) / p(v | row with its fixed positions masked)^w."""
+    toy, w, n = ToyModel(4, 3, seed=1), 1.5, 2000
+    start = [0, 3, 2]
+    with_, without = (np.array(toy.p(z)[1]) for z in ((0, 3, 2), (3, 3, 3)))
+    q = with_[:3] ** (1 + w) / without[:3] ** w
+    done = Engine(toy, slots=200).run(request(s, start, guidance=w) for s in range(n))
+    counts = np.bincount([r.tokens[1] for r in done], minlength=3)
+    assert chi_square(counts, q / q.sum()) > LEVEL
+    assert chi_square(counts, with_[:3]) < LEVEL
+
+
+def test_watched_rows_send_frames(model):
+    engine = Engine(model, slots=2)
+    updates = list(engine.stream(request(5, sampler="remdm-cap", steps=20, eta=0.2, watch=True)))
+    frames, result = updates[:-1], updates[-1]
+    assert isinstance(result, Result)
+    assert all(isinstance(f, Frame) for f in frames)
+    assert len(frames) == result.nfe - 1
+    assert result.tokens == rows(Engine(model), [request(5, sampler="remdm-cap", steps=20, eta=0.2)])[0]
+    visible = [sum(t != M for t in f.tokens) for f in frames]
+    assert any(b < a for a, b in itertools.pairwise(visible)), "remasking is visible in the frames"
+    for f in frames:
+        assert all(f.tokens[l] != M for l in f.drawn)
+
+
+@pytest.mark.parametrize("sampler", ["confidence", "entropy", "anchor-first"])
+def test_frames_do_not_show_rejected_guesses(model, sampler):
+    frames = [u for u in Engine(model).stream(request(5, sampler=sampler, steps=4, threshold=0.9, watch=True))]
+    shown = [{(l, t) for l, t in enumerate(f.tokens) if t != M} for f in frames]
+    assert len(shown) > 1
+    assert all(a < b for a, b in itertools.pairwise(shown)), "a shown token stays"
+
+
+def test_cancel(model):
+    engine = Engine(model, slots=1)
+    first, second, third = (engine.submit(request(s, steps=40)) for s in range(3))
+    engine.step()
+    engine.cancel(first)
+    engine.cancel(third)
+    results = [u for u in engine.step() if isinstance(u, Result)]
+    assert {r.id for r in results} == {first, third}
+    assert not any(r.finished for r in results)
+    assert M in results[0].tokens
+    done = []
+    while engine.busy:
+        done += engine.step()
+    assert [(u.id, u.finished) for u in done] == [(second, True)]
+    engine.cancel(second)  # already gone
+    assert engine.step() == []
+
+
+def test_leaving_a_stream_cancels_the_row(model):
+    engine = Engine(model, slots=1)
+    stream = engine.stream(request(1, steps=40, watch=True))
+    next(stream)
+    stream.close()
+    engine.step()
+    assert not engine.busy
+
+
+def test_end_of_text_cuts_and_stops_early(model):
+    stop = 4
+    for sampler in ("mdlm", "first-hitting", "remdm-cap", "confidence"):
+        for seed in range(12):
+            full = next(iter(Engine(model).run([request(seed, sampler=sampler, eta=0.1)])))
+            cut = next(iter(Engine(model).run([request(seed, sampler=sampler, eta=0.1, stop_id=stop)])))
+            end = full.tokens.index(stop) + 1 if stop in full.tokens else L
+            assert cut.tokens == full.tokens[:end]
+            assert cut.nfe <= full.nfe
+    left_to_right = [Engine(model).run([request(s, sampler="autoregressive", stop_id=stop)]) for s in range(8)]
+    results = [next(iter(r)) for r in left_to_right]
+    assert any(r.nfe == len(r.tokens) < L for r in results), "stopped as soon as the text had ended"
+
+
+def test_an_end_of_text_in_the_prompt_does_not_count(model):
+    (row,) = rows(Engine(model), [request(1, [4, 4] + [M] * 10, stop_id=4)])
+    assert len(row) > 2
+
+
+def test_strides_go_beyond_the_models_length(model):
+    (row,) = rows(Engine(model), [request(3, [1, 2] + [M] * 28, stride=5)])
+    assert len(row) == 30
+    assert M not in row
+    assert row[:2] == [1, 2]
+    # the first window is the row the model alone would give
+    assert row[:L] == rows(Engine(model), [request(3, [1, 2] + [M] * 10)])[0]
+    short = rows(Engine(model, slots=3), [request(s, [M] * n, stride=5) for s, n in ((1, 5), (2, 13), (3, 40))])
+    assert [len(r) for r in short] == [5, 13, 40]
+
+
+def test_stride_windows_condition_on_what_stands_before():
+    """Toy of length 2, stride 1: a Markov chain whose transitions are the model's p(second | first)."""
+    toy, n = ToyModel(3, 2, seed=2), 1500
+    done = Engine(toy, slots=300).run(request(s, [0] + [2] * 3, steps=1, stride=1) for s in range(n))
+    expected = {}
+    for row in itertools.product(range(2), repeat=3):
+        chain = (0, *row)
+        expected[chain] = np.prod([toy.p((a, 2))[1][b] for a, b in itertools.pairwise(chain)])
+    counts = Counter(tuple(r.tokens) for r in done)
+    assert chi_square([counts[k] for k in expected], list(expected.values())) > LEVEL
+
+
+def test_draws_in_pieces_are_the_same(model):
+    requests = mixed(13)
+    whole = rows(Engine(model), requests)
+    engine = Engine(model)
+    engine.network.drawer.most = 2
+    assert rows(engine, requests) == whole
+
+
+class Padded(Graphs):
+    """Static shapes as on a GPU, without the GPU: pads to fixed sizes, runs the function itself, counts shapes."""
+
+    def __init__(self):
+        super().__init__(on=True, compile=False)
+        self.shapes = set()
+
+    def wrap(self, function):
+        def call(*args):
+            self.shapes.add(tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args))
+            return function(*args)
+
+        return call
+
+
+def test_padding_to_static_shapes_changes_nothing(model, monkeypatch):
+    requests = [request(s, sampler=n, eta=0.05) for s, n in enumerate(["mdlm", "remdm-cap", "remdm-conf"] * 6)]
+    expected = rows(Engine(model, slots=5), requests)
+    padded = Padded()
+    monkeypatch.setattr("adlm.engine.network.Graphs", lambda on, compile: padded)
+    engine = Engine(model, slots=5)
+    assert rows(engine, requests) == expected
+    batches = {s[0][0] for s in padded.shapes if len(s) == 2}
+    pieces = {s[0][0] for s in padded.shapes if len(s) > 2}
+    assert batches <= {1, 2, 4, 8}
+    assert pieces <= {16, 64, 256}
+
+
+def test_the_draw_is_one_graph_without_breaks(model):
+    """What is compiled and captured on a GPU traces as a whole."""
+    ints = torch.tensor([[0, 1], [3, 4], [5, 6], [0, 0], [0, 3], [0, 1]])
+    floats = torch.tensor([[1.0, 0.5], [0.9, 1.0], [0.0, 0.1], [0.0, 0.0]], dtype=torch.float64)
+    banned = torch.zeros(3, V, dtype=torch.bool)
+    banned[:, M] = True
+    hidden = torch.randn(2, 16)
+    traced = torch.compile(draw, backend="eager", fullgraph=True, dynamic=False)
+    cut = Cut(True, True, True)
+    token, log_p = traced(model.head, hidden, banned, ints, floats, cut)
+    plain = draw(model.head, hidden, banned, ints, floats, cut)
+    assert torch.equal(token, plain[0])
+    assert torch.equal(log_p, plain[1])
+
+
+def test_time_conditioned_models_are_told_the_noise_level():
+    toy = ToyModel(3, 4)
+    toy.config.time_conditioning = True
+    engine = Engine(toy, slots=1)
+    list(engine.run([request(1, [2] * 4, sampler="first-hitting")]))
+    t = np.sort(uniforms(1, Stream.REVEAL, torch.arange(4)).numpy())[::-1]
+    sigma = torch.cat(engine.network.model.sigmas)
+    torch.testing.assert_close(sigma.double(), torch.from_numpy(-np.log(1 - (1 - 1e-3) * t)), rtol=1e-6, atol=1e-6)
+
+
+def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():
+    """Not run here: some CPUs lack the instructions. The GPU test below does."""
+    timed = tiny_model(time_conditioning=True).requires_grad_(False)
+    low = bfloat16_copy(timed)
+    kinds = {name: p.dtype for name, p in low.named_parameters()}
+    assert kinds["head.weight"] == kinds["denoiser.blocks.0.qkv.weight"] == torch.bfloat16
+    assert {d for n, d in kinds.items() if "norm" in n or "time_embedding" in n} == {torch.float32}
+    assert all(p.dtype == torch.float32 for p in timed.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_gpu(model):
+    """float32 eager on the GPU gives the rows of the CPU; compiled bf16 with graphs does not depend on the order."""
+    requests = mixed(26)
+    expected = rows(Engine(model, slots=16), requests)
+    assert (
+        rows(Engine(copy.deepcopy(model), slots=16, device="cuda", precision="fp32", compile="false"), requests)
+        == expected
+    )
+    fast = Engine(copy.deepcopy(model), slots=16, device="cuda")
+    assert all(M not in row for row in rows(fast, requests))
+    assert rows(fast, requests) == rows(fast, requests[::-1])[::-1]
+
+
+def test_a_model_in_training_is_not_frozen():
+    trained = tiny_model()
+    rows(Engine(trained), [request(1)])
+    assert trained.bridge is not None
+    assert trained.bridge.frozen_matrix_DD is None
+    assert all(p.requires_grad for p in trained.parameters())
+
+
+def test_templates():
+    encode = lambda text: [ord(c) for c in text]  # noqa: E731
+    a = [ord("a")]
+    assert parse_template("a [MASK:2]a", encode, -1) == [*a, -1, -1, *a]
+    assert parse_template("[MASK] a[MASK]", encode, -1) == [-1, ord(" "), *a, -1]
+    for bad in ("no hole", "[MASK:x]", ""):
+        with pytest.raises(ValueError, match="needs at least one hole"):
+            parse_template(bad, encode, -1)
+    with pytest.raises(ValueError, match="hole of no tokens"):
+        parse_template("a [MASK:0]", encode, -1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": [1, 2, 3]}, "no holes"),
+        ({"tokens": [M] * 13}, r"13 positions is longer than 12 \(model.length\); set sampling.stride"),
+        ({"tokens": [M, 11]}, r"token 11, outside the vocabulary 0\.\.10"),
+        ({"seed": None}, "sampling.seed must be an integer"),
+        ({"seed": -1}, "sampling.seed"),
+        ({"top_p": 0.0}, r"sampling.top_p must lie in \(0, 1\], got 0"),
+        ({"steps": 0}, "sampling.steps must be at least 1, got 0"),
+        ({"temperature": -0.1}, "sampling.temperature"),
+        ({"guidance": -1.0}, "sampling.guidance"),
+        ({"stride": 12}, "sampling.stride"),
+        ({"sampler": "mldm"}, "did you mean 'mdlm'"),
+        ({"banned": [[v] for v in range(10)]}, "banned words leave no token"),
+        ({"banned": [[]]}, "a banned word has no tokens"),
+        ({"required": [[1] * 13]}, "does not fit into 12 holes"),
+        ({"required": [[M]]}, "required word holds the mask"),
+    ],
+)
+def test_bad_requests_are_answered(model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(model).submit(request(**({"seed": 0} | changes)))
+
+
+def test_what_a_model_cannot_do_is_answered(model):
+    with pytest.raises(ValueError, match="sampling.batch_size"):
+        Engine(model, slots=0)
+    with pytest.raises(ValueError, match="anchor network"):
+        Engine(tiny_model(anchored=False)).submit(request(sampler="anchor-first"))
+    with pytest.raises(ValueError, match="CausalEngine"):
+        Engine(tiny_model(causal=True))
+    with pytest.raises(ValueError, match="precision"):
+        make_engine(model, precision="fp8")
+
+
+def test_required_words_that_do_not_fit_end_the_row_not_the_engine(model):
+    engine = Engine(model)
+    id = engine.submit(request(tokens=[M, 1, M, 1, M], required=[[2, 3]]))
+    other = engine.submit(request(1))
+    updates = []
+    while engine.busy:
+        updates += engine.step()
+    results = {u.id: u for u in updates if isinstance(u, Result)}
+    assert not results[id].finished
+    assert "does not fit" in results[id].problem
+    assert results[other].finished
