@@ -50,6 +50,7 @@ def describe(cfg: Config, tokenizer: Tokenizer, **facts: Any) -> dict[str, Any]:
         "mask_id": tokenizer.mask_id,
         "tokenizer": {"name": cfg.data.tokenizer, "fingerprint": tokenizer.fingerprint},
         "data": cfg.data.name,
+        "data_settings": asdict(cfg.data),
         **facts,
     }
 
