@@ -384,7 +384,7 @@ def test_bad_requests_are_answered(model, changes, message):
 
 
 def test_what_a_model_cannot_do_is_answered(model):
-    with pytest.raises(ValueError, match="sampling.batch_size"):
+    with pytest.raises(ValueError, match=r"sampling\.batch_size"):
         Engine(model, slots=0)
     with pytest.raises(ValueError, match="anchor network"):
         Engine(tiny_model(anchored=False)).submit(request(sampler="anchor-first"))

@@ -50,7 +50,7 @@ class Engine(Rows[Canvas]):
         precision: str = "auto",
         compile: str = "auto",
     ):
-        """`schedule` is the masking schedule the model was trained with, log-linear by default; the rest: see Network."""
+        """`schedule` is the masking schedule the model was trained with (default log-linear); the rest: see Network."""
         require(not model.config.causal, "this engine fills holes; a causal model needs CausalEngine")
         super().__init__(model, slots)
         self.schedule = schedule or LogLinear()
