@@ -215,7 +215,15 @@ class EvalConfig:
     checkpoint: str = ""
     """Run folder, exported folder or release .ckpt to evaluate."""
     draws: int = 1
-    """Noise draws per row of the bound."""
+    """Noise draws per row of the bound; 2 or more also give its Monte Carlo error."""
+    estimator: str = "continuous"
+    """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
+    seed: int = 0
+    """Of the evaluation noise; the same for all models, so that their numbers are paired."""
+    chain_rows: int = 0
+    """Rows also scored from left to right by the same weights, at one pass per token (0: none)."""
+    out: str = ""
+    """File (json) that results are written to; empty: beside the checkpoint."""
     rows: int = 0
     """Rows evaluated (0: all)."""
     ema: bool = True
@@ -266,6 +274,16 @@ class SamplingConfig:
     """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: int = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
+    prompt: str = ""
+    """Text that every sample continues."""
+    template: str = ""
+    """Text with holes to fill: [MASK] is one token, [MASK:3] are three."""
+    banned: str = ""
+    """Words that must not appear, separated by commas."""
+    required: str = ""
+    """Words that must appear, separated by commas; each is placed where the model finds it likely."""
+    stop: bool = False
+    """End each sample at its first end-of-text token."""
     out: str = ""
     """File (jsonl) that samples are appended to as they are drawn; a rerun goes on from it. Empty: only shown."""
 
@@ -279,8 +297,8 @@ class ReasonConfig:
     method: str = "acot"
     """cot, no-cot, pause, acot, icot, coconut or coconut-pause."""
     base: str = ""
-    """Causal Hugging Face model to start from: hub name (gpt2), folder or GGUF file; empty: our own stack (section
-    model), from scratch."""
+    """Causal Hugging Face model to start from, by hub name (gpt2) or folder; empty: our own stack (section model), from
+    scratch."""
     train_path: str = ""
     """Training examples in the task's published format; empty: generated (prosqa, prontoqa)."""
     valid_path: str = ""
