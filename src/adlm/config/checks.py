@@ -12,9 +12,9 @@ from adlm.errors import choose, require
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig, TrainConfig
 
 CORPORA = (
-    "pydocs", "file", "prepared", "openwebtext", "openwebtext-train", "openwebtext-valid", "lm1b", "lm1b-gpt2",
-    "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed", "arxiv", "text8", "text8-crop", "tinystories",
-    "fineweb-edu", "wikipedia",
+    "pydocs", "file", "prepared", "checkpoint", "openwebtext", "openwebtext-train", "openwebtext-valid", "lm1b",
+    "lm1b-gpt2", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed", "arxiv", "text8", "text8-crop",
+    "tinystories", "fineweb-edu", "wikipedia",
 )  # fmt: skip
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "ppl_eval", "sample_eval"),
@@ -39,6 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "confidence", "entropy", "anchor-first", "analytic", "ddpm", "autoregressive",
     ),
     "sampling.parity": ("", "release"),
+    "eval.estimator": ("continuous", "exact-count", "both"),
     "reason.task": ("prosqa", "prontoqa", "gsm8k"),
     "reason.method": ("cot", "no-cot", "pause", "acot", "icot", "coconut", "coconut-pause"),
     "reason.anchor_tokens": ("first", "all"),
@@ -72,7 +73,8 @@ RANGES = {
     "train.spike_factor": _NOT_NEGATIVE, "train.num_threads": _NOT_NEGATIVE,
     "checkpoint.every": _COUNT, "checkpoint.minutes": _NOT_NEGATIVE, "checkpoint.keep": _COUNT,
     "checkpoint.milestone_every": _NOT_NEGATIVE,
-    "eval.draws": _COUNT, "eval.rows": _NOT_NEGATIVE, "eval.perplexity_batch_size": _COUNT,
+    "eval.draws": _COUNT, "eval.seed": _NOT_NEGATIVE, "eval.chain_rows": _NOT_NEGATIVE,
+    "eval.rows": _NOT_NEGATIVE, "eval.perplexity_batch_size": _COUNT,
     "sampling.steps": _COUNT, "sampling.n": _COUNT, "sampling.length": _NOT_NEGATIVE, "sampling.batch_size": _COUNT,
     "sampling.seed": _NOT_NEGATIVE, "sampling.temperature": _NOT_NEGATIVE, "sampling.top_p": _UP_TO_ONE,
     "sampling.top_k": _NOT_NEGATIVE, "sampling.min_p": _BELOW_ONE, "sampling.eta": _SHARE, "sampling.t_on": _SHARE,

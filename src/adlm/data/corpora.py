@@ -114,6 +114,7 @@ CORPORA: dict[str, Corpus] = {
         "your own text, jsonl, csv or parquet file or folder: data.path=, data.text_key=", tokenizer="bpe-8192",
     ),
     "prepared": Corpus("a folder written by `adlm data prepare`: data.path=, data.valid_path="),
+    "checkpoint": Corpus("the corpus that a checkpoint was trained on (evaluation only)"),
     "openwebtext": _OWT,
     "openwebtext-train": replace(_OWT, about="OpenWebText without its last 100,000 documents", only="train"),
     "openwebtext-valid": replace(_OWT, about="the last 100,000 documents of OpenWebText", only="valid"),
@@ -162,7 +163,7 @@ CORPORA: dict[str, Corpus] = {
     "text8": _TEXT8,
     "text8-crop": replace(_TEXT8, about="text8 with random windows of training rows", crop=True),
     "tinystories": Corpus(
-        "TinyStories", "roneneldan/TinyStories", splits={"train": "train", "valid": "validation"}, form="stories",
+        "TinyStories", "roneneldan/TinyStories", splits={"train": "train", "valid": "validation"},
         files={
             "train": ("TinyStories*-train.txt",), "valid": ("TinyStories*-valid.txt",),
             "any": ("tinystories*.txt", "tinystories*.jsonl"),

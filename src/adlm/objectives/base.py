@@ -28,6 +28,8 @@ class Rows(NamedTuple):
     """False at padding, which carries no loss; None: no padding."""
     anchors_BL: Tensor | None = None
     """Given anchors, for objective.anchor_rule=given."""
+    times_B: Tensor | None = None
+    """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` rows."""
 
 
 class Term(NamedTuple):

@@ -62,7 +62,8 @@ class Nelbo:
     def noised(self, rows: Rows, seed: int, counter: int, a: float = 1.0, b: float = 1.0) -> Noised:
         """z_t of every row; times from Beta(a, b), uniform for the bound."""
         cfg = self.cfg
-        t_B = beta_quantile(draw_times(seed, counter, rows.example_B, rows.total), a, b)
+        t_B = draw_times(seed, counter, rows.example_B, rows.total) if rows.times_B is None else rows.times_B
+        t_B = beta_quantile(t_B, a, b)
         if cfg.T > 0:
             t_B = ((t_B * cfg.T).floor().clamp(max=cfg.T - 1) + 1) / cfg.T
         else:
