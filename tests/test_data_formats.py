@@ -45,11 +45,9 @@ def test_scientific_papers_both_ways(tmp_path):
     assert list(read(path, "scientific_papers", "article")) == ["a .\nb ."]
 
 
-def test_stories(tmp_path):
-    blank = write(tmp_path / "a.txt", "One.\nMore.\n\n\nTwo.\n")
-    assert list(read(blank, "stories", "")) == ["One.\nMore.", "Two."]
-    marked = write(tmp_path / "b.txt", "One.\n\nMore.\n<|endoftext|>\nTwo.\n<|endoftext|>")
-    assert list(read(marked, "stories", "")) == ["One.\n\nMore.", "Two."]
+def test_stories_end_at_their_marker(tmp_path):
+    path = write(tmp_path / "TinyStories-valid.txt", "One.\n\nMore.\n<|endoftext|>\nTwo.\n<|endoftext|>")
+    assert list(read(path, "auto", "")) == ["One.\n\nMore.", "Two."]
 
 
 def test_csv_tsv_json_array(tmp_path):

@@ -101,7 +101,10 @@ def wikitext_lines(path: Path, text_key: str) -> Iterator[str]:
 
 
 def text(path: Path, text_key: str) -> Iterator[str]:
-    """Plain text: documents end at <|endoftext|>, and long ones are cut at blank lines every PIECE characters."""
+    """Plain text: documents end at <|endoftext|> (as in TinyStories); long ones are cut at blank lines.
+
+    A blank line alone ends nothing: in files without the marker it stands between paragraphs as well.
+    """
     return pieces(_separated(_chunks(path), END_OF_TEXT))
 
 
@@ -144,26 +147,6 @@ def pieces(parts: Iterable[tuple[str, bool]], size: int = PIECE) -> Iterator[str
 def _nonempty(document: str) -> Iterator[str]:
     if stripped := document.strip():
         yield stripped
-
-
-def stories(path: Path, text_key: str) -> Iterator[str]:
-    """TinyStories: stories end at <|endoftext|>, or, in a file without it, at blank lines."""
-    marked = END_OF_TEXT in next(_chunks(path), "")
-    if marked:
-        return pieces(_separated(_chunks(path), END_OF_TEXT), size=CHUNK)
-    return _paragraphs(path)
-
-
-def _paragraphs(path: Path) -> Iterator[str]:
-    lines: list[str] = []
-    with open_text(path) as file:
-        for line in file:
-            if line.strip():
-                lines.append(line)
-                continue
-            yield from _nonempty("".join(lines))
-            lines = []
-    yield from _nonempty("".join(lines))
 
 
 def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -277,7 +260,6 @@ FORMATS: dict[str, Reader] = {
     "auto": by_suffix,
     "lines": stripped_lines,
     "wikitext": wikitext_lines,
-    "stories": stories,
     "jsonl": jsonl,
     "scientific_papers": scientific_papers,
     "ag_news": ag_news_csv,
@@ -289,6 +271,6 @@ def read(path: Path, form: str, text_key: str) -> Iterator[str]:
     name = plain_name(path)
     if name.endswith(".parquet"):
         return parquet(path, text_key)
-    if form in ("lines", "wikitext", "stories") and name.endswith((".jsonl", ".ndjson", ".json")):
+    if form in ("lines", "wikitext") and name.endswith((".jsonl", ".ndjson", ".json")):
         return jsonl(path, text_key)
     return FORMATS[form](path, text_key)

@@ -82,6 +82,7 @@ def resolve(cfg: DataConfig, split: str) -> Source:
     require(0 <= share < 1, f"data.valid_share={share} must be at least 0 and less than 1")
     text_key = cfg.text_key if name == "file" else corpus.text_key
     source = Source(name, corpus, corpus.only or split, share=share, text_key=text_key)
+    require(name != "checkpoint", "data.name=checkpoint is for evaluating a checkpoint; name a corpus here")
     if name == "pydocs":
         return _held_out(source)
     require(name not in ("file", "prepared") or bool(cfg.path), f"data.name={name} needs data.path")
