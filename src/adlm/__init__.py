@@ -1,1 +1,23 @@
-"""adlm: anchored diffusion language models."""
+"""adlm: anchored diffusion language models.
+
+    import adlm
+    lm = adlm.load("runs/demo")
+    print(lm.generate(prompt="Once upon a time", length=128)[0].text)
+
+Importing the package loads nothing heavy: the names below bring torch with them when first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adlm.api import Generation, LanguageModel, Partial, Score, load
+
+__all__ = ["Generation", "LanguageModel", "Partial", "Score", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from adlm import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'adlm' has no attribute {name!r}")

@@ -53,6 +53,14 @@ COMMANDS: dict[str, Command] = {
         flags={"dry-run": "print model, tokens and memory, then stop"},
         sections=("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track"),
     ),
+    "sample": Command(
+        "adlm.api.command:run_sample",
+        "draw texts from a model: free, after a prompt or into a template; a rerun goes on with the file",
+        words=("eval.checkpoint",),
+        required=1,
+        flags={"watch": "show one text appearing, live in the terminal"},
+        sections=("sampling", "eval"),
+    ),
     "data": Command(
         "adlm.data.command:run_data",
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",

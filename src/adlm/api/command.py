@@ -1,0 +1,115 @@
+"""`adlm sample CHECKPOINT ...`: texts to the terminal and, line by line as they are finished, to a jsonl file.
+
+Sample i is a function of (settings, seed + i), so the file is its own progress: a rerun reads it, drops a line that a
+crash cut short, and draws only what is missing.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from adlm.api.language_model import LanguageModel, load
+from adlm.api.results import Generation
+from adlm.api.watch import watch_text
+from adlm.engine import Request
+from adlm.errors import require
+from adlm.schema import Config, SamplingConfig
+
+# Settings that do not change what sample i is.
+NOT_IDENTITY = ("n", "batch_size", "out", "seed")
+
+
+def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
+    """Draw sampling.n texts; returns how many, where, and how fast."""
+    c = cfg.sampling
+    require(c.n >= 1, f"sampling.n must be at least 1, got {c.n}")
+    require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
+    lm = load(cfg.eval.checkpoint, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
+    request = request_of(lm, c)
+    identity = fingerprint(lm, c)
+    path = Path(c.out) if c.out else None
+    have = read_samples(path, identity) if path else {}
+    wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
+    drawn: list[Generation] = []
+    began = time.perf_counter()
+    if watch and wanted:
+        drawn.append(watch_text(lm, replace(request, seed=wanted[0])))
+        record(path, drawn[0], identity)
+    else:
+        for text in draw(lm, request, wanted, c.batch_size):
+            record(path, text, identity)
+            print(f"--- seed {text.seed}, {text.nfe} evaluations\n{text.text}", flush=True)
+            drawn.append(text)
+    seconds = time.perf_counter() - began
+    made = sum(len(g.tokens) for g in drawn)
+    return {
+        "drawn": len(drawn),
+        "already_there": c.n - len(wanted),
+        "out": str(path) if path else "",
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(made / seconds, 1) if drawn else 0.0,
+        "nfe": sum(g.nfe for g in drawn) / max(1, len(drawn)),
+        "texts": [g.text for g in sorted(drawn, key=lambda g: g.seed)],
+    }
+
+
+def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
+    """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
+    settings = asdict(c)
+    own = {name: settings.pop(name) for name in ("template", "prompt", "length", "seed", "stop")}
+    words = {name: [w.strip() for w in settings.pop(name).split(",") if w.strip()] for name in ("banned", "required")}
+    if lm.model.config.causal and settings["sampler"] == SamplingConfig().sampler:
+        settings["sampler"] = "autoregressive"
+    return lm.request(**own, **words, **settings)
+
+
+def draw(lm: LanguageModel, request: Request, seeds: list[int], batch_size: int) -> Iterator[Generation]:
+    """Texts of the given seeds, in the order they are finished."""
+    for result in lm.engine(batch_size).run(replace(request, seed=s) for s in seeds):
+        yield lm.finish(result)
+
+
+def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
+    """What must agree for two samples of one seed to be the same text."""
+    settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
+    model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
+    text = json.dumps([settings, model, lm.tokenizer.fingerprint], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def record(path: Path | None, text: Generation, identity: str) -> None:
+    """Append one line; opened and closed each time, so that what is drawn is on disk."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**asdict(text), "run": identity}, ensure_ascii=False) + "\n")
+
+
+def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
+    """Samples by seed; a last line without an end is removed, samples of other settings are refused."""
+    if not path.exists():
+        return {}
+    whole = path.read_bytes()
+    sound = whole[: whole.rfind(b"\n") + 1]
+    if sound != whole:
+        path.write_bytes(sound)
+    have = {}
+    for number, line in enumerate(sound.decode("utf-8").splitlines(), 1):
+        try:
+            sample = json.loads(line)
+            seed, run = sample["seed"], sample["run"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"sampling.out={str(path)!r}: line {number} is not a sample; choose another file"
+            ) from None
+        require(
+            run == identity,
+            f"sampling.out={str(path)!r} holds samples of another model or other settings; choose another file",
+        )
+        have[seed] = sample
+    return have

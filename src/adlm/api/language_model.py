@@ -1,0 +1,220 @@
+"""A trained model with its tokenizer: generate, stream, score, look inside, save.
+
+    lm = adlm.load("runs/demo")
+    lm.generate(n=4, sampler="remdm-loop", steps=256, top_p=0.9, seed=0)
+    lm.generate("The capital of [MASK:2] is [MASK:3].")
+    lm.generate(prompt="Once upon a time", length=128)
+
+Everything random follows from `seed`: sample i uses seed + i, whatever the batch size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adlm import checkpoints
+from adlm.api.results import Generation, Partial, Score
+from adlm.api.scoring import score_tokens
+from adlm.data import hub
+from adlm.data.tokenizers import Tokenizer
+from adlm.diffusion.schedules import make_schedule
+from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
+from adlm.engine.template import parse_template
+from adlm.errors import choose, require
+from adlm.schema import SamplingConfig
+from adlm.training.export import CONFIG, TOKENIZER, WEIGHTS, Loaded, save_folder
+
+Words = Sequence[str]
+
+
+def load(
+    source: str | Path, device: str = "auto", ema: bool = True, tokenizer: str = "", root: str = ""
+) -> "LanguageModel":
+    """A run folder, an exported folder, a release .ckpt, or a hub name "owner/model"."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = Path(source).expanduser()
+    if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
+        advice = "give a run folder, an exported folder or a .ckpt file"
+        path = hub.fetch(str(source), (CONFIG, WEIGHTS, TOKENIZER), f"model {str(source)!r}", advice)
+    return LanguageModel(checkpoints.load(path, ema, device, tokenizer, root))
+
+
+class LanguageModel:
+    def __init__(self, loaded: Loaded):
+        self.loaded = loaded
+        self.model, self.info = loaded.model, loaded.info
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.engines: dict[int, Engine | CausalEngine] = {}
+
+    @property
+    def length(self) -> int:
+        """Longest row in tokens."""
+        return self.model.config.length
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def __repr__(self) -> str:
+        size = sum(p.numel() for p in self.model.parameters())
+        kind = self.info.get("algo", "?")
+        return f"LanguageModel({kind}, {size:,} parameters, length {self.length}, {self.tokenizer!r})"
+
+    # Generating
+
+    def generate(
+        self,
+        template: str = "",
+        *,
+        prompt: str = "",
+        n: int = 1,
+        length: int = 0,
+        seed: int = 0,
+        banned: Words = (),
+        required: Words = (),
+        stop: bool = False,
+        **settings: Any,
+    ) -> list[Generation]:
+        """n texts: free, continuing `prompt`, or filling the holes of `template`, in the order of their seeds.
+
+        `length` counts tokens, prompt included (0: the model's). `stop` ends a text at its first end-of-text token.
+        `settings` are the fields of SamplingConfig: sampler, steps, temperature, top_p, top_k, min_p, eta, guidance,
+        stride, batch_size, parity, ...
+        """
+        require(n >= 1, f"n must be at least 1, got {n}")
+        request = self.request(template, prompt, length, seed, banned, required, stop, **settings)
+        requests = (replace(request, seed=seed + i) for i in range(n))
+        texts = [self.finish(r) for r in self.engine(request.settings.batch_size).run(requests)]
+        return sorted(texts, key=lambda g: g.seed)
+
+    def stream(self, template: str = "", **arguments: Any) -> Iterator[Partial | Generation]:
+        """The arguments of `generate` (n = 1): partial texts after each evaluation, then the Generation."""
+        names = {"prompt": "", "length": 0, "seed": 0, "banned": (), "required": (), "stop": False}
+        require("n" not in arguments, "stream yields one text; draw several with generate(n=...)")
+        given = [arguments.pop(name, default) for name, default in names.items()]
+        request = replace(self.request(template, *given, **arguments), watch=True)
+        for update in self.engine(request.settings.batch_size).stream(request):
+            if isinstance(update, Result):
+                yield self.finish(update)
+            else:
+                yield Partial(self.text(update.tokens), update.tokens, update.step, update.nfe, update.drawn)
+
+    def request(
+        self,
+        template: str = "",
+        prompt: str = "",
+        length: int = 0,
+        seed: int = 0,
+        banned: Words = (),
+        required: Words = (),
+        stop: bool = False,
+        **settings: Any,
+    ) -> Request:
+        """What the engine is asked for; `generate` and `stream` are this and an engine."""
+        tok, causal = self.tokenizer, self.model.config.causal
+        for name in settings:
+            choose("setting", name, [f.name for f in fields(SamplingConfig)])
+        require(not (template and prompt), "give a template or a prompt, not both")
+        if causal:
+            settings.setdefault("sampler", "autoregressive")
+            require(
+                settings["sampler"] == "autoregressive",
+                f"sampling.sampler={settings['sampler']!r} needs a diffusion model; a causal one has 'autoregressive'",
+            )
+        config = SamplingConfig(**settings)
+        if template:
+            tokens = [tok.bos_id, *parse_template(template, tok.encode, tok.mask_id)]
+            require(
+                len(tokens) <= self.length or config.stride > 0,
+                f"the template has {len(tokens)} tokens and the model {self.length} (model.length); shorten it",
+            )
+        else:
+            total = length or self.length
+            require(total >= 1, f"sampling.length must be positive, or 0 for the model's, got {length}")
+            # Rows of the training data begin so; without a prompt a diffusion model finds that out by itself.
+            start = [tok.bos_id, *tok.encode(prompt)] if prompt or stop or causal else []
+            require(
+                len(start) < total,
+                f"the prompt has {len(start)} tokens, which leaves nothing to draw in sampling.length={total}",
+            )
+            tokens = start + [tok.mask_id] * (total - len(start))
+        return Request(
+            tokens,
+            config,
+            seed,
+            banned=[v for word in banned for v in self.variants(word)],
+            required=[self.variants(word)[-1] for word in required],
+            stop_id=tok.eos_id if stop else None,
+        )
+
+    def variants(self, word: str) -> list[list[int]]:
+        """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""
+        require(bool(word.strip()), "a banned or required word is empty")
+        found = []
+        for text in (word, " " + word):
+            tokens = self.tokenizer.encode(text)
+            require(bool(tokens), f"the word {word!r} has no tokens in this vocabulary")
+            unknown = self.tokenizer.decode(tokens).strip().lower() != word.strip().lower()
+            require(
+                not unknown,
+                f"the word {word!r} is unknown to this vocabulary: it reads {self.tokenizer.decode(tokens)!r}",
+            )
+            if tokens not in found:
+                found.append(tokens)
+        return found
+
+    def engine(self, slots: int) -> Engine | CausalEngine:
+        """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping."""
+        if slots not in self.engines:
+            schedule = make_schedule(self.loaded.noise)
+            self.engines[slots] = make_engine(self.model, schedule, slots, self.device)
+        return self.engines[slots]
+
+    def finish(self, result: Result) -> Generation:
+        if result.problem:
+            raise ValueError(result.problem)
+        return Generation(self.text(result.tokens), result.tokens, result.nfe, result.seconds, result.seed)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Text of a row without its begin and end tokens; masks show by name."""
+        ends = {self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id}
+        return self.tokenizer.decode([t for t in tokens if t not in ends])
+
+    # Looking
+
+    def score(self, text: str | Sequence[int], draws: int = 64) -> Score:
+        """The bound on -log p of a text (exact for causal models), with `draws` draws of noise."""
+        tokens = self.tokenizer.encode(text) if isinstance(text, str) else [int(t) for t in text]
+        return score_tokens(self.model, tokens, self.tokenizer.bos_id, self.loaded.noise, self.loaded.objective, draws)
+
+    @torch.no_grad()
+    def log_probs(self, tokens_BL: Tensor) -> Tensor:
+        """log p(x0 | canvas) at every position after SUBS, or of the next token if causal: float32 [B, L, V]."""
+        return self.model.log_probs(tokens_BL.to(self.device))
+
+    @torch.no_grad()
+    def anchor_logits(self, tokens_BL: Tensor) -> Tensor:
+        """Raw logits of the anchor network at every position: float32 [B, L, V]."""
+        return self.model.anchor_logits(tokens_BL.to(self.device))
+
+    # Keeping
+
+    def save(self, folder: str | Path) -> None:
+        """Write an exported folder: weights, config.json, tokenizer.json, model card."""
+        save_folder(Path(folder), self.model.state_dict(), self.tokenizer, self.info)
+
+    def push_to_hub(self, name: str, private: bool = False) -> None:
+        """Upload an exported folder as `owner/model` (needs huggingface_hub and a login)."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(folder)
+            HfApi().create_repo(name, private=private, exist_ok=True)
+            HfApi().upload_folder(repo_id=name, folder_path=folder)

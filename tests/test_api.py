@@ -1,0 +1,256 @@
+"""The public face: load, generate, stream, score, save, and `adlm sample` with its file."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny import tiny_model
+
+import adlm
+from adlm.api.command import run_sample
+from adlm.api.watch import watch_text
+from adlm.data.tokenizers import raw_bytes
+from adlm.schema import Config, DataConfig, ObjectiveConfig, SamplingConfig
+from adlm.training.export import describe, save_folder
+
+L = 24
+
+
+def export(folder, **options):
+    """A tiny untrained model over bytes, as an exported folder."""
+    tokenizer = raw_bytes()
+    model = tiny_model(tokenizer.vocab_size, tokenizer.mask_id, **{"length": L, **options})
+    objective = ObjectiveConfig(name="autoregressive", gamma=0.0) if options.get("causal") else ObjectiveConfig()
+    cfg = Config(algo="test", model=model.config, objective=objective, data=DataConfig(name="none", tokenizer="bytes"))
+    save_folder(folder, model.state_dict(), tokenizer, describe(cfg, tokenizer, step=3))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("diffusion") / "export")
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return adlm.load(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    return adlm.load(
+        export(tmp_path_factory.mktemp("causal") / "export", causal=True, anchored=False, adaln=False), "cpu"
+    )
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, adlm; assert 'torch' not in sys.modules; adlm.load; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        adlm.lod  # noqa: B018
+
+
+def test_generate_is_a_function_of_the_seed(lm):
+    four = lm.generate(n=4, steps=8, seed=10)
+    assert [g.seed for g in four] == [10, 11, 12, 13]
+    assert all(len(g.tokens) == L and 1 <= g.nfe <= 8 and g.seconds > 0 for g in four)
+    assert lm.generate(seed=12, steps=8)[0].tokens == four[2].tokens
+    assert lm.generate(n=3, steps=8, seed=11, batch_size=2)[0].tokens == four[1].tokens
+
+
+def test_prompts_are_continued(lm):
+    (g,) = lm.generate(prompt="abc", length=12, steps=4)
+    assert g.text.startswith("abc")
+    assert g.tokens[:4] == [lm.tokenizer.bos_id, *b"abc"]
+    assert len(g.tokens) == 12
+
+
+def test_templates_are_filled(lm):
+    (g,) = lm.generate("It [MASK:2] on [MASK:3].", steps=4)
+    assert g.tokens[:3] == [lm.tokenizer.bos_id, *b"It"]
+    assert g.tokens[5:8] == [*b" on"]
+    assert g.tokens[-1] == ord(".")
+    assert len(g.tokens) == 3 + 2 + 3 + 3 + 1
+    assert lm.tokenizer.mask_id not in g.tokens
+
+
+def test_words(lm):
+    (g,) = lm.generate(required=["cat"], steps=4, seed=3)
+    assert " cat" in g.text
+    assert b"z"[0] not in [t for g in lm.generate(n=5, banned=["z"], steps=4) for t in g.tokens]
+
+
+def test_streams_end_with_what_generate_gives(lm):
+    *partial, last = lm.stream(prompt="ab", length=10, steps=6, seed=5)
+    assert isinstance(last, adlm.Generation)
+    assert last.tokens == lm.generate(prompt="ab", length=10, steps=6, seed=5)[0].tokens
+    assert all(isinstance(p, adlm.Partial) and p.text.startswith("ab") for p in partial)
+    masks = [p.tokens.count(lm.tokenizer.mask_id) for p in partial]
+    assert masks == sorted(masks, reverse=True)
+
+
+def test_strides(lm):
+    (g,) = lm.generate(length=60, stride=8, steps=4)
+    assert len(g.tokens) == 60
+
+
+def test_stop_cuts_at_the_end_of_text(lm):
+    texts = lm.generate(n=30, stop=True, steps=8, temperature=3.0)
+    assert any(len(g.tokens) < L for g in texts)
+    assert all(g.tokens[-1] == lm.tokenizer.eos_id for g in texts if len(g.tokens) < L)
+
+
+def test_causal_models_have_the_same_face(causal):
+    (g,) = causal.generate(prompt="ab", length=12, seed=4)
+    assert g.tokens[:3] == [causal.tokenizer.bos_id, *b"ab"]
+    assert g.nfe == 9
+    *_, last = causal.stream(prompt="ab", length=12, seed=4)
+    assert last.tokens == g.tokens
+    with pytest.raises(ValueError, match="needs a diffusion model"):
+        causal.generate(sampler="mdlm")
+    with pytest.raises(ValueError, match="all holes must stand at the end"):
+        causal.generate("a [MASK] b")
+
+
+def test_score_of_a_causal_model_is_the_likelihood(causal):
+    tokens = [*b"hello there"]
+    row = torch.tensor([[causal.tokenizer.bos_id, *tokens]])
+    log_p = causal.log_probs(row)[0, :-1].gather(-1, row[0, 1:, None])[:, 0]
+    score = causal.score("hello there")
+    assert score.nll == pytest.approx(-log_p.mean().item(), rel=1e-5)
+    np.testing.assert_allclose(score.per_token, -log_p.numpy(), rtol=1e-4)
+    assert score.stderr == 0
+    assert score.ppl == pytest.approx(math.exp(score.nll))
+
+
+def test_score_of_a_diffusion_model_is_the_bound(lm):
+    """Two tokens: the bound is the mean over both orders of the chain rule, by enumeration of the masks."""
+    x = [*b"hi"]
+    bos, m = lm.tokenizer.bos_id, lm.tokenizer.mask_id
+    canvases = torch.tensor([[bos, m, m], [bos, x[0], m], [bos, m, x[1]]])
+    log_p = lm.log_probs(canvases)
+    none, first, second = (log_p[i] for i in range(3))
+    # -E over orders: half of the time each position comes first
+    exact = -0.5 * (none[1, x[0]] + first[2, x[1]] + none[2, x[1]] + second[1, x[0]]).item()
+    score = lm.score("hi", draws=20_000)
+    assert score.nll * 2 == pytest.approx(exact, abs=5 * 2 * score.stderr + 0.02)
+    assert sum(score.per_token) == pytest.approx(score.nll * 2)
+    assert score.tokens == x
+    assert lm.score("hi", draws=64) == lm.score(x, draws=64)
+
+
+def test_long_texts_are_scored_in_pieces(lm):
+    score = lm.score("x" * 100, draws=4)
+    assert len(score.per_token) == 100
+
+
+def test_save_and_load_again(lm, tmp_path):
+    lm.save(tmp_path / "copy")
+    again = adlm.load(tmp_path / "copy", device="cpu")
+    assert again.generate(steps=4, seed=1)[0].tokens == lm.generate(steps=4, seed=1)[0].tokens
+    tokens = torch.randint(0, 250, (2, L))
+    assert torch.equal(lm.anchor_logits(tokens), again.anchor_logits(tokens))
+    assert "length 24" in repr(again)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"template": "no hole"}, "at least one hole"),
+        ({"template": "x" * 30 + "[MASK]"}, r"template has 32 tokens and the model 24 \(model.length\)"),
+        ({"template": "[MASK]", "prompt": "a"}, "a template or a prompt"),
+        ({"prompt": "x" * 30}, "leaves nothing to draw"),
+        ({"top_p": 0}, "sampling.top_p"),
+        ({"steps": 0}, "sampling.steps"),
+        ({"seed": None}, "sampling.seed must be an integer"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"stepz": 3}, "did you mean 'steps'"),
+        ({"length": 30}, "longer than 24"),
+        ({"banned": [""]}, "word is empty"),
+        ({"sampler": "remdm"}, "sampling.sampler='remdm' is unknown"),
+    ],
+)
+def test_bad_arguments_are_answered(lm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lm.generate(**arguments) if "seed" not in arguments else next(lm.stream(**arguments))
+
+
+def test_unknown_words_are_answered():
+    from adlm.data.tokenizers import text8_characters
+
+    class Fake:
+        tokenizer = text8_characters()
+
+    with pytest.raises(ValueError, match="'caf\u00e9' is unknown to this vocabulary"):
+        adlm.LanguageModel.variants(Fake(), "caf\u00e9")
+
+
+def test_what_cannot_be_loaded_is_answered(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        adlm.load(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="neither a run folder nor an exported folder"):
+        adlm.load(tmp_path)
+
+
+# adlm sample
+
+
+def config(folder, **sampling) -> Config:
+    cfg = Config(sampling=SamplingConfig(**({"steps": 4, "n": 5} | sampling)))
+    cfg.eval.checkpoint, cfg.train.device = str(folder), "cpu"
+    return cfg
+
+
+def test_samples_go_to_a_file_and_a_rerun_continues(folder, tmp_path, capsys):
+    out = tmp_path / "deep" / "samples.jsonl"
+    first = run_sample(config(folder, out=str(out), n=3))
+    assert first["drawn"] == 3
+    whole = out.read_text().splitlines()
+    # a crash in the middle of the third line
+    out.write_text("\n".join(whole[:2]) + "\n" + whole[2][:20])
+    second = run_sample(config(folder, out=str(out), n=6, batch_size=1))
+    assert (second["drawn"], second["already_there"]) == (4, 2)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(line["seed"] for line in lines) == list(range(6))
+    straight = run_sample(config(folder, n=6))
+    assert [line["text"] for line in sorted(lines, key=lambda s: s["seed"])] == straight["texts"]
+    assert "--- seed 5" in capsys.readouterr().out
+    assert run_sample(config(folder, out=str(out), n=6))["drawn"] == 0
+
+
+def test_a_file_of_other_settings_is_refused(folder, tmp_path):
+    out = tmp_path / "samples.jsonl"
+    run_sample(config(folder, out=str(out), n=1))
+    with pytest.raises(ValueError, match="other settings"):
+        run_sample(config(folder, out=str(out), n=2, top_p=0.5))
+    out.write_text("{}\n")
+    with pytest.raises(ValueError, match="line 1 is not a sample"):
+        run_sample(config(folder, out=str(out)))
+
+
+def test_conditions_come_from_the_configuration(folder):
+    got = run_sample(config(folder, prompt="ab", length=10, banned="x, y", n=2))
+    assert all(t.startswith("ab") for t in got["texts"])
+    assert run_sample(config(folder, template="a [MASK:2] b", n=1))["texts"][0].endswith(" b")
+
+
+def test_watch_shows_the_reveal(folder, lm):
+    screen = io.StringIO()
+    request = lm.request(prompt="ab", length=12, steps=6)
+    text = watch_text(lm, request, Console(file=screen, force_terminal=True, width=80))
+    assert text.tokens == lm.generate(prompt="ab", length=12, steps=6)[0].tokens
+    assert "evaluations" in screen.getvalue()
+    assert run_sample(config(folder, n=1), watch=True)["drawn"] == 1
+    with pytest.raises(ValueError, match="--watch shows one text"):
+        run_sample(config(folder, n=2), watch=True)
+
+
+def test_causal_models_sample_from_the_command(causal, tmp_path):
+    causal.save(tmp_path / "ar")
+    assert run_sample(config(tmp_path / "ar", n=2))["drawn"] == 2
