@@ -129,22 +129,40 @@ def linear_cross_entropy(
 
 
 @torch.no_grad()
+def linear_row_losses(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    exclude: int | None = None,
+    chunk_loss: ChunkLoss = cross_entropy_chunk,
+) -> Tensor:
+    """The loss of every row, of which `linear_cross_entropy` is the sum; no gradients: for evaluation."""
+    check_rows(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
+    device = hidden_ND.device.type
+    rows = max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
+    accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
+    b = (
+        weight_VD.new_zeros(weight_VD.shape[0], dtype=accumulate)
+        if bias_V is None
+        else bias_V.to(accumulate, copy=True)
+    )
+    if exclude is not None:
+        b[exclude] = -torch.inf
+    losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
+    for h_nD, target_n, weight_n in zip(hidden_ND.split(rows), targets_N.split(rows), weights_N.split(rows)):
+        logits_nV = torch.nn.functional.linear(h_nD, weight_VD)
+        losses.append(chunk_loss(logits_nV, b, target_n, weight_n.to(accumulate))[0])
+    return torch.cat(losses)
+
+
 def linear_nll(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, exclude: int | None = None
 ) -> Tensor:
-    """-log softmax(hidden_i W^T + b)[targets_i] for every row, without gradients: for evaluation."""
+    """-log softmax(hidden_i W^T + b)[targets_i] for every row."""
     ones_N = torch.ones(hidden_ND.shape[0], device=hidden_ND.device)
-    check_rows(hidden_ND, weight_VD, bias_V, targets_N, ones_N)
-    device = hidden_ND.device.type
-    rows = max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
-    parts = []
-    for h_nD, target_n in zip(hidden_ND.split(rows), targets_N.split(rows)):
-        z = torch.nn.functional.linear(h_nD, weight_VD, bias_V)
-        z = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
-        if exclude is not None:
-            z[:, exclude] = -torch.inf
-        parts.append(z.logsumexp(-1) - z.gather(1, target_n[:, None]).squeeze(1))
-    return torch.cat(parts) if parts else hidden_ND.new_zeros(0, dtype=torch.float32)
+    return linear_row_losses(hidden_ND, weight_VD, bias_V, targets_N, ones_N, exclude)
 
 
 def check_rows(h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, weight_N: Tensor) -> None:
@@ -155,7 +173,7 @@ def check_rows(h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N:
     )
     N, V = h_ND.shape[0], weight_VD.shape[0]
     require(
-        tuple(target_N.shape) == (N,) and tuple(weight_N.shape) == (N,),
+        tuple(target_N.shape) == (N,) and len(weight_N) == N,
         f"targets {tuple(target_N.shape)} and weights {tuple(weight_N.shape)} must both be [{N}], one per hidden row",
     )
     require(bias_V is None or bias_V.shape == (V,), f"bias must be [{V}] or None")

@@ -9,7 +9,9 @@ from adlm.errors import choose
 from adlm.objectives.anelbo import Anelbo
 from adlm.objectives.autoregressive import Autoregressive
 from adlm.objectives.base import LossOutput, Objective, Rows, Task, Term, loss, row_bounds
+from adlm.objectives.d3pm import D3pm
 from adlm.objectives.nelbo import Nelbo
+from adlm.objectives.score_entropy import ScoreEntropy
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
 __all__ = ["OBJECTIVES", "LossOutput", "Objective", "Rows", "Task", "Term", "loss", "make_objective", "row_bounds"]
@@ -17,6 +19,8 @@ __all__ = ["OBJECTIVES", "LossOutput", "Objective", "Rows", "Task", "Term", "los
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "nelbo": lambda cfg, schedule, mask_id, seed, share_V: Nelbo(cfg, schedule, mask_id, seed),
     "anelbo": Anelbo,
+    "score-entropy": lambda cfg, schedule, mask_id, seed, share_V: ScoreEntropy(cfg, schedule, mask_id, seed),
+    "d3pm": lambda cfg, schedule, mask_id, seed, share_V: D3pm(cfg, schedule, mask_id, seed),
     "autoregressive": lambda cfg, schedule, mask_id, seed, share_V: Autoregressive(cfg, mask_id, share_V),
 }
 

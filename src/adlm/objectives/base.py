@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adlm.models import LanguageModel, linear_cross_entropy, linear_nll
+from adlm.models import LanguageModel, linear_cross_entropy, linear_row_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
 from adlm.schema import ModelConfig
 
@@ -121,10 +121,13 @@ def row_bounds(model: LanguageModel, task: Task) -> Tensor:
     """The bound of every row of a validation task, nats summed over the row, float64: [B]."""
     (term,) = task.terms.values()
     hidden_ND = model(task.tokens_BL, task.sigma_B).denoiser_BLD.flatten(0, 1).index_select(0, term.rows_N)
-    nll_N = linear_nll(hidden_ND, model.head.weight, model.head.bias, term.targets_N, term.exclude)
+    loss_N = linear_row_losses(
+        hidden_ND, model.head.weight, model.head.bias, term.targets_N, term.weights_N, term.exclude, term.chunk_loss
+    )
     row_N = term.rows_N // task.tokens_BL.shape[1]
-    total_B = torch.zeros(len(task.tokens_BL), dtype=torch.float64, device=nll_N.device)
-    return total_B.index_add_(0, row_N, nll_N.double() * term.weights_N)
+    return torch.zeros(len(task.tokens_BL), dtype=torch.float64, device=loss_N.device).index_add_(
+        0, row_N, loss_N.double()
+    )
 
 
 def select(term_rows_BL: Tensor, targets_BL: Tensor, weight_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:

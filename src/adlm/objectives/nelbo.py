@@ -29,26 +29,29 @@ class Noised:
 
     def __init__(self, rows: Rows, t_B: Tensor, u_BL: Tensor, schedule: Schedule, T: int, mask_id: int):
         self.rows, self.t_B = rows, t_B
-        alpha_t_B = schedule.alpha(t_B)
+        alpha_t_B = self.alpha_t_B = schedule.alpha(t_B)
         self.z_BL = mask_tokens(rows.tokens_BL, u_BL, alpha_t_B, mask_id)
         # not z == mask: a clean row may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
         self.sigma_B = schedule.sigma(t_B).float()
         if T > 0:
-            alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
+            alpha_s_B = self.alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
             weight_B = T * (alpha_s_B - alpha_t_B) / (1 - alpha_t_B)
         else:
             weight_B = schedule.weight(t_B)
         self.weight_B = weight_B.float()
 
-    def where(self, positions_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, targets and weights of the given positions, padding left out."""
+    def where(self, positions_BL: Tensor, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, targets and weights (w(t) unless given) of the given positions, padding left out."""
         if self.rows.attention_mask_BL is not None:
             positions_BL = positions_BL & self.rows.attention_mask_BL.bool()
-        return select(positions_BL, self.rows.tokens_BL, self.weight_B)
+        return select(positions_BL, self.rows.tokens_BL, self.weight_B if weight_B is None else weight_B)
 
 
 class Nelbo:
+    bound_name = "nelbo"
+    """Of the bound's term in logs."""
+
     def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
         require(cfg.T >= 0, f"objective.T={cfg.T} must be 0 (continuous time) or a number of steps")
         require(0 <= cfg.sampling_eps < 1, f"objective.sampling_eps={cfg.sampling_eps} is outside [0, 1)")
@@ -83,8 +86,8 @@ class Nelbo:
 
     def draw(self, rows: Rows, step: int, progress: float) -> Task:
         noised = self.draw_training(rows, step, progress)
-        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), {"nelbo": self.bound_term(noised)})
+        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), {self.bound_name: self.bound_term(noised)})
 
     def draw_bound(self, rows: Rows, draw: int) -> Task:
         noised = self.noised(rows, VALIDATION_SEED, draw)
-        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), {"nelbo": self.bound_term(noised)})
+        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), {self.bound_name: self.bound_term(noised)})
