@@ -1,0 +1,93 @@
+"""More than one rank: the same curve, checkpoints that change hands, DDP and FSDP2 alike (gloo, on the CPU)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import overrides
+from safetensors.torch import load_file
+
+from adlm.training.metrics import read_metrics
+
+
+def launch(folder: Path, ranks: int, name: str, *more: str, **changes: object) -> Path:
+    """Train under torchrun with `ranks` processes (1: alone) and return the run folder."""
+    out = folder / name
+    arguments = ["-m", "adlm", "train", *overrides(folder, out=out, **changes), *more]
+    command = [sys.executable, *arguments]
+    if ranks > 1:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            *arguments,
+        ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def curve(run: Path) -> list[float]:
+    return [e.get("nelbo", e.get("nll")) for e in read_metrics(run)]
+
+
+def assert_same_curve(a: Path, b: Path) -> None:
+    assert len(curve(a)) == len(curve(b)) > 10
+    np.testing.assert_allclose(curve(a), curve(b), rtol=1e-5)
+    first, second = (load_file(run / "export" / "model.safetensors") for run in (a, b))
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    launch(folder, 1, "alone")
+    return folder
+
+
+def test_two_ranks_give_the_curve_of_one(alone):
+    assert_same_curve(launch(alone, 2, "two"), alone / "alone")
+
+
+@pytest.mark.slow
+def test_four_ranks_give_the_curve_of_one(alone):
+    assert_same_curve(launch(alone, 4, "four"), alone / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fsdp_gives_the_curve_of_ddp(alone, optimizer):
+    ddp = launch(alone, 2, f"ddp-{optimizer}", optim=optimizer)
+    fsdp = launch(alone, 2, f"fsdp-{optimizer}", "train.strategy=fsdp", optim=optimizer)
+    assert_same_curve(fsdp, ddp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bridge", ["residual", "none"])
+def test_other_bridges_on_two_ranks(alone, bridge):
+    one = launch(alone, 1, f"one-{bridge}", model__bridge=bridge)
+    assert_same_curve(launch(alone, 2, f"two-{bridge}", model__bridge=bridge), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_saved_on_two_ranks_resumed_on_one_and_on_four(alone, ranks, strategy):
+    """Stop at step 8 by cutting the later checkpoints away, then go on with another number of ranks."""
+    name = f"{strategy}-2-to-{ranks}"
+    run = launch(alone, 2, name, f"train.strategy={strategy}")
+    for step in (run / "checkpoints").glob("step-*"):
+        if int(step.name[5:]) > 8:
+            for file in step.iterdir():
+                file.unlink()
+            step.rmdir()
+    assert [p.name for p in (run / "checkpoints").glob("step-*")]
+    assert_same_curve(launch(alone, ranks, name, "train.strategy=ddp"), alone / "alone")
