@@ -50,7 +50,12 @@ class CausalEngine(Rows[Text]):
         self.network, self.bf16 = prepare(model, self.device, precision)
         dtype = torch.bfloat16 if self.bf16 else None
         self.cache = self.network.make_cache(slots, model.config.length, dtype)
-        self.drawer = Drawer(self.network.head, slots, model.vocab_size, model.mask_id, Graphs(on=False, compile=False))
+        plain = Graphs(on=False, compile=False)
+        self.drawer = Drawer(self.head, slots, model.vocab_size, model.mask_id, plain, self.device)
+
+    def head(self, hidden_ND: Tensor) -> Tensor:
+        with autocast(self.device, self.bf16):
+            return self.network.head(hidden_ND)
 
     def submit(self, request: Request) -> int:
         holes = [l for l, t in enumerate(request.tokens) if t == self.model.mask_id]
@@ -118,11 +123,11 @@ class CausalEngine(Rows[Text]):
         ints, floats = torch.from_numpy(draws.ints).to(self.device), torch.from_numpy(draws.floats).to(self.device)
         with autocast(self.device, self.bf16):
             hidden_SD = self.network(last_S[:, None], cache=self.cache).denoiser_BLD[:, 0]
-            for slot, token in phrases:
-                self.drawer.banned_SV[slot, token] = True
-            tokens = [d.token for _, d in self.drawer(hidden_SD[ints[SLOT]], ints, floats, draws.cut)]
-            for slot, token in phrases:
-                self.drawer.banned_SV[slot, token] = False
+        for slot, token in phrases:
+            self.drawer.banned_SV[slot, token] = True
+        tokens = [d.token for _, d in self.drawer(hidden_SD[ints[SLOT]], ints, floats, draws.cut)]
+        for slot, token in phrases:
+            self.drawer.banned_SV[slot, token] = False
         return torch.cat(tokens)
 
     def phrase_bans(self, group: list[int], rows: list[Text]) -> list[tuple[int, int]]:

@@ -5,17 +5,19 @@ The pieces hold at most `budget` logits, whatever the vocabulary; on a GPU they 
 each can be one CUDA graph. Padding columns belong to a slot nobody reads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from adlm.diffusion.categorical import filter_logits, gumbel_argmax
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine.graphs import Graphs
+
+Head = Callable[[Tensor], Tensor]
 
 # Rows of Draws.ints and Draws.floats
 SLOT, POSITION, SEED, STEP, TOP_K, RELEASE = range(6)
@@ -77,7 +79,7 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    head: nn.Module, hidden_ND: Tensor, banned_SV: Tensor, ints: Tensor, floats: Tensor, cut: Cut
+    head: Head, hidden_ND: Tensor, banned_SV: Tensor, ints: Tensor, floats: Tensor, cut: Cut
 ) -> tuple[Tensor, Tensor]:
     """(tokens [N], log-probabilities [N, V] they were drawn from). Static shapes, no host sync."""
     logits = head(hidden_ND).float().masked_fill(banned_SV[ints[SLOT]], -torch.inf)
@@ -97,8 +99,7 @@ def draw(
 class Drawer:
     """`draw` over any number of positions."""
 
-    def __init__(self, head: nn.Module, slots: int, vocab_size: int, mask_id: int, graphs: Graphs):
-        device = next(head.parameters()).device
+    def __init__(self, head: Head, slots: int, vocab_size: int, mask_id: int, graphs: Graphs, device: torch.device):
         # Zero-masking of SUBS and banned words are one thing: tokens a slot may not draw.
         self.banned_SV = torch.zeros(slots + 1, vocab_size, dtype=torch.bool, device=device)
         self.banned_SV[:, mask_id] = True

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adlm.diffusion.schedules import Schedule
-from adlm.engine.drawing import GUIDANCE, POSITION, SLOT, Drawer, Draws
+from adlm.engine.drawing import GPU_SIZES, GUIDANCE, POSITION, SLOT, Cut, Drawer, Draws
 from adlm.engine.graphs import Graphs
 from adlm.errors import choose
 from adlm.models import LanguageModel
@@ -88,12 +88,30 @@ class Network:
         compiled = compile == "true" or (compile == "auto" and cuda)
         self.graphs = Graphs(on=cuda and compile != "false", compile=compiled)
         self.forward = self.graphs.wrap(self.hidden)
-        self.drawer = Drawer(self.model.head, slots, model.vocab_size, self.mask_id, self.graphs)
+        self.drawer = Drawer(self.head, slots, model.vocab_size, self.mask_id, self.graphs, self.device)
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor) -> tuple[Tensor, Tensor | None]:
         with autocast(self.device, self.bf16):
             h = self.model(tokens_BL, sigma_B if self.time_conditioned else None)
         return h.denoiser_BLD, h.anchor_BLD
+
+    def head(self, hidden_ND: Tensor) -> Tensor:
+        """Logits, in bf16 where the network is; what follows them is not."""
+        with autocast(self.device, self.bf16):
+            return self.model.head(hidden_ND)
+
+    @torch.inference_mode()
+    def warm_up(self, cut: Cut, length: int = 0) -> None:
+        """Compile and capture every shape that rows of this length and these filters can need."""
+        h_BLD = None
+        for size in [s for s in ROW_SIZES if s < 2 * self.spare] if self.graphs.on else [1]:
+            rows = torch.full((size, length or self.length), self.mask_id, device=self.device)
+            h_BLD, _ = self.forward(rows, torch.zeros(size, device=self.device))
+        assert h_BLD is not None
+        for size in GPU_SIZES if self.graphs.on else [1]:
+            ints = torch.zeros(6, size, dtype=torch.int64, device=self.device)
+            floats = torch.ones(4, size, dtype=torch.float64, device=self.device)
+            self.drawer.step(h_BLD.new_zeros(size, h_BLD.shape[-1]), ints, floats, *cut)
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """Noise level of a canvas with mask share t: -log alpha, where alpha runs down to the schedule's alpha(1)."""
@@ -129,14 +147,14 @@ class Network:
             w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
             h_ND = (1 + w) * h_ND - w * denoiser_BLD[source[1], ints[POSITION]]
         look: dict[str, list[Tensor]] = {name: [] for name in looks - {"anchor"}}
-        with autocast(self.device, self.bf16):
-            for piece, (token, log_p) in self.drawer(h_ND, ints, floats, batch.draws.cut):
-                self.canvas_SL[ints[SLOT, piece], ints[POSITION, piece]] = token
-                for name, parts in look.items():
-                    parts.append(LOOKS[name](log_p, token))
-            found = {name: torch.cat(parts).double().cpu().numpy() for name, parts in look.items()}
-            if "anchor" in looks:
-                assert anchor_BLD is not None
+        for piece, (token, log_p) in self.drawer(h_ND, ints, floats, batch.draws.cut):
+            self.canvas_SL[ints[SLOT, piece], ints[POSITION, piece]] = token
+            for name, parts in look.items():
+                parts.append(LOOKS[name](log_p, token))
+        found = {name: torch.cat(parts).double().cpu().numpy() for name, parts in look.items()}
+        if "anchor" in looks:
+            assert anchor_BLD is not None
+            with autocast(self.device, self.bf16):
                 found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, source[0], ints)
         return Look(**found)
 
@@ -178,8 +196,7 @@ class Network:
         h_LD = self.hidden(row, sigma)[0][0]
         out = []
         for a in range(0, len(tokens), self.drawer.most):
-            with autocast(self.device, self.bf16):
-                logits = self.model.head(h_LD[a : a + self.drawer.most]).float()
+            logits = self.head(h_LD[a : a + self.drawer.most]).float()
             logits[:, self.mask_id] = -torch.inf
             out.append(logits.log_softmax(-1)[:, words])
         return torch.cat(out).double().cpu().numpy()
