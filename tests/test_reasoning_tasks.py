@@ -1,0 +1,287 @@
+"""Tasks: published formats, anchors, grading, and generated questions that text alone decides."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from adlm.reasoning import generators, gsm8k, logic
+from adlm.reasoning.examples import Example, whole_text, written_answer
+from adlm.reasoning.statistics import describe, side_by_side, statements
+from adlm.reasoning.tasks import TASKS, generate, load_held_out, load_splits
+from adlm.schema import ReasonConfig
+
+SMALL = ReasonConfig(task="prosqa", hops=2, nodes=7, n_train=60, n_valid=20, n_test=20)
+
+
+# ---- GSM8K
+
+
+def test_gsm8k_reads_three_published_forms(tmp_path):
+    record = {
+        "question": "How many?",
+        "answer": "She has 16 - 3 = <<16-3=13>>13.\nSo 13*.5=<<13*.5=6.5>>6.5\n#### 1,006",
+    }
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "b.txt").write_text("How many?||<<16-3=13>> <<13*.5=6.5>> #### 1,006\n")
+    steps = ["<<16-3=13>>", "<<13*.5=6.5>>"]
+    (tmp_path / "c.json").write_text(json.dumps([{"question": "How many?", "steps": steps, "answer": "1006"}]))
+    wanted = Example("How many?", tuple(steps), "1006", ("16", "3", "13", "13", ".5", "6.5"))
+    assert [gsm8k.read(tmp_path / name) for name in ("a.jsonl", "b.txt", "c.json")] == [[wanted]] * 3
+
+
+def test_gsm8k_published_forms_agree(assets):
+    original = gsm8k.read(assets / "data/gsm8k/test.jsonl")
+    assert original == gsm8k.read(assets / "data/gsm8k_icot/test.txt")
+    assert len(original) == 1319
+    assert original[0].steps == ("<<16-3-4=9>>", "<<9*2=18>>")
+    assert original[0].anchors == ("16", "3", "4", "9", "9", "2", "18")
+
+
+def test_gsm8k_training_file_is_read_compressed(assets):
+    assert len(gsm8k.read(assets / "data/gsm8k/train.jsonl.xz")) == 7473
+
+
+@pytest.mark.parametrize(
+    ("written", "right"), [("18", True), ("18.0", True), ("$18.", True), ("81", False), ("", False)]
+)
+def test_gsm8k_answers_are_numbers(written, right):
+    assert gsm8k.same_answer(written, "18") is right
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.txt", "c.json"])
+def test_gsm8k_refuses_what_it_cannot_read(tmp_path, name):
+    (tmp_path / name).write_text('{"question": "x", "answer": "no mark"}' if name != "b.txt" else "no bars")
+    with pytest.raises(ValueError):
+        gsm8k.read(tmp_path / name)
+
+
+# ---- the language of logic
+
+
+@pytest.mark.parametrize(
+    ("sentence", "fact"),
+    [
+        ("Tom is a terpus.", logic.Fact("Tom", "terpus", True)),
+        ("Every brimpus is a lempus.", logic.Fact("brimpus", "lempus", True)),
+        ("Each yumpus is an impus.", logic.Fact("yumpus", "impus", True)),
+        ("Tumpuses are gorpuses.", logic.Fact("tumpus", "gorpus", True)),
+        ("Brimpuses are not brown.", logic.Fact("brimpus", "brown", False, denied=True)),
+        ("Every lorpus is not happy.", logic.Fact("lorpus", "happy", False, denied=True)),
+        ("Alex is happy.", logic.Fact("Alex", "happy", False)),
+    ],
+)
+def test_statements_are_understood(sentence, fact):
+    assert logic.read_fact(sentence) == fact
+
+
+def test_other_sentences_are_refused():
+    with pytest.raises(ValueError, match="not a statement"):
+        logic.read_fact("It rains.")
+
+
+def test_what_follows():
+    story = "Tom is a terpus. Every terpus is a brimpus. Alex is a rempus."
+    assert logic.derivable_answers(f"{story} Is Tom a brimpus or rempus?") == {"Tom is a brimpus."}
+    assert logic.derivable_answers(f"{story} Is Tom a brimpus or terpus?") == {"Tom is a brimpus.", "Tom is a terpus."}
+    assert logic.derivable_answers(f"{story} Is Alex a brimpus or terpus?") == set()
+    story = "Tumpuses are gorpuses. Gorpuses are not happy. Lorpuses are happy. Alex is a tumpus."
+    assert logic.derivable_answers(f"{story} True or false: Alex is happy.") == {"False"}
+    assert logic.derivable_answers(f"{story} True or false: Alex is not happy.") == {"True"}
+    assert logic.derivable_answers(f"{story} True or false: Alex is brown.") == set()
+
+
+@pytest.mark.parametrize("file", ["prosqa_valid", "prosqa_test", "prontoqa_valid", "prontoqa_test"])
+def test_published_questions_have_one_answer(assets, file):
+    examples = logic.read(assets / "data" / file.split("_")[0] / f"{file}.json")
+    assert all(logic.derivable_answers(e.question) == {e.answer} for e in examples)
+
+
+def test_published_anchors(assets):
+    first = logic.read(assets / "data/prosqa/prosqa_valid.json")[0]
+    assert first.anchors == ("Tom", " terpus", " brimpus", " lempus")
+    records = json.loads((assets / "data/prontoqa/prontoqa_test.json").read_text())
+    examples = logic.read(assets / "data/prontoqa/prontoqa_test.json")
+    for record, example in zip(records, examples):
+        assert [a.strip() for a in example.anchors] == [record["idx_to_symbol"][0], *record["chain_concepts"]]
+
+
+def test_anchors_stand_in_the_trace(assets):
+    for example in logic.read(assets / "data/prosqa/prosqa_test.json"):
+        trace = "\n".join(example.steps)
+        assert trace.startswith(example.anchors[0])
+        assert all(anchor in trace for anchor in example.anchors)
+
+
+def test_answers_are_found_after_the_last_mark():
+    assert written_answer("Tom is a terpus.\n### Tom is a lempus.") == "Tom is a lempus."
+    assert written_answer("### one ### two") == "two"
+    assert written_answer("Tom is a lempus.") is None
+
+
+# ---- generators
+
+
+@pytest.mark.parametrize("task", ["prosqa", "prontoqa"])
+@pytest.mark.parametrize("hops", [0, 2, 3])
+def test_generated_questions_have_one_answer_and_a_valid_derivation(task, hops):
+    for example in generate(TASKS[task], 80, seed=3, hops=hops):
+        assert logic.derivable_answers(example.question) == {example.answer}
+        told = set(logic.sentences(example.question))
+        known = set(told)
+        for step in example.steps:  # every sentence of the trace was told, or follows from the step before it
+            *_, last = logic.sentences(step)
+            if task == "prosqa":
+                assert step in told
+            elif step != example.steps[-1]:
+                assert last in told
+        if task == "prosqa":
+            facts = [logic.read_fact(s) for s in known if s.endswith(".")]
+            goal = logic.read_fact(example.answer)
+            assert logic.distances(facts, goal.who)[goal.what] == len(example.steps)  # none is shorter
+            assert len(example.steps) == hops or not hops
+        else:
+            assert len(example.steps) == (hops or 5) + 1
+
+
+def test_prontoqa_has_one_derivation():
+    for example in generate(TASKS["prontoqa"], 50, seed=5):
+        parents = Counter(f.what for f in statements(example) if f.is_concept)
+        assert max(parents.values()) == 1
+
+
+def test_the_wrong_candidate_is_right_for_someone_else():
+    for example in generate(TASKS["prosqa"], 50, seed=6):
+        match = logic.EITHER_OR.search(example.question)
+        assert match is not None
+        wrong = next(k for k in (match["one"], match["two"]) if not example.answer.endswith(f" {k}."))
+        facts = statements(example)
+        others = {f.who for f in facts if f.who[0].isupper()} - {match["who"]}
+        assert any(wrong in logic.distances(facts, other) for other in others)
+
+
+def test_examples_are_functions_of_seed_and_number():
+    task = TASKS["prosqa"]
+    first = generate(task, 30, seed=1)
+    assert generate(task, 10, seed=1) == first[:10]
+    assert generate(task, 10, seed=2) != first[:10]
+
+
+@pytest.mark.parametrize("task", ["prosqa", "prontoqa"])
+def test_statistics_match_the_published_files(assets, task):
+    """Means within three standard errors of the difference of two samples of these sizes."""
+    published = [e for part in ("valid", "test") for e in logic.read(assets / f"data/{task}/{task}_{part}.json")]
+    made = generate(TASKS[task], 800, seed=11)
+    measures = {
+        "words": lambda e: len(e.question.split()),
+        "steps": lambda e: len(e.steps),
+        "edges": lambda e: len(statements(e)),
+        "nodes": lambda e: len({n for f in statements(e) for n in (f.who, f.what)}),
+        "individuals": lambda e: len({f.who for f in statements(e) if f.who[0].isupper()}),
+        "denied": lambda e: sum(f.denied for f in statements(e)),
+    }
+    for name, measure in measures.items():
+        ours, theirs = ([measure(e) for e in part] for part in (made, published))
+        means = [sum(x) / len(x) for x in (ours, theirs)]
+        errors = [sum((v - m) ** 2 for v in x) / len(x) ** 2 for x, m in zip((ours, theirs), means)]
+        assert abs(means[0] - means[1]) <= 3 * sum(errors) ** 0.5 + 1e-9, (name, means)
+    words = [{w.strip(".?:") for e in part for w in whole_text(e).split()} for part in (made, published)]
+    assert words[0] == words[1]
+
+
+def test_statistics_table():
+    header, rows = side_by_side({"a": generate(TASKS["prosqa"], 20, 1), "b": generate(TASKS["prosqa"], 20, 2)}, True)
+    assert header == ["", "a", "b"]
+    assert all(len(row) == 3 for row in rows)
+    labels = [row[0] for row in rows]
+    assert labels.index("share with 3 steps") + 1 == labels.index("share with 4 steps")
+    example = Example("one two", ("three", "four five"), "six", ("three",))
+    rows = describe([example, example], is_logic=False)
+    assert rows["question, words"] == "2.00 ± 0.00 (2-2)"
+    assert rows["trace, words"] == "3.00 ± 0.00 (3-3)"
+    assert rows["share with 2 steps"] == "100.0 %"
+
+
+def test_bad_shapes_are_refused():
+    rng = random.Random(0)
+    with pytest.raises(ValueError, match="reason.nodes"):
+        generators.prosqa(rng, nodes=99)
+    with pytest.raises(ValueError, match="reason.hops"):
+        generators.prosqa(rng, hops=9)
+    with pytest.raises(ValueError, match="reason.hops"):
+        generators.prontoqa(rng, hops=7)
+    with pytest.raises(ValueError, match="raise reason.nodes"):
+        generators.prosqa(rng, hops=6, nodes=5)
+    with pytest.raises(ValueError, match="different questions"):
+        generate(TASKS["prosqa"], 10, 0, seen=Everything())
+
+
+class Everything(set):
+    def __contains__(self, item):
+        return True
+
+
+# ---- splits
+
+
+def keys(examples):
+    return {logic.canonical(e) for e in examples}
+
+
+def test_splits_do_not_leak():
+    splits = load_splits(SMALL, seed=1)
+    parts = [keys(part) for part in (splits.train, splits.valid, splits.tests["generated"])]
+    assert [len(p) for p in parts] == [60, 20, 20]
+    assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
+
+
+def test_the_order_of_sentences_does_not_make_a_new_question():
+    one = Example("Tom is a terpus. Alex is a rempus. Is Tom a terpus or rempus?", (), "", ())
+    turned = one._replace(question="Alex is a rempus. Tom is a terpus. Is Tom a terpus or rempus?")
+    other = one._replace(question="Alex is a rempus. Tom is a terpus. Is Alex a terpus or rempus?")
+    assert logic.canonical(one) == logic.canonical(turned) != logic.canonical(other)
+
+
+def test_held_out_examples_do_not_depend_on_the_training_set():
+    cfg = ReasonConfig(task="prosqa", n_train=5, n_valid=10, n_test=10)
+    splits = load_splits(cfg, seed=4)
+    valid, tests = load_held_out(ReasonConfig(task="prosqa", n_train=50, n_valid=10, n_test=10), seed=4)
+    assert (splits.valid, splits.tests) == (valid, tests)
+
+
+def test_published_test_questions_are_kept_out_of_training(tmp_path):
+    train = load_splits(SMALL, seed=1).train
+    records = [e._asdict() for e in train[:7]]
+    (tmp_path / "leak.json").write_text(json.dumps(records))
+    cfg = ReasonConfig(**{**vars(SMALL), "test_path": str(tmp_path / "leak.json")})
+    splits = load_splits(cfg, seed=1)
+    assert len(splits.tests["leak"]) == 7
+    assert not keys(splits.train) & keys(splits.tests["leak"])
+    assert len(splits.train) == 60
+
+
+def test_files_give_all_splits(tmp_path):
+    examples = generate(TASKS["prosqa"], 40, seed=2)
+    (tmp_path / "train.json").write_text(json.dumps([e._asdict() for e in examples]))
+    cfg = ReasonConfig(task="prosqa", train_path=str(tmp_path / "train.json"), n_valid=10, n_train=25)
+    splits = load_splits(cfg, seed=1)
+    assert splits.train == examples[:25]
+    assert splits.valid == examples[30:]
+    assert splits.tests == {}
+    test = ReasonConfig(**{**vars(cfg), "test_path": str(tmp_path / "train.json"), "n_test": 0})
+    with pytest.raises(ValueError, match="held out"):
+        load_splits(test, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "gsm8k"}, "reason.train_path"),
+        ({"task": "gsm9k"}, "did you mean 'gsm8k'"),
+        ({"train_path": "nowhere.json"}, "is not a file"),
+    ],
+)
+def test_splits_say_what_is_missing(options, message):
+    with pytest.raises(ValueError, match=message):
+        load_splits(ReasonConfig(**options), seed=1)
