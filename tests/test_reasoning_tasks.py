@@ -205,13 +205,13 @@ def test_statistics_table():
 
 def test_bad_shapes_are_refused():
     rng = random.Random(0)
-    with pytest.raises(ValueError, match="reason.nodes"):
+    with pytest.raises(ValueError, match=r"reason\.nodes"):
         generators.prosqa(rng, nodes=99)
-    with pytest.raises(ValueError, match="reason.hops"):
+    with pytest.raises(ValueError, match=r"reason\.hops"):
         generators.prosqa(rng, hops=9)
-    with pytest.raises(ValueError, match="reason.hops"):
+    with pytest.raises(ValueError, match=r"reason\.hops"):
         generators.prontoqa(rng, hops=7)
-    with pytest.raises(ValueError, match="raise reason.nodes"):
+    with pytest.raises(ValueError, match=r"raise reason\.nodes"):
         generators.prosqa(rng, hops=6, nodes=5)
     with pytest.raises(ValueError, match="different questions"):
         generate(TASKS["prosqa"], 10, 0, seen=Everything())

@@ -43,7 +43,7 @@ PROPERTY_FAMILIES = (
 PROSQA_NODES = 28
 """Nodes drawn per graph; those that stay without edges are dropped, which leaves 23 on average."""
 MOST_HOPS = 6
-ATTEMPTS = 10_000
+ATTEMPTS = 2_000
 
 
 class Graph(NamedTuple):
