@@ -6,7 +6,7 @@
 Ours: the engine (positions first, head and draw only there, steps that reveal nothing skipped). Dense: what a
 step-by-step loop does - anchor logits formed and projected back, logits, cut and float64 noise at every position, at
 every step. A step is one of the T steps of the sampler: ours has fewer network evaluations than steps (`nfe`), and its
-time per step is the time of a whole row over T. Weights are random: the time does not depend on them.
+time per step is the time of a whole row over T. Weights are random.
 """
 
 import argparse
@@ -149,7 +149,8 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     cfg = ModelConfig(length=args.length, dropout=0.0, init="normal", **SIZES[args.model])
     model = build_model(cfg, args.vocab, args.vocab - 1)
-    torch.nn.init.normal_(model.head.weight, std=0.02)
+    # logits with a spread of 4: as peaked as a trained model's, so that the nucleus is a small part of the vocabulary
+    torch.nn.init.normal_(model.head.weight, std=4 / cfg.hidden_size**0.5)
     model = model.to(args.device).eval().requires_grad_(False)
     results = {}
     for batch in args.batch:

@@ -7,6 +7,7 @@ from chance import LEVEL, chi_square
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adlm.diffusion import categorical
 from adlm.diffusion.categorical import check_drawing, filter_logits, gumbel_argmax
 from adlm.diffusion.uniforms import Stream, uniforms
 
@@ -52,6 +53,21 @@ def test_cut_equals_the_naive_twin(row, temperature, top_k, top_p, min_p, releas
     np.testing.assert_allclose(
         got.numpy(), naive_cut(np.float32(row), temperature, top_k, top_p, min_p, release), atol=2e-6
     )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows.filter(lambda r: len(r) > 4), st.integers(0, 13), st.sampled_from([0.07, 0.33, 0.61, 0.93, 1.0]), st.booleans()
+)
+def test_the_shortcut_through_the_best_few_changes_nothing(row, top_k, top_p, release):
+    """Only the best 4 are looked at first; the rest are sorted when the cut reaches further."""
+    more = [row, row[::-1], [0.0] * len(row)]
+    whole = filter_logits(torch.tensor(more), None, top_k, top_p, release_cut=release)
+    before, categorical.ENOUGH = categorical.ENOUGH, 4
+    try:
+        assert torch.equal(filter_logits(torch.tensor(more), None, top_k, top_p, release_cut=release), whole)
+    finally:
+        categorical.ENOUGH = before
 
 
 def test_usual_and_release_nucleus_differ_by_the_crossing_token():
