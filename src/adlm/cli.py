@@ -67,6 +67,13 @@ COMMANDS: dict[str, Command] = {
         rest=True,
         sections=("data",),
     ),
+    "ppl": Command(
+        "adlm.evaluation.perplexity:run_ppl",
+        "perplexity of a checkpoint with confidence intervals, on its own validation split or on data=NAME",
+        words=("eval.checkpoint",),
+        defaults=("data=checkpoint",),
+        sections=("eval", "data", "train"),
+    ),
     "import": Command(
         "adlm.compat.release:run_import",
         "a checkpoint of the public release -> an exported folder of ours: adlm import FILE.ckpt FOLDER",
