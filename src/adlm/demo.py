@@ -8,40 +8,22 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from adlm.api import Generation, LanguageModel, load
 from adlm.data import Blocks, Tokenizer, prepare
-from adlm.evaluation.anchors import Reading, hide, read_hidden
+from adlm.evaluation.anchor_report import anchors_section
 from adlm.evaluation.chart import Series, line_chart
-from adlm.evaluation.report import (
-    Html,
-    Piece,
-    code,
-    columns,
-    details,
-    join,
-    legend,
-    page,
-    passage,
-    section,
-    table,
-    tag,
-    tiles,
-    write,
-)
-from adlm.objectives import Rows
-from adlm.objectives.anchors import make_anchor_rule
-from adlm.schema import Config, as_yaml
-from adlm.training.export import Loaded, load_folder
+from adlm.evaluation.report import Html, code, columns, details, page, paragraph, section, table, tag, tiles, write
+from adlm.evaluation.reveal import Frame, reveal, reveal_script
+from adlm.schema import Config, SamplingConfig, as_yaml
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
 
-# Held-out rows shown with their anchors, and the share of those anchors that is hidden from the model.
-EXAMPLES = 3
-HIDDEN_SHARE = 0.2
-# Hidden anchors listed below each example.
-LISTED = 6
+# What the report shows being written: label -> template or prompt. Masks are holes, [MASK:3] is three of them.
+SAMPLES: dict[str, dict[str, str]] = {
+    "Written from nothing": {},
+    "Continuing a prompt": {"prompt": "Return a new "},
+    "Filling holes": {"template": "If the[MASK:6] is not[MASK:6], a[MASK:4] exception is raised.\n\nSee also[MASK:10]"},
+}
 
 
 def run_demo(cfg: Config) -> dict[str, Any]:
@@ -55,11 +37,11 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     result = train(cfg)
     if not result.finished:
         return result._asdict()
-    loaded = load_folder(run / "export")
+    lm = load(run)
     facts = summary(cfg, read_metrics(run))
-    valid = prepare(cfg.data, loaded.tokenizer, cfg.model.length, "valid")
+    valid = prepare(cfg.data, lm.tokenizer, cfg.model.length, "valid")
     path = run / "report.html"
-    write(path, build_report(cfg, loaded, valid, facts, read_metrics(run)))
+    write(path, build_report(cfg, lm, valid, facts, read_metrics(run)))
     print(f"\nValidation perplexity {facts['first_ppl']:,.0f} -> {facts['last_ppl']:,.1f} (an upper bound)")
     print(f"Report: {path.resolve().as_uri()}\n\nTry next:")
     for command, what in next_commands(run):
@@ -99,9 +81,9 @@ def summary(cfg: Config, events: list[dict[str, Any]]) -> dict[str, float | int]
 
 
 def build_report(
-    cfg: Config, loaded: Loaded, valid: Blocks, facts: dict[str, Any], events: list[dict[str, Any]]
+    cfg: Config, lm: LanguageModel, valid: Blocks, facts: dict[str, Any], events: list[dict[str, Any]]
 ) -> str:
-    info = loaded.info
+    info = lm.info
     minutes, seconds = divmod(round(facts["training_seconds"]), 60)
     head = tiles(
         {
@@ -117,20 +99,57 @@ def build_report(
     return page(
         "An anchored diffusion language model, trained here",
         head,
+        samples_section(cfg.sampling, lm),
         section(
             "Learning",
             columns(*curves(events)),
             lead="Loss of the training batches, and perplexity on text held out of training. Both come from the"
             " variational bound: the true values are at most this high.",
         ),
-        anchors_section(loaded, valid) if loaded.model.config.anchored else "",
+        anchors_section(lm.loaded, valid) if lm.model.config.anchored else "",
         configuration(cfg),
         section(
             "Try next", table((), [(tag("code", command), what) for command, what in next_commands(Path(cfg.out))])
         ),
+        reveal_script(),
         subtitle=f"{cfg.algo.upper()} on {cfg.data.name}: text appears from masks, important tokens first."
         " Written by adlm demo.",
     )
+
+
+def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
+    """Texts being written, step by step."""
+    players = []
+    for number, (label, wish) in enumerate(SAMPLES.items()):
+        frames, text = watch(cfg, lm, wish, cfg.seed + number)
+        facts = f"{text.nfe} network evaluations, {text.seconds:.1f} s, seed {text.seed}"
+        players += [tag("h3", label), reveal(frames, label), paragraph(tag("small", facts))]
+    return section(
+        "Samples",
+        *players,
+        lead=f"Every position starts as a mask; the sampler {cfg.sampler} reveals a few at each step, in any order."
+        " After minutes of training expect the sound of documentation rather than its sense.",
+    )
+
+
+def watch(cfg: SamplingConfig, lm: LanguageModel, wish: dict[str, str], seed: int) -> tuple[list[Frame], Generation]:
+    """One text with every canvas on the way."""
+    chosen = {
+        "sampler": cfg.sampler, "steps": cfg.steps, "temperature": cfg.temperature, "top_p": cfg.top_p, "eta": cfg.eta,
+    }  # fmt: skip
+    frames = []
+    for update in lm.stream(**wish, seed=seed, **chosen):
+        frames.append(Frame(update.nfe, [piece(lm.tokenizer, t) for t in update.tokens]))
+        if isinstance(update, Generation):
+            return frames, update
+    raise AssertionError("a stream ends with its Generation")
+
+
+def piece(tokenizer: Tokenizer, token: int) -> str | None:
+    """The text of a position; None for the mask, nothing for the ends of a row."""
+    if token == tokenizer.mask_id:
+        return None
+    return "" if token in tokenizer.special_ids else tokenizer.token(token)
 
 
 def curves(events: list[dict[str, Any]]) -> list[Html]:
@@ -144,85 +163,6 @@ def curves(events: list[dict[str, Any]]) -> list[Html]:
         line_chart("Training loss", losses, "optimizer step", "nats per token"),
         line_chart("Validation perplexity", [ppl], "optimizer step", "perplexity", log_y=True),
     ]
-
-
-def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
-    """Held-out rows with their anchors, some of them hidden, and what both networks read there."""
-    share_V = torch.from_numpy(valid.frequencies() / valid.frequencies().sum())
-    rule = make_anchor_rule(loaded.objective, share_V)
-    blocks, found, total = [], 0, 0
-    for number, index in enumerate(readable_rows(valid, loaded.tokenizer, EXAMPLES), start=1):
-        tokens_L = torch.from_numpy(valid.rows(np.array([index]))[0])
-        anchors_L = rule(Rows(tokens_L[None], torch.tensor([index]), len(valid)))[0]
-        # special tokens (the ends of a row) count like others for the loss, but there is nothing to see in them
-        anchors_L &= torch.tensor([t not in loaded.tokenizer.special_ids for t in tokens_L.tolist()])
-        hidden_L = hide(anchors_L, HIDDEN_SHARE, seed=index)
-        readings = read_hidden(loaded.model, tokens_L, hidden_L)
-        found += int(anchors_L.sum())
-        total += len(tokens_L)
-        blocks += [
-            tag("h3", f"Held-out text {number}"),
-            passage(pieces(loaded.tokenizer, tokens_L.tolist(), anchors_L.tolist(), hidden_L.tolist())),
-            reading_table(loaded.tokenizer, readings),
-        ]
-    cfg = loaded.objective
-    what = {
-        "count": f"tokens that occur at most {cfg.tau} time{'s' * (cfg.tau != 1)} in their row",
-        "rarity": f"tokens with at most {cfg.rarity:g} of the corpus",
-    }.get(cfg.anchor_rule, cfg.anchor_rule)
-    return section(
-        "Anchors",
-        legend({"anchor": "anchor", "masked": "anchor that was hidden from the model"}),
-        *blocks,
-        lead=f"Anchors are the tokens that make the rest easy: here {what} ({found / total:.0%} of these texts)."
-        f" {HIDDEN_SHARE:.0%} of them are replaced by masks; the anchor network predicts them, the denoiser decides.",
-    )
-
-
-def readable_rows(valid: Blocks, tokenizer: Tokenizer, n: int, among: int = 200) -> list[int]:
-    """Rows that read most like prose: those with the largest share of letters and single spaces."""
-
-    def prose(index: int) -> float:
-        text = tokenizer.decode(valid[index].tolist(), skip_special=True)
-        plain = sum(c.isalpha() or c == " " for c in text) - 2 * text.count("  ") - 5 * text.count("_")
-        return plain / max(1, len(text))
-
-    best = sorted(range(min(len(valid), among)), key=prose, reverse=True)
-    return sorted(best[:n])
-
-
-def pieces(tokenizer: Tokenizer, tokens: list[int], anchors: list[bool], hidden: list[bool]) -> list[Piece]:
-    """A row as marked text; the special tokens at its ends are left out."""
-    marked = []
-    for token, anchor, masked in zip(tokens, anchors, hidden):
-        if token not in tokenizer.special_ids:
-            role = "masked" if masked else "anchor" if anchor else ""
-            marked.append(Piece(tokenizer.token(token), role))
-    return marked
-
-
-def reading_table(tokenizer: Tokenizer, readings: list[Reading]) -> Html:
-    def word(token: int) -> Html:
-        return tag("code", visible(tokenizer.token(token)))
-
-    def best(tokens: list[int], probabilities: list[float], truth: int) -> Html:
-        said = [
-            tag("mark", word(t), f" {p:.0%}", class_="right" if t == truth else None)
-            for t, p in zip(tokens, probabilities)
-        ]
-        return join(said, ", ")
-
-    rows = []
-    for r in readings[:LISTED]:
-        guesses = [best(g.tokens, g.probabilities, r.truth) for g in (r.anchor, r.denoiser)]
-        rows.append((word(r.truth), guesses[0], r.anchor.rank, guesses[1], r.denoiser.rank))
-    head = ("hidden", "anchor network", "rank of the truth", "denoiser", "rank of the truth")
-    return table(head, rows)
-
-
-def visible(text: str) -> str:
-    """Spaces and line breaks of a single token, made visible."""
-    return text.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\t", "\u21e5") or "\u2205"
 
 
 def configuration(cfg: Config) -> Html:
