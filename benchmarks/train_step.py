@@ -23,9 +23,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from dense import dense_logits  # noqa: E402
 
 from adlm.models import build_model  # noqa: E402
+from adlm.models.attention import choose_attention  # noqa: E402
 from adlm.models.flops import count_flops, peak_flops  # noqa: E402
 from adlm.objectives import Rows, loss, make_objective  # noqa: E402
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig  # noqa: E402
+from adlm.training.draw import ahead  # noqa: E402
 from adlm.training.metrics import peak_memory_gib  # noqa: E402
 from adlm.training.optim import Ema, apply_updates, build_optimizers, clip_gradients  # noqa: E402
 
@@ -68,21 +70,27 @@ def measure(args):
     cfg = ModelConfig(length=args.length, dropout=args.dropout, **options)
     model = build_model(cfg, args.vocab, args.vocab - 1).to(args.device).train()
     name = "anelbo" if args.anchored else "nelbo"
-    objective = make_objective(ObjectiveConfig(name=name, gamma_warmup=0.0), NoiseConfig(), args.vocab - 1, seed=0)
+    positions = "masked" if args.masked_anchors else "all"
+    goal = ObjectiveConfig(name=name, gamma_warmup=0.0, anchor_positions=positions)
+    objective = make_objective(goal, NoiseConfig(), args.vocab - 1, seed=0)
     optim = OptimConfig(name="muon" if args.muon else "adamw")
     optimizers, ema = build_optimizers(optim, model), Ema(model, 0.9999)
     skip = torch.zeros((), device=args.device)
     rank = torch.arange(args.vocab - 1, dtype=torch.float64)
     zipf = 1 / (rank + 10)  # token frequencies like text's, so that the share of anchors is like text's
     generator = torch.Generator().manual_seed(0)
+    draws = torch.multinomial(zipf, 8 * args.batch * args.length, replacement=True, generator=generator)
+    data = draws.view(8, args.batch, args.length).to(args.device)
+    example = torch.arange(args.batch, device=args.device)
+    attention = choose_attention(args.attention, args.batch, cfg, torch.device("cuda")) if cuda else {}
+    if args.residual == "bf16":
+        model.residual_dtype = torch.bfloat16
     if args.compile and args.which == "ours":
         model.compile()
 
     def step(number):
-        draws = torch.multinomial(zipf, args.batch * args.length, replacement=True, generator=generator)
-        x0 = draws.view(args.batch, args.length).to(args.device)
-        rows = Rows(x0, torch.arange(args.batch, device=args.device), args.batch)
-        task = objective.draw(rows, number, 1.0)
+        rows = Rows(data[number % 8], example, args.batch)
+        (task,) = ahead(torch.device(args.device), lambda: [objective.draw(rows, number, 1.0)])
         with torch.autocast(args.device, torch.bfloat16, enabled=cuda):
             value = loss(model, task).total if args.which == "ours" else dense_loss(model, task)
         (value / task.count).backward()
@@ -101,7 +109,9 @@ def measure(args):
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / args.steps
     tokens = args.batch * args.length
-    flops = count_flops(cfg, args.vocab, args.length, scored=0.5, anchors_scored=0.85 if args.anchored else 0)
+    terms = objective.draw(Rows(data[0], example, args.batch), 0, 1.0).terms
+    sizes = {name: len(term.rows_N) / tokens for name, term in terms.items()}
+    flops = count_flops(cfg, args.vocab, args.length, scored=sizes["nelbo"], anchors_scored=sizes.get("anchor", 0.0))
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     result = {
         "ms": seconds * 1e3,
@@ -109,6 +119,8 @@ def measure(args):
         "peak_gib": peak_memory_gib(torch.device(args.device)),
         "loss": [round(x.item(), 5) for x in losses[:3]],
     }
+    if attention:
+        result["attention_ms"] = attention
     if peak:
         result["mfu"] = flops.training_per_token * tokens / seconds / peak
     print(json.dumps(result))
@@ -126,6 +138,9 @@ def main():
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="torch.compile our model (the dense twin stays eager)")
     parser.add_argument("--modern", action="store_true", help="residual bridge, RMSNorm, QK-norm, squared ReLU")
+    parser.add_argument("--residual", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--attention", choices=("auto", "flash", "cudnn", "any"), default="auto")
+    parser.add_argument("--masked-anchors", action="store_true", help="anchor loss at masked positions only")
     parser.add_argument("--muon", action="store_true")
     parser.add_argument("--no-anchors", dest="anchored", action="store_false", help="one stack (MDLM)")
     parser.add_argument("--only", choices=("ours", "dense"), default=None)

@@ -178,8 +178,12 @@ class TrainConfig:
     """Steps between samples shown during training (0: none)."""
     precision: str = "auto"
     """auto (bf16 on a GPU, fp32 on a CPU), fp32 or bf16 (autocast, fp32 weights)."""
+    residual: str = "fp32"
+    """Precision of the residual stream under bf16 autocast: fp32, or bf16 (half the memory traffic)."""
+    attention: str = "auto"
+    """Attention kernel on a GPU: auto (timed at the start), flash, cudnn or any (torch's own choice)."""
     compile: str = "auto"
-    """auto (on a GPU), true or false: torch.compile the step."""
+    """auto (on a GPU), true, false, or block (compile one block and reuse it: starts sooner, runs a little slower)."""
     checkpoint_activations: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more time."""
     strategy: str = "ddp"

@@ -32,7 +32,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.name": ("adamw", "muon"),
     "optim.schedule": ("constant", "cosine", "linear"),
     "train.precision": ("auto", "fp32", "bf16"),
-    "train.compile": ("auto", "true", "false"),
+    "train.compile": ("auto", "true", "false", "block"),
+    "train.residual": ("fp32", "bf16"),
+    "train.attention": ("auto", "flash", "cudnn", "any"),
     "train.strategy": ("ddp", "fsdp"),
     "sampling.sampler": (
         "mdlm", "remdm-cap", "remdm-rescale", "remdm-conf", "remdm-loop", "forward-backward", "dfm", "first-hitting",

@@ -55,6 +55,8 @@ class LanguageModel(nn.Module):
         self.bridge = Bridge(vocab_size, D, cfg.bias) if cfg.anchored and cfg.bridge != "none" else None
         self.denoiser = Stack(cfg, cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
         self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
+        self.residual_dtype: torch.dtype | None = None
+        """Precision of the residual stream; None: that of the embedding."""
         initialise(self)
 
     def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, cache: Cache | None = None) -> Hidden:
@@ -76,6 +78,8 @@ class LanguageModel(nn.Module):
         positions_BL: Tensor | None = None,
     ) -> Hidden:
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
+        if self.residual_dtype is not None:
+            x_BLD = x_BLD.to(self.residual_dtype)
         anchor_BLD = None
         if self.anchor is not None:
             anchor_cache = None if cache is None else cache.anchor

@@ -96,6 +96,8 @@ def add_product(out_VD: Tensor, g_nV: Tensor, h_nD: Tensor) -> None:
     """out += g^T h, accumulated in out's precision."""
     if out_VD.dtype == g_nV.dtype:
         out_VD.addmm_(g_nV.t(), h_nD)
+    elif out_VD.is_cuda and out_VD.dtype == torch.float32:
+        out_VD += torch.mm(g_nV.t(), h_nD, out_dtype=torch.float32)  # the product of bf16 factors, not rounded to bf16
     else:
         out_VD += g_nV.t() @ h_nD
 

@@ -1,5 +1,6 @@
 """From a batch of rows to the tasks of a step, ahead of the network."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,31 +30,35 @@ def draw_tasks(
 ) -> tuple[list[Task], Tensor]:
     """The tasks of this rank's micro-batches, and the token count of the global batch (on the device).
 
-    On a GPU they are drawn on a stream of their own: the host has to know how many positions are masked, and waits for
-    these few small operations only, while the step before is still running.
+    The host has to know how many positions are masked: on a GPU it waits for these few small operations on a stream of
+    their own, while the step before is still running.
     """
     total = cfg.train.global_batch_size
 
-    def draw() -> tuple[list[Task], Tensor]:
+    def draw() -> list[Task]:
         tasks = []
-        parts = np.array_split(np.arange(len(batch.tokens)), micro_batches)
-        for part in parts:
+        for part in np.array_split(np.arange(len(batch.tokens)), micro_batches):
             mask = None if batch.attention_mask is None else batch.attention_mask[part]
             rows = rows_on(ranks.device, batch.tokens[part], mask, batch.examples[part] % total, total)
             tasks.append(objective.draw(rows, step, progress))
-        count = torch.tensor(float(sum(task.count for task in tasks)), dtype=torch.float64, device=ranks.device)
-        return tasks, count
+        return tasks
 
-    if ranks.device.type != "cuda":
-        tasks, count = draw()
-        return tasks, ranks.sum(count).float()
-    main, side = torch.cuda.current_stream(), side_stream(ranks.device)
-    with torch.cuda.stream(side):
-        tasks, count = draw()
-    main.wait_stream(side)
-    for tensor in [count, *(x for task in tasks for x in task_tensors(task))]:
-        tensor.record_stream(main)  # its memory must not be reused before the main stream is done with it
+    tasks = ahead(ranks.device, draw)
+    count = torch.full((), float(sum(task.count for task in tasks)), dtype=torch.float64, device=ranks.device)
     return tasks, ranks.sum(count).float()
+
+
+def ahead(device: torch.device, draw: Callable[[], list[Task]]) -> list[Task]:
+    """Draw on a stream beside the one the network runs on; on a CPU simply draw."""
+    if device.type != "cuda":
+        return draw()
+    main, side = torch.cuda.current_stream(), side_stream(device)
+    with torch.cuda.stream(side):
+        tasks = draw()
+    main.wait_stream(side)
+    for tensor in (x for task in tasks for x in task_tensors(task)):
+        tensor.record_stream(main)  # its memory must not be reused before the main stream is done with it
+    return tasks
 
 
 _SIDE_STREAMS: dict[torch.device, Any] = {}

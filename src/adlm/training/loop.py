@@ -89,7 +89,7 @@ def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
             step, ema.n, best, best_step = info["step"], info["ema_n"], info["best"] or math.inf, info["best_step"]
-        elif ranks.is_main and checkpoints.steps():
+        elif checkpoints.steps():
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
 
         metrics = Metrics(run, cfg, found, active=ranks.is_main)
@@ -138,7 +138,8 @@ def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
             tasks, count = draw_tasks(objective, batch, step, progress, micro_batches, cfg, ranks)
             for i, task in enumerate(tasks):
                 if cfg.model.dropout:
-                    torch.manual_seed(fold(cfg.seed, Stream.SPLIT, step, int(batch.examples[0]) + i))
+                    first = int(batch.examples[i * len(batch.examples) // len(tasks)])
+                    torch.manual_seed(fold(cfg.seed, Stream.SPLIT, step, first))
                 with accumulating(wrapped, last=i == len(tasks) - 1), ranks.autocast():
                     output = wrapped(task)
                     (output.total * (ranks.size / count)).backward()
@@ -171,6 +172,7 @@ def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
             if sample and cfg.train.sample_every and step % cfg.train.sample_every == 0:
                 with ema:
                     text = sample(model.eval(), data)
+                model.train()
                 metrics.say(f"step {step}: sample\n{text}")
                 window.restart()
             due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes

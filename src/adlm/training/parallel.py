@@ -130,6 +130,11 @@ class Step(nn.Module):
 def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     """Compile, checkpoint activations, and wrap for more than one rank."""
     model = step.model
+    if cfg.residual == "bf16" and world.precision == "bf16":
+        model.residual_dtype = torch.bfloat16
+    if world.device.type == "cuda":
+        rows = cfg.batch_size or cfg.global_batch_size // world.size
+        choose_attention(cfg.attention, rows, model.config, world.device)
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations

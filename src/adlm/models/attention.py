@@ -1,0 +1,56 @@
+"""Which attention kernel a GPU runs. Flash and cuDNN compute the same function; which is faster depends on shape, card
+and version (cuDNN won by a quarter on an H200 at length 1024), so it is timed once, forward and backward, at the start.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from adlm.errors import choose
+from adlm.schema import ModelConfig
+
+KERNELS = ("auto", "flash", "cudnn", "any")
+
+
+def use(kernel: str) -> None:
+    cuda = torch.backends.cuda
+    cuda.enable_flash_sdp(kernel in ("flash", "any"))
+    cuda.enable_cudnn_sdp(kernel in ("cudnn", "any"))
+    cuda.enable_mem_efficient_sdp(True)  # masks (the KV cache) and odd shapes
+    cuda.enable_math_sdp(True)
+
+
+def choose_attention(which: str, batch: int, cfg: ModelConfig, device: torch.device) -> dict[str, float]:
+    """Select the kernel for training; with auto, the faster one. Returns the milliseconds measured."""
+    choose("train.attention", which, KERNELS)
+    if which != "auto":
+        use(which)
+        return {}
+    times = {}
+    for kernel in ("flash", "cudnn"):
+        try:
+            use(kernel)
+            times[kernel] = milliseconds(batch, cfg, device)
+        except RuntimeError:  # not built for this card or shape
+            continue
+    use(min(times, key=lambda k: times[k]) if times else "any")
+    return times
+
+
+def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, repeats: int = 10) -> float:
+    """One attention, forward and backward, in bf16."""
+    shape = (batch, cfg.length, 3, cfg.n_heads, cfg.hidden_size // cfg.n_heads)
+    qkv = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> None:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        F.scaled_dot_product_attention(q, k, v, is_causal=cfg.causal).sum().backward()
+
+    for _ in range(3):
+        run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / repeats
