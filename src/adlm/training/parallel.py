@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import choose, require
+from adlm.models.attention import choose_attention
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 
