@@ -1,0 +1,273 @@
+"""Staged training: schedule, loss falls, resume in the middle of a stage, commands."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from adlm import cli, config
+from adlm.config.checks import CHOICES
+from adlm.reasoning import training
+from adlm.reasoning.command import PAPER
+from adlm.reasoning.methods import METHODS
+from adlm.reasoning.runs import load_run, read_results
+from adlm.reasoning.stages import Schedule
+from adlm.reasoning.tasks import TASKS, generate
+from adlm.reasoning.training import train
+from adlm.training.metrics import read_metrics
+from tests.test_reasoning_networks import make_folder
+
+TINY = [
+    "algo=ar", "model=nano", "task=prosqa-2hop", "model.hidden_size=32", "model.n_blocks=1", "model.n_heads=2",
+    "reason.n_train=40", "reason.n_valid=8", "reason.n_test=8", "reason.slots=2", "reason.epochs=8",
+    "reason.epochs_per_stage=2", "reason.valid_every=4", "train.global_batch_size=16", "train.log_every=1",
+    "train.device=cpu", "optim.warmup=0", "data.tokenizer=bpe-420",
+]  # fmt: skip
+
+
+def settings(path, *overrides):
+    return config.load([*TINY, f"out={path}", *overrides])
+
+
+# ---- the schedule
+
+
+def test_schedule_visits_every_example_in_every_epoch(tmp_path):
+    schedule = Schedule(settings(tmp_path), 40)  # batches of 16, 16 and 8
+    assert (schedule.per_epoch, schedule.steps) == (3, 24)
+    for epoch in range(3):
+        seen = np.concatenate([schedule.examples(3 * epoch + i) for i in range(3)])
+        assert sorted(seen) == list(range(40))
+    assert len(schedule.examples(2)) == 8
+    assert not np.array_equal(schedule.examples(0), schedule.examples(3))
+
+
+def test_stages_follow_epochs(tmp_path):
+    schedule = Schedule(settings(tmp_path, "method=icot"), 40)  # stages 0, 1, 2 and the one without a trace
+    stages = [schedule.stage(step) for step in range(schedule.steps)]
+    assert stages == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
+    assert [step for step in range(24) if schedule.starts_stage(step)] == [0, 6, 12, 18]
+    assert schedule.within_stage(7) == (1, 6)
+    longer = Schedule(settings(tmp_path, "method=icot", "reason.epochs=12"), 40)
+    assert [step for step in range(36) if longer.starts_stage(step)] == [0, 6, 12, 18]
+    assert longer.within_stage(35) == (17, 18)
+    assert [step for step in range(1, 37) if longer.is_validated(step)] == [6, 12, 18, 24, 36]
+
+
+def test_too_few_epochs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="never reaches the last of the 4 stages"):
+        Schedule(settings(tmp_path, "method=icot", "reason.epochs=6"), 40)
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(tmp_path, method):
+    """A few steps on one batch: the loss of the first and of the last stage falls."""
+    cfg = settings(tmp_path, f"method={method}", "reason.n_train=16", "train.global_batch_size=16", "reason.epochs=40",
+                   "reason.epochs_per_stage=10", "reason.valid_every=40", "optim.schedule=constant")  # fmt: skip
+    train(cfg)
+    events = [e for e in read_metrics(tmp_path) if e["kind"] == "train"]
+    for stage in {events[0]["stage"], events[-1]["stage"]}:
+        losses = [e["nll"] + e.get("anchor", 0.0) for e in events if e["stage"] == stage]
+        assert losses[-1] < 0.75 * losses[0], (stage, losses)
+    anchored = {e["stage"] for e in events if "anchor" in e}
+    assert anchored == ({1, 2, 3} if method == "acot" else set())
+
+
+def same_weights(one, two):
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+class Signal(training.Interruption):
+    """Asks to stop after some steps, as SIGTERM would."""
+
+    after = 0
+
+    def __enter__(self):
+        self.asked = 0
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    @property
+    def requested(self):
+        self.asked += 1
+        return self.asked >= self.after
+
+    @requested.setter
+    def requested(self, value):
+        pass
+
+
+@pytest.mark.parametrize("method", ["acot", "coconut"])
+def test_resume_in_the_middle_of_a_stage_is_exact(tmp_path, monkeypatch, method):
+    extra = (f"method={method}", "model.dropout=0.1", "optim.ema=0.9", "reason.valid_every=1")
+    whole = train(settings(tmp_path / "whole", *extra))
+    for stop in (4, 12, 20):  # inside a stage, at the border of two, inside the last
+        monkeypatch.setattr(training, "Interruption", type("Stop", (Signal,), {"after": stop}))
+        part = train(settings(tmp_path / f"part{stop}", *extra))
+        assert (part.step, part.finished) == (stop, False)
+        monkeypatch.undo()
+        result = train(settings(tmp_path / f"part{stop}", *extra))
+        assert result[1:] == whole[1:]
+        networks = [load_run(str(tmp_path / name), torch.device("cpu")).network for name in ("whole", f"part{stop}")]
+        assert same_weights(*networks)
+        drop = {"time", "tokens_per_s", "memory_gib"}
+        events = [
+            [{k: v for k, v in e.items() if k not in drop} for e in read_metrics(tmp_path / name)]
+            for name in ("whole", f"part{stop}")
+        ]
+        assert events[0] == events[1]
+
+
+def test_resetting_the_optimizer_matters_only_between_stages(tmp_path):
+    runs = {}
+    for reset in ("true", "false"):
+        cfg = settings(tmp_path / reset, "method=icot", f"reason.reset_optimizer={reset}", "optim.schedule=constant")
+        train(cfg)
+        runs[reset] = [e["nll"] for e in read_metrics(tmp_path / reset) if e["kind"] == "train"]
+    assert runs["true"][:7] == runs["false"][:7]  # step 7 is the first update of stage 1, its loss is from before it
+    assert runs["true"][7:] != runs["false"][7:]
+
+
+def test_micro_batches_change_nothing(tmp_path):
+    losses = []
+    for size in (16, 4):
+        train(settings(tmp_path / str(size), "method=coconut", f"train.batch_size={size}", "reason.epochs=7"))
+        losses.append([e["nll"] for e in read_metrics(tmp_path / str(size)) if e["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_the_best_checkpoint_of_the_last_stage_is_kept(tmp_path, monkeypatch):
+    """Accuracies are dictated; the weights exported must be those of the best validation, not the last."""
+    dictated = iter([0.9, 0.2, 0.3, 0.4, 0.1, 0.8, 0.5, 0.7])  # per epoch; the last stage has epochs 7 and 8
+    snapshots = {}
+    real = training.Classroom.score
+
+    def score(self, examples, encoded, stage):
+        result = real(self, examples, encoded, stage)
+        if (value := next(dictated, None)) is None:
+            return result
+        epoch = len(snapshots)
+        snapshots[epoch] = {k: v.clone() for k, v in self.network.state_dict().items()}
+        return result._replace(n=10, correct=round(10 * value))
+
+    monkeypatch.setattr(training.Classroom, "score", score)
+    result = train(settings(tmp_path, "method=icot", "reason.valid_every=1"))
+    exported = load_run(str(tmp_path), torch.device("cpu")).network.state_dict()
+    assert all(torch.equal(exported[k], snapshots[7][k]) for k in exported)  # 0.7 beats 0.5; 0.9 was another stage's
+    assert [s["accuracy"] for s in result.stages] == [0.2, 0.4, 0.8, 0.7]
+
+
+def test_another_run_is_not_continued(tmp_path):
+    train(settings(tmp_path, "method=no-cot", "reason.epochs=1"))
+    with pytest.raises(ValueError, match=r"reason\.method=no-cot"):
+        train(settings(tmp_path, "method=cot", "reason.epochs=1"))
+    longer = train(settings(tmp_path, "method=no-cot", "reason.epochs=2"))
+    assert longer.step == 6
+    with pytest.raises(ValueError, match=r"checkpoint\.resume"):
+        train(settings(tmp_path, "method=no-cot", "checkpoint.resume=false"))
+
+
+def test_examples_longer_than_the_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.length leaves room for 19"):
+        train(settings(tmp_path, "model.length=20"))
+
+
+def test_hugging_face_base(tmp_path):
+    """A tiny GPT-2 folder through training, export, evaluation."""
+    from adlm.data.tokenizers import load_tokenizer
+    from adlm.reasoning.examples import whole_text
+
+    examples = generate(TASKS["prosqa"], 50, 1, hops=2, nodes=6)
+    make_folder(tmp_path / "base", load_tokenizer("bpe-420", map(whole_text, examples)))
+    cfg = settings(tmp_path / "run", f"reason.base={tmp_path / 'base'}", "method=coconut")
+    result = train(cfg)
+    assert result.finished
+    run = load_run(str(tmp_path / "run"), torch.device("cpu"))
+    assert type(run.network).__name__ == "HuggingFaceNetwork"
+    assert run.network.head.weight.shape[0] == run.tokenizer.vocab_size
+    assert cli.main(["reason", "eval", str(tmp_path / "run"), "train.device=cpu", "reason.n_test=8"]) == 0
+    assert read_results(tmp_path / "run")["tests"] == result.tests  # the same questions, the same answers
+
+
+# ---- commands
+
+
+def run(capsys, *argv):
+    status = cli.main(["reason", *argv])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_commands(tmp_path, capsys):
+    out = tmp_path / "runs" / "a"
+    status, printed, _ = run(capsys, "train", *TINY, f"out={out}", "method=acot", "--json")
+    assert status == 0
+    result = json.loads(printed.splitlines()[-1])
+    assert result["finished"]
+    assert set(result["tests"]) == {"generated"}
+    assert [stage["stage"] for stage in result["stages"]] == [0, 1, 2, 3]
+    assert (out / "export" / "model.safetensors").is_file()
+    assert (out / "curves.png").is_file()
+
+    file = tmp_path / "published_test.json"
+    file.write_text(json.dumps([e._asdict() for e in generate(TASKS["prosqa"], 12, seed=9, hops=2, nodes=6)]))
+    status, printed, _ = run(capsys, "eval", str(out), f"reason.test_path={file}", "reason.n_test=8", "--json")
+    assert status == 0
+    scores = json.loads(printed.splitlines()[-1])[str(out)]
+    assert scores["generated"] == result["tests"]["generated"]
+    assert scores["published_test"]["n"] == 8
+    answers = [json.loads(line) for line in (out / "answers-published_test.jsonl").read_text().splitlines()]
+    assert len(answers) == 8
+    assert set(answers[0]) == {"question", "answer", "written"}
+
+    status, printed, _ = run(capsys, "table", str(out))
+    assert status == 0
+    assert "97.3 (8.2)" in printed
+    assert "published_test" in printed
+
+    status, printed, _ = run(capsys, "data", *TINY, str(file))
+    assert status == 0
+    assert "published_test" in printed
+    assert "share with 2 steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "needs one of train, eval, table, data"),
+        (["trian"], "did you mean 'train'"),
+        (["eval"], "needs a run folder"),
+        (["eval", "nowhere"], "not a finished reasoning run"),
+        (["table", "nowhere"], "results.json"),
+        (["train", "task=gsm8k", "out=x"], "reason.train_path"),
+        (["train", "method=acott"], "did you mean 'acot'"),
+        (["data", "task=gsm8k"], "name a file"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(capsys, *argv)
+    assert status == 1
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_tables_agree():
+    """The command line knows the names without loading torch; here they are held to the tables."""
+    assert set(CHOICES["reason.task"]) == set(TASKS)
+    assert set(CHOICES["reason.method"]) == set(METHODS) == set(PAPER)
+    assert all(set(row) == set(TASKS) for row in PAPER.values())
+    for method in METHODS:
+        assert config.load([f"method={method}", "task=prosqa", "algo=ar"]).reason.method == method
+    paper = config.load(["task=prosqa", "method=acot", "algo=ar"])
+    assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (50, 5, 6)
+    assert paper.reason.remove_steps
+    paper = config.load(["task=gsm8k", "method=acot", "algo=ar"])
+    assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (25, 3, 2)
+    assert not paper.reason.remove_steps
