@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--eta", type=float, default=0.02)
     parser.add_argument("--vocab", type=int, default=50258)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", default="auto", choices=("auto", "true", "false"))
+    parser.add_argument("--compile", default="auto", choices=("auto", "true", "graphs", "false"))
     parser.add_argument("--evaluations", type=int, default=0, help="time only this many network evaluations (0: all)")
     parser.add_argument("--dense-steps", type=int, default=3, help="dense steps to time (0: leave the dense loop out)")
     args = parser.parse_args()

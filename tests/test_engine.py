@@ -15,7 +15,7 @@ from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.drawing import Cut, draw
 from adlm.engine.graphs import Graphs
-from adlm.engine.network import bfloat16_copy
+from adlm.engine.prepare import fold, to_bfloat16
 from adlm.engine.template import parse_template
 from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig
@@ -316,11 +316,26 @@ def test_time_conditioned_models_are_told_the_noise_level():
 def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():
     """Not run here: some CPUs lack the instructions. The GPU test below does."""
     timed = tiny_model(time_conditioning=True).requires_grad_(False)
-    low = bfloat16_copy(timed)
+    low = copy.deepcopy(timed)
+    to_bfloat16(low)
     kinds = {name: p.dtype for name, p in low.named_parameters()}
     assert kinds["head.weight"] == kinds["denoiser.blocks.0.qkv.weight"] == torch.bfloat16
     assert {d for n, d in kinds.items() if "norm" in n or "time_embedding" in n} == {torch.float32}
     assert all(p.dtype == torch.float32 for p in timed.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, {"anchored": False}, {"bridge": "residual"}])
+def test_folding_constants_changes_nothing(options):
+    model = tiny_model(**options).requires_grad_(False)
+    tokens, sigma = torch.randint(0, V, (3, L)), torch.rand(3)
+    before = model(tokens, sigma)
+    folded = fold(copy.deepcopy(model))
+    after = folded(tokens, sigma)
+    torch.testing.assert_close(after.denoiser_BLD, before.denoiser_BLD)
+    torch.testing.assert_close(folded.head(after.denoiser_BLD), model.head(before.denoiser_BLD))
+    if model.anchor_head is not None:
+        torch.testing.assert_close(folded.anchor_head(after.anchor_BLD), model.anchor_head(before.anchor_BLD))
+    assert folded.head.weight.shape[0] % 128 == 0
 
 
 @pytest.mark.gpu

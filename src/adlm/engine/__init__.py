@@ -6,6 +6,7 @@ engine.py   diffusion models: every row's next event in one call
 causal.py   causal models: key-value cache
 windows.py  what a request asks for, canvas by canvas: strides, banned phrases, end of text
 network.py  the device side: canvases, one evaluation
+prepare.py  the model as the engine runs it: precision, constants folded
 drawing.py  head, cut and draw at chosen positions, in bounded pieces
 graphs.py   torch.compile and CUDA graphs
 template.py text with holes

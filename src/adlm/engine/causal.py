@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adlm.engine.drawing import SLOT, Drawer, Draws
 from adlm.engine.graphs import Graphs
-from adlm.engine.network import autocast, prepare
+from adlm.engine.prepare import autocast, prepare
 from adlm.engine.request import Frame, Request
 from adlm.engine.rows import Row, Rows
 from adlm.errors import require
@@ -119,13 +119,13 @@ class CausalEngine(Rows[Text]):
             min_p=[c.min_p for c in settings],
             guidance=[0.0] * len(rows),
         )
-        phrases = self.phrase_bans(group, rows)
+        phrases, sizes = self.phrase_bans(group, rows), self.drawer.sizes(len(rows))
         ints, floats = torch.from_numpy(draws.ints).to(self.device), torch.from_numpy(draws.floats).to(self.device)
         with autocast(self.device, self.bf16):
             hidden_SD = self.network(last_S[:, None], cache=self.cache).denoiser_BLD[:, 0]
         for slot, token in phrases:
             self.drawer.banned_SV[slot, token] = True
-        tokens = [d.token for _, d in self.drawer(hidden_SD[ints[SLOT]], ints, floats, draws.cut)]
+        tokens = [d.token for _, d in self.drawer(hidden_SD[ints[SLOT]], ints, floats, sizes, draws.cut)]
         for slot, token in phrases:
             self.drawer.banned_SV[slot, token] = False
         return torch.cat(tokens)

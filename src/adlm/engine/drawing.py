@@ -24,7 +24,7 @@ SLOT, POSITION, SEED, STEP, TOP_K, RELEASE = range(6)
 TEMPERATURE, TOP_P, MIN_P, GUIDANCE = range(4)
 
 LOGITS_AT_ONCE = 1 << 22  # float64 noise and its temporaries: about 200 MB
-GPU_SIZES = (16, 64, 256)
+PIECES = (16, 64, 256)  # static shapes
 
 
 class Cut(NamedTuple):
@@ -63,6 +63,14 @@ class Draws(NamedTuple):
         draws = cls(np.repeat(ints, counts, axis=1), np.repeat(floats, counts, axis=1))
         draws.ints[POSITION] = position
         return draws
+
+    def padded(self, more: int, spare: int) -> "Draws":
+        """`more` draws added, in a slot nobody reads."""
+        ints = np.pad(self.ints, ((0, 0), (0, more)))
+        ints[SLOT, ints.shape[1] - more :] = spare
+        floats = np.pad(self.floats, ((0, 0), (0, more)))
+        floats[[TEMPERATURE, TOP_P], floats.shape[1] - more :] = 1.0
+        return Draws(ints, floats)
 
     @property
     def cut(self) -> Cut:
@@ -117,29 +125,19 @@ class Drawer:
         row[[*tokens, self.mask_id]] = True
         self.banned_SV[slot] = row.to(self.banned_SV.device)
 
-    def pieces(self, n: int) -> list[tuple[int, int, int]]:
-        """(start, stop, padded size) of each piece."""
+    def sizes(self, n: int) -> list[int]:
+        """Sizes of the pieces for n draws; with static shapes the last one may hold padding."""
         if not self.graphs.on:
-            return [(a, min(a + self.most, n), min(self.most, n - a)) for a in range(0, n, self.most)]
-        out, a = [], 0
-        while a < n:
-            size = next((s for s in GPU_SIZES if s >= n - a), GPU_SIZES[-1])
-            out.append((a, min(a + size, n), size))
+            return [min(self.most, n - a) for a in range(0, n, self.most)]
+        whole, rest = divmod(n, PIECES[-1])
+        return [PIECES[-1]] * whole + ([next(s for s in PIECES if s >= rest)] if rest else [])
+
+    def __call__(
+        self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, sizes: list[int], cut: Cut
+    ) -> Iterator[tuple[slice, Drawn]]:
+        """Yield (columns, Drawn) piece by piece; with graphs, a piece's log_p is overwritten by the next one."""
+        a = 0
+        for size in sizes:
+            piece = slice(a, a + size)
+            yield piece, Drawn(*self.step(hidden_ND[piece], ints[:, piece], floats[:, piece], *cut))
             a += size
-        return out
-
-    def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, cut: Cut) -> Iterator[tuple[slice, Drawn]]:
-        """Yield (columns, Drawn) piece by piece; a piece's log_p is overwritten by the next one."""
-        for a, b, size in self.pieces(ints.shape[1]):
-            piece = (hidden_ND[a:b], ints[:, a:b], floats[:, a:b])
-            if size > b - a:
-                piece = self.pad(*piece, size)
-            token, log_p = self.step(*piece, *cut)
-            yield slice(a, b), Drawn(token[: b - a], log_p[: b - a])
-
-    def pad(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        more = size - ints.shape[1]
-        ints = torch.nn.functional.pad(ints, (0, more))
-        ints[SLOT, -more:] = self.spare
-        floats = torch.nn.functional.pad(floats, (0, more), value=1.0)
-        return torch.nn.functional.pad(hidden_ND, (0, 0, 0, more)), ints, floats

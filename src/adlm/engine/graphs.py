@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 WARM_UP = 3
@@ -21,7 +22,10 @@ class Graphs:
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` takes tensors first, then plain hashable values, and returns tensors (a tuple, or None in it)."""
         if self.compile:
-            function = torch.compile(function, fullgraph=True, dynamic=False)
+            # The second size makes the batch dimension a variable, so a function is compiled two or three times per
+            # combination of its plain arguments, not once per shape.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+            function = torch.compile(function, fullgraph=True)
         return Captured(function) if self.on else function
 
 

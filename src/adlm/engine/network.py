@@ -5,23 +5,27 @@ only and writes the tokens back. Nothing comes to the host unless asked for. Gui
 linear, so (1+w) logits - w logits' is the head of (1+w) h - w h'.
 """
 
-import copy
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule
-from adlm.engine.drawing import GPU_SIZES, GUIDANCE, POSITION, SLOT, Cut, Drawer, Draws
+from adlm.engine.drawing import GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws
 from adlm.engine.graphs import Graphs
+from adlm.engine.prepare import autocast, prepare
 from adlm.errors import choose
 from adlm.models import LanguageModel
 from adlm.samplers import Look
 
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+def row_size(n: int) -> int:
+    """Rows of the call that holds n rows, when shapes are static."""
+    return next((s for s in ROW_SIZES if s >= n), n)
 
 
 class Batch(NamedTuple):
@@ -39,31 +43,6 @@ class Batch(NamedTuple):
     draws: Draws
 
 
-def autocast(device: torch.device, bf16: bool) -> AbstractContextManager:
-    return torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
-
-
-def prepare(model: LanguageModel, device: torch.device, precision: str) -> tuple[LanguageModel, bool]:
-    """(the model as the engine runs it, whether in bf16): on the device, bridge collapsed once, weights in bf16."""
-    choose("precision", precision, ("auto", "fp32", "bf16"))
-    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
-    # A model that asks for gradients belongs to a training run: freezing its bridge would stop its learning.
-    trained = any(p.requires_grad for p in model.parameters())
-    model = (copy.deepcopy(model).requires_grad_(False) if trained else model).to(device).eval()
-    model.freeze_bridge()
-    return (bfloat16_copy(model) if bf16 else model), bf16
-
-
-def bfloat16_copy(model: LanguageModel) -> LanguageModel:
-    """Linear weights in bf16, so that autocast has nothing to convert at every step; norms and times stay float32."""
-    model = copy.deepcopy(model)
-    keep = {id(m) for name, part in model.named_modules() if name.endswith("time_embedding") for m in part.modules()}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and id(module) not in keep:
-            module.to(torch.bfloat16)
-    return model
-
-
 class Network:
     def __init__(
         self,
@@ -74,7 +53,7 @@ class Network:
         precision: str = "auto",
         compile: str = "auto",
     ):
-        choose("compile", compile, ("auto", "true", "false"))
+        choose("compile", compile, ("auto", "true", "graphs", "false"))
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
         self.model, self.bf16 = prepare(model, self.device, precision)
@@ -103,12 +82,14 @@ class Network:
     @torch.inference_mode()
     def warm_up(self, cut: Cut, length: int = 0) -> None:
         """Compile and capture every shape that rows of this length and these filters can need."""
-        h_BLD = None
-        for size in [s for s in ROW_SIZES if s < 2 * self.spare] if self.graphs.on else [1]:
+        if not self.graphs.on:
+            return
+        most = row_size(self.spare)
+        # The largest first: it is compiled for its own size, the others share one compilation of any size.
+        for size in sorted((s for s in ROW_SIZES if s <= most), reverse=True):
             rows = torch.full((size, length or self.length), self.mask_id, device=self.device)
             h_BLD, _ = self.forward(rows, torch.zeros(size, device=self.device))
-        assert h_BLD is not None
-        for size in GPU_SIZES if self.graphs.on else [1]:
+        for size in PIECES:
             ints = torch.zeros(6, size, dtype=torch.int64, device=self.device)
             floats = torch.ones(4, size, dtype=torch.float64, device=self.device)
             self.drawer.step(h_BLD.new_zeros(size, h_BLD.shape[-1]), ints, floats, *cut)
@@ -130,36 +111,42 @@ class Network:
     @torch.inference_mode()
     def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Look:
         """Run one batch; returns the fields of Look that were asked for, for all draws in order."""
-        L, B = batch.length, batch.rows.shape[1]
-        size = next((s for s in ROW_SIZES if s >= B), B) if self.graphs.on else B
-        rows = np.concatenate([batch.rows, np.tile([[self.spare], [0]], size - B)], 1)
-        mask, source, ints, rows_on = self.upload(batch.mask, batch.source, batch.draws.ints, rows)
-        sigma = torch.from_numpy(np.concatenate([self.sigma(batch.t), np.zeros(size - B)])).float().to(self.device)
-        floats = torch.from_numpy(batch.draws.floats).to(self.device)
+        L, B, N = batch.length, batch.rows.shape[1], batch.source.shape[1]
+        sizes = self.drawer.sizes(N)
+        more_rows, more = (row_size(B) if self.graphs.on else B) - B, sum(sizes) - N
+        draws = batch.draws.padded(more, self.spare)
+        # What the padding draws lands in the spare slot.
+        mask, source, ints, rows = self.upload(
+            batch.mask,
+            np.pad(batch.source, ((0, 0), (0, more))),
+            draws.ints,
+            np.pad(batch.rows, ((0, 0), (0, more_rows)), constant_values=((0, 0), (0, self.spare))),
+        )
+        sigma, floats = self.upload(np.pad(self.sigma(batch.t), (0, more_rows)), draws.floats)
 
         self.canvas_SL[mask[0], mask[1]] = self.mask_id
-        tokens_BL = self.canvas_SL[rows_on[0], :L]
-        hide_BL = self.fixed_SL[rows_on[0], :L] & (rows_on[1] > 0).unsqueeze(-1)
-        denoiser_BLD, anchor_BLD = self.forward(tokens_BL.masked_fill(hide_BL, self.mask_id), sigma)
+        tokens_BL = self.canvas_SL[rows[0], :L]
+        hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
+        denoiser_BLD, anchor_BLD = self.forward(tokens_BL.masked_fill(hide_BL, self.mask_id), sigma.float())
 
         h_ND = denoiser_BLD[source[0], ints[POSITION]]
         if (batch.draws.floats[GUIDANCE] > 0).any():
             w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
             h_ND = (1 + w) * h_ND - w * denoiser_BLD[source[1], ints[POSITION]]
         look: dict[str, list[Tensor]] = {name: [] for name in looks - {"anchor"}}
-        for piece, (token, log_p) in self.drawer(h_ND, ints, floats, batch.draws.cut):
+        for piece, (token, log_p) in self.drawer(h_ND, ints, floats, sizes, draws.cut):
             self.canvas_SL[ints[SLOT, piece], ints[POSITION, piece]] = token
             for name, parts in look.items():
                 parts.append(LOOKS[name](log_p, token))
-        found = {name: torch.cat(parts).double().cpu().numpy() for name, parts in look.items()}
+        found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in look.items()}
         if "anchor" in looks:
             assert anchor_BLD is not None
             with autocast(self.device, self.bf16):
-                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, source[0], ints)
+                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, source[0, :N], ints[:, :N])
         return Look(**found)
 
-    def upload(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
-        """Several small integer arrays in one copy."""
+    def upload(self, *arrays: NDArray) -> list[Tensor]:
+        """Several small arrays of one type in one copy that the host does not wait for."""
         flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(self.device, non_blocking=True)
         parts = flat.split([a.size for a in arrays])
         return [part.view(a.shape) for part, a in zip(parts, arrays)]
