@@ -67,8 +67,10 @@ class Source:
 
     def describe(self) -> str:
         """For messages: which split of what."""
-        where = str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
-        return f"the {self.split} split of data.name={self.name}" + (f" ({where})" if self.files else "")
+        what = f"the {self.split} split of data.name={self.name}"
+        if not self.files:
+            return what
+        return f"{what} ({self.files[0]}" + (f" and {len(self.files) - 1} more)" if len(self.files) > 1 else ")")
 
 
 def resolve(cfg: DataConfig, split: str) -> Source:
