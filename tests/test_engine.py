@@ -303,6 +303,24 @@ def test_the_draw_is_one_graph_without_breaks(model):
     assert torch.equal(log_p, plain[1])
 
 
+def test_the_network_is_one_graph_for_any_number_of_rows(model):
+    """The second size makes the rows a variable: a third size is not compiled again."""
+    network = Engine(model).network
+    network.model = fold(copy.deepcopy(model))
+    compiled = []
+
+    def backend(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    traced = torch.compile(network.hidden, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for n in (8, 4, 3, 5):
+            tokens, sigma = torch.randint(0, V, (n, L)), torch.zeros(n)
+            torch.testing.assert_close(traced(tokens, sigma)[0], network.hidden(tokens, sigma)[0])
+    assert len(compiled) == 2
+
+
 def test_time_conditioned_models_are_told_the_noise_level():
     toy = ToyModel(3, 4)
     toy.config.time_conditioning = True
