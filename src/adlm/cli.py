@@ -74,6 +74,13 @@ COMMANDS: dict[str, Command] = {
         defaults=("data=checkpoint",),
         sections=("eval", "data", "train"),
     ),
+    "zeroshot": Command(
+        "adlm.evaluation.zeroshot:run_zeroshot",
+        "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",
+        words=("eval.checkpoint",),
+        rest=True,
+        sections=("eval", "data", "train"),
+    ),
     "import": Command(
         "adlm.compat.release:run_import",
         "a checkpoint of the public release -> an exported folder of ours: adlm import FILE.ckpt FOLDER",

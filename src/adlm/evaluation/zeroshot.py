@@ -1,0 +1,137 @@
+"""`adlm zeroshot`: perplexity on eight public data sets the model was not trained on, in one command.
+
+Each set is read from data.root if its published files lie there, else from the hub; detokenizer, split and packing are
+those of the table of corpora, so that numbers compare with the literature. A set that cannot be read is reported and
+does not stop the others, and the result file is written after each set.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from adlm.data import Blocks, Tokenizer, defaults, prepare
+from adlm.data.sources import resolve
+from adlm.errors import choose, require
+from adlm.evaluation.intervals import Estimate
+from adlm.evaluation.perplexity import measure, open_checkpoint, settings
+from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
+from adlm.schema import Config, DataConfig
+from adlm.training.export import Loaded
+from adlm.training.parallel import world
+from adlm.training.setup import parameter_count
+
+SETS = ("lambada", "ptb", "wikitext2", "wikitext103", "lm1b", "ag_news", "pubmed", "arxiv")
+# ADLM after "524B tokens" of OpenWebText; both WikiTexts have the same validation text.
+PAPER = {
+    "lambada": 44.32, "ptb": 95.37, "wikitext2": 31.94, "wikitext103": 31.94, "lm1b": 64.43, "ag_news": 55.72,
+    "pubmed": 37.56, "arxiv": 33.69,
+}  # fmt: skip
+PAPER_PARAMETERS = 293e6
+
+
+def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
+    """`adlm zeroshot CHECKPOINT [set ...]`: a table on the terminal, a JSON file, and the same as a dictionary."""
+    require(bool(cfg.eval.checkpoint), "which model? adlm zeroshot FOLDER [set ...] (eval.checkpoint)")
+    names = [choose("zero-shot set", name, SETS) for name in args] or list(SETS)
+    path = result_path(cfg.eval.out, cfg.eval.checkpoint, "zeroshot.json")
+    with world(cfg.train) as ranks:
+        loaded = open_checkpoint(cfg, ranks)
+        paper = PAPER if comparable(loaded) else {}
+        result: dict[str, Any] = {
+            **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
+            "comparable_with_the_paper": bool(paper),
+            "settings": settings(cfg.eval, ranks),
+            "versions": versions(ranks.device),
+            "sets": {},
+        }
+        found: dict[str, dict[str, Estimate]] = {}
+        for name in names:
+            try:
+                with ranks.main_first():
+                    blocks = rows_of(name, loaded, cfg.data)
+            except (ValueError, OSError, ModuleNotFoundError) as error:
+                result["sets"][name] = {"error": " ".join(str(error).split())}
+                if ranks.is_main:
+                    print(f"{name}: {result['sets'][name]['error']}", file=sys.stderr)
+            else:
+                found[name] = measure(loaded, blocks, cfg.eval, ranks, cfg.train.valid_batch_size)
+                result["sets"][name] = {
+                    **{kind: estimate.as_dict() for kind, estimate in found[name].items()},
+                    "paper_perplexity": paper.get(name),
+                    "data": data_facts(blocks),
+                }
+            if ranks.is_main:
+                write_result(path, result)
+        require(bool(found), "no set could be read; give data.root=FOLDER with local copies")
+        if ranks.is_main:
+            show(found, result["sets"], paper)
+            print(f"written to {path}")
+        return result
+
+
+def comparable(loaded: Loaded) -> bool:
+    """A model of the paper's kind: ADLM, GPT-2's vocabulary with the mask behind it, rows of 1024, 293M parameters."""
+    model = loaded.model
+    same_size = math.isclose(parameter_count(model), PAPER_PARAMETERS, rel_tol=0.01)
+    gpt2 = (model.vocab_size, model.mask_id) == (50258, 50257)
+    return gpt2 and same_size and model.config.length == 1024 and model.config.anchored and not model.config.causal
+
+
+def rows_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
+    """A set's validation rows for this model. Packed, unless the model was trained on one document a row."""
+    trained = loaded.info.get("data_settings") or {}
+    data = defaults(
+        name,
+        wrap=trained.get("wrap", True),
+        packing=wishes.packing,
+        root=wishes.root,
+        cache_dir=wishes.cache_dir,
+        num_proc=wishes.num_proc,
+        max_rows=wishes.max_rows,
+    )
+    return prepare_fitting(data, loaded.tokenizer, loaded.model.config.length)
+
+
+def prepare_fitting(data: DataConfig, tokenizer: Tokenizer, length: int) -> Blocks:
+    """Rows of `length`; one shorter row of everything there is, where a set does not fill a row."""
+    try:
+        return prepare(data, tokenizer, length, "valid")
+    except ValueError:
+        have = 2  # begin and end of the row
+        for document in resolve(data, "valid").documents(length):
+            have += len(tokenizer.encode(document)) + 1
+            if have >= length:
+                raise
+        if have < 4:
+            raise
+        return prepare(replace(data, packing="stream"), tokenizer, have, "valid")
+
+
+def show(found: dict[str, dict[str, Estimate]], sets: dict[str, Any], paper: dict[str, float]) -> None:
+    """The table: one line per set and estimator."""
+    table = Table("set", "tokens", "rows", "length", "perplexity", "95% over rows", "Monte Carlo", box=None)
+    if paper:
+        table.add_column("paper (524B)")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, estimates in found.items():
+        for kind, e in estimates.items():
+            ends = e.perplexity_interval
+            label = name if len(estimates) == 1 else f"{name} {kind}"
+            line = [
+                label,
+                f"{e.tokens:,}",
+                f"{e.rows:,}",
+                f"{sets[name]['data']['row_length']}",
+                f"{e.perplexity:,.2f}",
+                "" if ends is None else f"{ends[0]:,.2f} - {ends[1]:,.2f}",
+                "" if not e.monte_carlo_error else f"+-{e.perplexity * e.monte_carlo_error:,.2f}",
+            ]
+            table.add_row(*line, *([f"{paper[name]:.2f}"] if paper else []))
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(table)
