@@ -74,7 +74,7 @@ def test_every_method_learns(tmp_path, method):
         [e["nll"] + e.get("anchor", 0.0) for e in events if e["stage"] == stage]
         for stage in (events[0]["stage"], events[-1]["stage"])
     ]
-    assert stages[0][-1] < 0.75 * stages[0][0], stages[0]
+    assert stages[0][-1] < 0.9 * stages[0][0], stages[0]
     assert stages[1][-1] < stages[1][0], stages[1]  # what was learned before helps: it starts lower
     anchored = {e["stage"] for e in events if "anchor" in e}
     assert anchored == ({1, 2, 3} if method == "acot" else set())
