@@ -87,7 +87,7 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    head: Head, hidden_ND: Tensor, banned_SV: Tensor, ints: Tensor, floats: Tensor, cut: Cut
+    head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, cut: Cut
 ) -> tuple[Tensor, Tensor]:
     """(tokens [N], log-probabilities [N, V] they were drawn from). Static shapes, no host sync."""
     logits = head(hidden_ND).float().masked_fill(banned_SV[ints[SLOT]], -torch.inf)
@@ -100,7 +100,7 @@ def draw(
         release_cut=ints[RELEASE] > 0,
     )
     row = ints.unsqueeze(-1)
-    u = uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], torch.arange(log_p.shape[-1], device=log_p.device))
+    u = uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], token_V)
     return gumbel_argmax(log_p, u), log_p
 
 
@@ -111,11 +111,13 @@ class Drawer:
         # Zero-masking of SUBS and banned words are one thing: tokens a slot may not draw.
         self.banned_SV = torch.zeros(slots + 1, vocab_size, dtype=torch.bool, device=device)
         self.banned_SV[:, mask_id] = True
+        # A buffer and not an arange inside the step: the compiler would narrow that to 32 bits, and the noise needs 64.
+        self.token_V = torch.arange(vocab_size, device=device)
         self.mask_id, self.spare, self.graphs = mask_id, slots, graphs
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
 
         def step(hidden_ND: Tensor, ints: Tensor, floats: Tensor, *cut: bool) -> tuple[Tensor, Tensor]:
-            return draw(head, hidden_ND, self.banned_SV, ints, floats, Cut(*cut))
+            return draw(head, hidden_ND, self.banned_SV, self.token_V, ints, floats, Cut(*cut))
 
         self.step = graphs.wrap(step)
 

@@ -63,7 +63,7 @@ class _ChunkedHead(torch.autograd.Function):
         b = h_ND.new_full((columns,), -torch.inf, dtype=accumulate)  # padding columns have no mass
         b[:V] = 0 if bias_V is None else bias_V
         if exclude is not None:
-            b[exclude] = -torch.inf
+            b[exclude : exclude + 1].fill_(-torch.inf)  # b[exclude] = ... would copy from the host, and wait
 
         per_chunk = compiled(chunk_loss) if h_ND.is_cuda else chunk_loss
         total = h_ND.new_zeros((), dtype=accumulate)
@@ -151,7 +151,7 @@ def linear_row_losses(
         else bias_V.to(accumulate, copy=True)
     )
     if exclude is not None:
-        b[exclude] = -torch.inf
+        b[exclude : exclude + 1].fill_(-torch.inf)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
     for h_nD, target_n, weight_n in zip(hidden_ND.split(rows), targets_N.split(rows), weights_N.split(rows)):
         logits_nV = torch.nn.functional.linear(h_nD, weight_VD)
