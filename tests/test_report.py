@@ -1,12 +1,13 @@
 """Reports: well-formed documents, text that stays text, numbers that are there, nothing fetched from elsewhere."""
 
+import json
 import math
 import re
 from html.parser import HTMLParser
 
 import pytest
 
-from adlm.evaluation import chart, report
+from adlm.evaluation import chart, report, reveal
 from adlm.evaluation.chart import Axis, Series, line_chart
 from adlm.evaluation.report import Html, Piece, esc, legend, page, passage, section, table, tag, tiles
 
@@ -165,3 +166,38 @@ def test_write_replaces_the_file_whole(tmp_path):
     report.write(path, "first")
     report.write(path, "second")
     assert path.read_text() == "second" and [p.name for p in path.parent.iterdir()] == ["report.html"]
+
+
+# The animated reveal
+
+FRAMES = [
+    reveal.Frame(1, ["a", None, None]),
+    reveal.Frame(2, ["a", "</script><b>", None]),
+    reveal.Frame(3, [None, "</script><b>", "c"]),
+    reveal.Frame(5, ["z", "</script><b>", "c"]),
+]
+
+
+def player_data(text: str) -> dict:
+    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
+    return json.loads(data)
+
+
+def test_reveal_data_gives_back_every_canvas():
+    data = player_data(reveal.reveal(FRAMES, "a text"))
+    canvas = [None] * data["length"]
+    for frame, (step, changed) in zip(FRAMES, data["frames"], strict=True):
+        for i, text in changed:
+            assert canvas[i] != text
+            canvas[i] = text
+        assert (canvas, step) == (list(frame.pieces), frame.step)
+
+
+def test_reveal_is_well_formed_inert_and_complete_without_scripts():
+    text = page("t", reveal.reveal(FRAMES, 'say "hi"'), reveal.reveal_script())
+    document = Document(text)
+    assert "b" not in document.tags
+    assert "z</script><b>c" in document.words
+    assert text.count("<script") == 2 and ("aria-label", 'say "hi"') in document.attributes
+    assert [value for key, value in document.attributes if key == "max"] == ["4"]
+    assert not re.search(r"https?://", text)

@@ -22,7 +22,7 @@ from adlm.training.metrics import read_metrics
 SAMPLES: dict[str, dict[str, str]] = {
     "Written from nothing": {},
     "Continuing a prompt": {"prompt": "Return a new "},
-    "Filling holes": {"template": "If the[MASK:6] is not[MASK:6], a[MASK:4] exception is raised.\n\nSee also[MASK:10]"},
+    "Filling holes": {"template": "If the[MASK:6] is not[MASK:6], an[MASK:4] exception is raised."},
 }
 
 
@@ -121,7 +121,11 @@ def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
     """Texts being written, step by step."""
     players = []
     for number, (label, wish) in enumerate(SAMPLES.items()):
-        frames, text = watch(cfg, lm, wish, cfg.seed + number)
+        try:
+            frames, text = watch(cfg, lm, wish, cfg.seed + number)
+        except ValueError as problem:  # settings of the reader's own, such as rows too short for the template
+            players += [tag("h3", label), paragraph(f"Left out: {problem}")]
+            continue
         facts = f"{text.nfe} network evaluations, {text.seconds:.1f} s, seed {text.seed}"
         players += [tag("h3", label), reveal(frames, label), paragraph(tag("small", facts))]
     return section(
