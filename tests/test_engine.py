@@ -297,8 +297,9 @@ def test_the_draw_is_one_graph_without_breaks(model):
     hidden = torch.randn(2, 16)
     traced = torch.compile(draw, backend="eager", fullgraph=True, dynamic=False)
     cut = Cut(True, True, True)
-    token, log_p = traced(model.head, hidden, banned, ints, floats, cut)
-    plain = draw(model.head, hidden, banned, ints, floats, cut)
+    tokens = torch.arange(V)
+    token, log_p = traced(model.head, hidden, banned, tokens, ints, floats, cut)
+    plain = draw(model.head, hidden, banned, tokens, ints, floats, cut)
     assert torch.equal(token, plain[0])
     assert torch.equal(log_p, plain[1])
 
