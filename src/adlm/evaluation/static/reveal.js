@@ -40,6 +40,17 @@ for (const box of document.querySelectorAll(".reveal")) {
   });
   box.querySelector(".controls").hidden = false;
   show(data.frames.length);
+  // The finished text is the tallest canvas: what follows must not jump about while it is written.
+  const canvas = box.querySelector(".canvas");
+  const keep = () => {
+    const now = shown;
+    canvas.style.minHeight = "";
+    show(data.frames.length);
+    canvas.style.minHeight = canvas.offsetHeight + "px";
+    show(now);
+  };
+  keep();
+  addEventListener("resize", keep);
   // Starts when it is first seen, unless the reader asked for stillness.
   if (!matchMedia("(prefers-reduced-motion: reduce)").matches && "IntersectionObserver" in window) {
     const seen = new IntersectionObserver((entries) => {
