@@ -112,8 +112,8 @@ def build_report(
             "Try next", table((), [(tag("code", command), what) for command, what in next_commands(Path(cfg.out))])
         ),
         reveal_script(),
-        subtitle=f"{cfg.algo.upper()} on {cfg.data.name}: text appears from masks in any order, and the tokens that matter"
-        " most, the anchors, are predicted first.",
+        subtitle=f"{cfg.algo.upper()} on {cfg.data.name}: text appears from masks in any order; the tokens"
+        " that matter most, the anchors, are predicted by a network of their own.",
     )
 
 
