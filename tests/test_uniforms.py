@@ -41,6 +41,26 @@ def test_same_bits_on_the_gpu():
     assert torch.equal(uniforms(3, Stream.MASK, c), uniforms(3, Stream.MASK, c.cuda()).cpu())
     assert torch.equal(uniforms32(3, Stream.MASK, c), uniforms32(3, Stream.MASK, c.cuda()).cpu())
 
+    @torch.compile(fullgraph=True)
+    def compiled(seed):
+        return hash_counters(seed[:, None], Stream.TOKEN, torch.arange(50_258, device="cuda"))
+
+    seeds = torch.tensor([0, 5, -1, 2**62])
+    expected = hash_counters(seeds[:, None], Stream.TOKEN, torch.arange(50_258))
+    assert torch.equal(compiled(seeds.cuda()).cpu(), expected)
+
+
+@pytest.mark.slow
+def test_same_bits_when_compiled():
+    """An arange that is multiplied by a large constant must not become an index expression."""
+
+    @torch.compile(fullgraph=True)
+    def compiled(seed):
+        return hash_counters(seed[:, None], Stream.TOKEN, torch.arange(1000))
+
+    seeds = torch.tensor([0, 5, -1, 2**62])
+    assert torch.equal(compiled(seeds), hash_counters(seeds[:, None], Stream.TOKEN, torch.arange(1000)))
+
 
 def test_equals_the_definition_for_ints_and_tensors():
     rng = np.random.default_rng(0)

@@ -69,7 +69,9 @@ def _absorb(h: int | Tensor, counter: int | Tensor) -> int | Tensor:
         return _mix(h + _signed((counter + 1) * GOLDEN))  # type: ignore[operator]
     if counter.dtype != torch.int64:
         raise ValueError(f"counters must be ints or int64 tensors, got {counter.dtype}")
-    return _mix(h + (counter + 1) * _GOLDEN)
+    # ~c = -(c + 1). Written so because the counter is often an arange: torch.compile would fold (c + 1) * GOLDEN into
+    # an index expression and compute it in 32 bits; it leaves bitwise operations alone.
+    return _mix(h - ~counter * _GOLDEN)
 
 
 def hash_counters(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
