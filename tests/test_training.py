@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(tmp_path, ca
     assert len(list(folder.glob("damaged-*"))) == 1
     for each in folder.glob("step-*"):
         spoil(each, how)
-    with pytest.raises(ValueError, match="every checkpoint in .* is damaged"):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
         loop.train(cfg)
 
 
@@ -386,3 +386,11 @@ def test_checkpoints_of_nothing(tmp_path):
     assert checkpoints.newest_sound() is None
     with pytest.raises(ValueError, match="holds no checkpoint yet"):
         read_weights(tmp_path, ema=True)
+
+
+def test_samples_during_training_are_recorded_and_change_nothing(tmp_path, uninterrupted):
+    loop.train(run_config(tmp_path, train__sample_every=6, sampling__steps=8))
+    samples = [e for e in read_metrics(tmp_path / "run") if e["kind"] == "sample"]
+    assert [e["step"] for e in samples] == [6, 12] and all(isinstance(e["text"], str) for e in samples)
+    ours, whole = weights(tmp_path / "run"), weights(uninterrupted / "run")
+    assert all(torch.equal(ours[name], whole[name]) for name in whole)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from adlm.data.loader import Batches
+from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.uniforms import Stream, fold
-from adlm.models import LanguageModel
 from adlm.models.flops import count_flops
 from adlm.schema import Config, as_yaml
 from adlm.training import export, setup
@@ -35,9 +36,10 @@ from adlm.training.optim import (
     set_learning_rate,
 )
 from adlm.training.parallel import Interruption, Step, accumulating, parallelise, world
+from adlm.training.samples import sample_text
 from adlm.training.validation import validate
 
-SampleHook = Callable[[LanguageModel, setup.Data], str]
+SampleHook = Callable[[dict[str, Tensor], Tokenizer, Config, int], str]
 
 
 class TrainResult(NamedTuple):
@@ -49,7 +51,7 @@ class TrainResult(NamedTuple):
     finished: bool
 
 
-def run_train(cfg: Config, dry_run: bool = False, sample: SampleHook | None = None) -> dict[str, Any]:
+def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
     """`adlm train`."""
     if dry_run:
         with world(cfg.train) as ranks:
@@ -60,10 +62,10 @@ def run_train(cfg: Config, dry_run: bool = False, sample: SampleHook | None = No
             facts = setup.plan(cfg, model, data, ranks)
             print(setup.show(facts), file=sys.stderr)
             return facts
-    return train(cfg, sample)._asdict()
+    return train(cfg)._asdict()
 
 
-def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
+def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
     """Train to cfg.train.steps, or until a signal asks to stop; go on where the run folder's checkpoint stopped."""
     with world(cfg.train) as ranks, Interruption() as interruption:
         run = setup.make_run_folder(cfg.out)
@@ -169,11 +171,12 @@ def train(cfg: Config, sample: SampleHook | None = None) -> TrainResult:
                 valid_nll = check_bound()
                 improved = best < before
                 window.restart()
-            if sample and cfg.train.sample_every and step % cfg.train.sample_every == 0:
-                with ema:
-                    text = sample(model.eval(), data)
-                model.train()
-                metrics.say(f"step {step}: sample\n{text}")
+            if cfg.train.sample_every and step % cfg.train.sample_every == 0:
+                averages = ema.whole()
+                if ranks.is_main:
+                    text = sample(averages, data.tokenizer, cfg, step)
+                    metrics.write("sample", step, {"text": text})
+                    metrics.say(f"step {step}: sample\n{text}")
                 window.restart()
             due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
             # on a GPU asking the other ranks makes the host wait: not at every step

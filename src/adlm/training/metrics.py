@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Metrics:
             self.task = self.progress.add_task("training", total=cfg.train.steps, completed=resumed_step or 0, line="")
             self.progress.start()
 
-    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+    def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
         """Record an event; never let a full disk stop a training run."""
         if not self.active:
             return
@@ -221,9 +222,10 @@ class TensorBoard:
             ) from None
         self.writer = SummaryWriter(str(folder))
 
-    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+    def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
         for key, value in values.items():
-            self.writer.add_scalar(f"{kind}/{key}", value, step)
+            add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
+            add(f"{kind}/{key}", value, step)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.writer.close()
@@ -238,7 +240,7 @@ class WandB:
         mode = None if os.environ.get("WANDB_API_KEY") else "offline"
         self.wandb_run = wandb.init(project=cfg.track.project, name=cfg.track.name or run.name, dir=str(run), mode=mode)
 
-    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+    def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
         self.wandb_run.log({f"{kind}/{key}": value for key, value in values.items()}, step=step)
 
     def close(self) -> None:
