@@ -17,6 +17,7 @@ from tiny import random_tokens, tiny_model
 from torch import nn
 
 from adlm import checkpoints, cli, config
+from adlm.compat.release import export_release
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
 from adlm.evaluation.perplexity import left_to_right, measure, run_ppl, stratified
@@ -339,6 +340,26 @@ def test_raw_weights_and_another_corpus(trained, tmp_path, capsys):
     assert result["weights"] == "raw" and result["continuous"]["rows"] == 5
     assert result["exact-count"]["monte_carlo_error_nats"] > 0 and result["left-to-right"]["rows"] == 2
     assert "not the bound" in capsys.readouterr().out
+
+
+def test_the_releases_line_on_its_own_kind_of_checkpoint(trained, tmp_path, monkeypatch, capsys):
+    """mode=ppl_eval of the public release, typed as in its README apart from sizes, files and the tokenizer."""
+    export_release(trained / "run", tmp_path / "tiny.ckpt")
+    text = write_corpus(tmp_path / "openwebtext.jsonl", documents=60, seed=3)
+    monkeypatch.setenv("ADLM_CACHE", str(tmp_path / "cache"))
+    line = (
+        "mode=ppl_eval loader.global_batch_size=16 loader.batch_size=4 loader.eval_batch_size=4 data=openwebtext-split"
+        " model=small parameterization=subs backbone=dit model.length=32 T=0 +wandb.offline=true"
+        f" eval.checkpoint_path={tmp_path / 'tiny.ckpt'} data.path={text} data.tokenizer=bytes"
+    )
+    assert cli.release_main("adlm_main", line.split()) == 0
+    result = json.loads((tmp_path / "ppl-openwebtext.json").read_text())
+    assert result["data"]["packing"] == "release" and result["length"] == 32
+    capsys.readouterr()
+    more = ["data=openwebtext", "data.packing=release", f"data.path={text}"]
+    assert cli.main([*ppl_line(trained, *more), "--json"]) == 0
+    ours = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["continuous"] == ours["continuous"]
 
 
 def test_loading_refuses_what_is_no_checkpoint(tmp_path):

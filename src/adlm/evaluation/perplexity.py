@@ -67,9 +67,15 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
 
 
 def open_checkpoint(cfg: Config, ranks: World) -> Loaded:
-    tokenizer = cfg.data.tokenizer if cfg.data.name == "checkpoint" else ""
+    """The model with its own tokenizer; data.tokenizer only helps a release checkpoint that does not carry one."""
+    where = (cfg.eval.checkpoint, cfg.eval.ema, ranks.device)
     with ranks.main_first():  # a bpe-N tokenizer of an unfinished run may have to be trained
-        return checkpoints.load(cfg.eval.checkpoint, cfg.eval.ema, ranks.device, tokenizer, cfg.data.root)
+        try:
+            return checkpoints.load(*where, root=cfg.data.root)
+        except ValueError:
+            if not cfg.data.tokenizer:
+                raise
+            return checkpoints.load(*where, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
 
 
 def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
