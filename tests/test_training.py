@@ -148,6 +148,7 @@ def test_sigterm_saves_and_exits_zero_and_the_same_command_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_kill_nine_at_twenty_random_moments(tmp_path):
     """Also during checkpoint writes: with checkpoint.every=1 most of the time is spent writing them."""
     often = ("train.steps=150", "train.valid_every=50", "checkpoint.every=1", "train.log_every=5")
