@@ -13,6 +13,7 @@ from rich.console import Console
 from tiny import tiny_model
 
 import adlm
+from adlm import cli
 from adlm.api.command import run_sample
 from adlm.api.watch import watch_text
 from adlm.data.tokenizers import raw_bytes
@@ -254,3 +255,25 @@ def test_watch_shows_the_reveal(folder, lm):
 def test_causal_models_sample_from_the_command(causal, tmp_path):
     causal.save(tmp_path / "ar")
     assert run_sample(config(tmp_path / "ar", n=2))["drawn"] == 2
+
+
+def test_the_command_line(folder, tmp_path, capsys):
+    out = tmp_path / "samples.jsonl"
+    line = [
+        "sample",
+        str(folder),
+        "sampling.n=2",
+        "sampling.steps=4",
+        f"sampling.out={out}",
+        "train.device=cpu",
+        "--json",
+    ]
+    assert cli.main(line) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["drawn"] == 2
+    assert len(out.read_text().splitlines()) == 2
+    assert cli.main([*line, "sampling=remdm-loop"]) == 1
+    assert "other settings" in capsys.readouterr().err
+    for bad, message in (("sampling.steps=0", "sampling.steps"), ("sampling.top_p=0", "sampling.top_p")):
+        assert cli.main([*line[:4], bad]) == 1
+        assert message in capsys.readouterr().err

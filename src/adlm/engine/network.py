@@ -63,6 +63,7 @@ class Network:
         # One slot more than there are: padding reads and writes there.
         self.canvas_SL = torch.full((slots + 1, self.length), self.mask_id, device=self.device)
         self.fixed_SL = torch.zeros(slots + 1, self.length, dtype=torch.bool, device=self.device)
+        self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
         self.spare = slots
         compiled = compile == "true" or (compile == "auto" and cuda)
         self.graphs = Graphs(on=cuda and compile != "false", compile=compiled)
@@ -124,7 +125,7 @@ class Network:
         )
         sigma, floats = self.upload(np.pad(self.sigma(batch.t), (0, more_rows)), draws.floats)
 
-        self.canvas_SL[mask[0], mask[1]] = self.mask_id
+        self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
         tokens_BL = self.canvas_SL[rows[0], :L]
         hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
         denoiser_BLD, anchor_BLD = self.forward(tokens_BL.masked_fill(hide_BL, self.mask_id), sigma.float())
