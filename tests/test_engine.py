@@ -372,6 +372,24 @@ def test_on_the_gpu(model):
     assert rows(fast, requests) == rows(fast, requests[::-1])[::-1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_on_the_gpu_do_not_wait_for_it(model):
+    """Once shapes are captured, a step that ends no row reads nothing back."""
+    engine = Engine(copy.deepcopy(model), slots=4, device="cuda")
+    engine.network.warm_up(Cut(False, True, False))
+    for seed in range(4):
+        engine.submit(request(seed, sampler="remdm-cap", steps=500, eta=0.05, top_p=0.9))
+    engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(slot is not None for slot in engine.slots)
+
+
 def test_a_model_in_training_is_not_frozen():
     trained = tiny_model()
     rows(Engine(trained), [request(1)])
