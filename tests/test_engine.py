@@ -206,8 +206,18 @@ def test_leaving_a_stream_cancels_the_row(model):
     stream = engine.stream(request(1, steps=40, watch=True))
     next(stream)
     stream.close()
-    engine.step()
     assert not engine.busy
+    assert engine.step() == []
+
+
+def test_leaving_a_run_drops_its_rows(model):
+    """What is left of one caller's rows does not turn up among the next one's."""
+    engine = Engine(model, slots=2)
+    run = engine.run(request(s, steps=3 + 10 * s) for s in range(5))
+    next(run)
+    run.close()
+    assert not engine.busy
+    assert [r.seed for r in engine.run([request(9)])] == [9]
 
 
 def test_end_of_text_cuts_and_stops_early(model):

@@ -63,30 +63,44 @@ class Rows(Generic[R]):
         return self.updates
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Results in the order they finish; requests are taken as slots become free, so there may be any number."""
-        source, more = iter(requests), True
-        while more or self.busy:
-            while more and len(self.waiting) < self.slots.count(None):
-                request = next(source, None)
-                more = request is not None
-                if request is not None:
-                    self.submit(request)
-            for update in self.step():
-                if isinstance(update, Result):
-                    yield update
+        """Results in the order they finish; requests are taken as slots become free, so there may be any number.
+
+        For a caller that has the engine to itself, like `stream`; one that shares it calls `submit` and `step`. Rows of
+        an iterator that is given up are dropped.
+        """
+        source, more, mine = iter(requests), True, set()
+        try:
+            while more or mine:
+                while more and len(self.waiting) < self.slots.count(None):
+                    request = next(source, None)
+                    more = request is not None
+                    if request is not None:
+                        mine.add(self.submit(request))
+                for update in self.step():
+                    if isinstance(update, Result) and update.id in mine:
+                        mine.remove(update.id)
+                        yield update
+        finally:
+            self.drop(mine)
 
     def stream(self, request: Request) -> Iterator[Frame | Result]:
-        """Frames of one row and its Result; closing the iterator cancels the row."""
-        id = self.submit(request)
+        """Frames of one row (if request.watch) and its Result."""
+        id, ended = self.submit(request), False
         try:
-            while self.busy:
+            while not ended:
                 for update in self.step():
                     if update.id == id:
+                        ended = isinstance(update, Result)
                         yield update
-                        if isinstance(update, Result):
-                            return
         finally:
-            self.cancel(id)
+            self.drop({id} if not ended else set())
+
+    def drop(self, ids: set[int]) -> None:
+        """Forget rows at once, without a Result."""
+        if ids:
+            self.cancelled |= ids
+            self.drop_cancelled()
+            self.updates = [u for u in self.updates if u.id not in ids]
 
     def finish(self, i: int, tokens: list[int], finished: bool = True, problem: str = "") -> None:
         row = self.slots[i]
