@@ -33,6 +33,8 @@ def main(argv: list[str]) -> None:
             cfg = config.load([*SETTINGS, f"method={method}", f"out={Path(folder) / method}", *overrides])
             start, used = time.monotonic(), time.process_time()
             result = train(cfg)
+            if not result.finished:
+                raise SystemExit("interrupted")
             test = result.tests["generated"]
             rows.append(
                 {

@@ -269,7 +269,7 @@ def test_files_give_all_splits(tmp_path):
     assert splits.train == examples[:25]
     assert splits.valid == examples[30:]
     assert splits.tests == {}
-    test = ReasonConfig(**{**vars(cfg), "test_path": str(tmp_path / "train.json"), "n_test": 0})
+    test = ReasonConfig(**{**vars(cfg), "test_path": str(tmp_path / "train.json")})
     with pytest.raises(ValueError, match="held out"):
         load_splits(test, seed=1)
 

@@ -224,9 +224,9 @@ def test_commands(tmp_path, capsys):
     assert status == 0
     scores = json.loads(printed.splitlines()[-1])[str(out)]
     assert scores["generated"] == result["tests"]["generated"]
-    assert scores["published_test"]["n"] == 8
+    assert scores["published_test"]["n"] == 12
     answers = [json.loads(line) for line in (out / "answers-published_test.jsonl").read_text().splitlines()]
-    assert len(answers) == 8
+    assert len(answers) == 12
     assert set(answers[0]) == {"question", "answer", "written"}
 
     status, printed, _ = run(capsys, "table", str(out))

@@ -314,7 +314,7 @@ class ReasonConfig:
     n_valid: int = 300
     """Validation examples generated, or kept of valid_path."""
     n_test: int = 500
-    """Test examples generated, or kept of test_path (0: the whole file)."""
+    """Test examples generated (test_path is always used whole)."""
     hops: int = 0
     """Generated tasks: length of the derivation (0: distributed as in the published files)."""
     nodes: int = 0

@@ -45,7 +45,7 @@ def run_reason(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 
 def evaluate_runs(cfg: Config, runs: list[str]) -> dict[str, Any]:
     """Answer test questions with the exported network of each run, as its method asks them. What is asked comes from
-    the command line (reason.test_path, n_test, seed), how from the run."""
+    the command line (reason.test_path, reason.n_test), how from the run."""
     from adlm.reasoning.answers import evaluate
     from adlm.reasoning.methods import encode, plans_of
     from adlm.reasoning.runs import load_run, read_results, write_results
@@ -94,7 +94,7 @@ def show_table(runs: list[str]) -> dict[str, Any]:
     rows = []
     for run in runs:
         results = read_results(run)
-        for test, facts in {"valid": results["valid"], **results["tests"]}.items():
+        for test, facts in [("(validation)", results["valid"]), *results["tests"].items()]:
             rows.append(
                 {key: results[key] for key in ("task", "method", "network")} | {"set": test, "run": run} | facts
             )
@@ -124,7 +124,7 @@ def show_data(cfg: Config, files: list[str]) -> dict[str, Any]:
     sets = {}
     if task.generate is not None or cfg.reason.train_path:
         sets["train"] = load_splits(cfg.reason, cfg.seed).train
-    sets |= {stem(file): read_file(task, file, "test_path", 0) for file in files}
+    sets |= {stem(file): read_file(task, file, "test_path") for file in files}
     require(bool(sets), f"reason.task={cfg.reason.task} has no generator: name a file, or give reason.train_path")
     header, rows = side_by_side(sets, task.read is logic.read)
     table = Table(*header)

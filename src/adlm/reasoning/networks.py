@@ -160,7 +160,7 @@ def load_hugging_face(base: str, prepare: Callable[[Tokenizer], Tokenizer]) -> t
     name = str(path) if path.is_dir() else base
     try:
         backend = AutoTokenizer.from_pretrained(name).backend_tokenizer  # type: ignore[union-attr]
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(name).float()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"reason.base={base!r} is no causal model that can be loaded: {lines[0]}") from None

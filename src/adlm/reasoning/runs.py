@@ -61,7 +61,7 @@ def load_run(path: str, device: torch.device) -> Run:
         from transformers import AutoModelForCausalLM
 
         tokenizer = load_tokenizer(str(folder / export.TOKENIZER))
-        network: Any = HuggingFaceNetwork(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        network: Any = HuggingFaceNetwork(AutoModelForCausalLM.from_pretrained(folder).float())
     else:
         loaded = export.load_folder(folder)
         network, tokenizer = OwnNetwork(loaded.model), loaded.tokenizer

@@ -79,7 +79,7 @@ def load_held_out(cfg: ReasonConfig, seed: int) -> tuple[list[Example], dict[str
         drawn = generate(task, cfg.n_valid + cfg.n_test, seed, cfg.hops, cfg.nodes)
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
     if cfg.test_path:
-        tests[stem(cfg.test_path)] = read_file(task, cfg.test_path, "test_path", cfg.n_test)
+        tests[stem(cfg.test_path)] = read_file(task, cfg.test_path, "test_path")
     return valid, tests
 
 
@@ -91,7 +91,7 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
         valid = read_file(task, cfg.valid_path, "valid_path", cfg.n_valid)
     train: list[Example] = []
     if cfg.train_path:
-        train = read_file(task, cfg.train_path, "train_path", 0)
+        train = read_file(task, cfg.train_path, "train_path")
         if not valid:
             require(
                 0 < cfg.n_valid < len(train),
@@ -111,7 +111,7 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
     return Splits(generate(task, n_train, fold(seed, Stream.ORDER), cfg.hops, cfg.nodes, held_out), valid, tests)
 
 
-def read_file(task: TaskSpec, path: str, key: str, n: int) -> list[Example]:
+def read_file(task: TaskSpec, path: str, key: str, n: int = 0) -> list[Example]:
     file = Path(path).expanduser()
     require(file.is_file(), f"reason.{key}={path!r} is not a file")
     examples = task.read(file)

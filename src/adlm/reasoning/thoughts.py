@@ -34,33 +34,32 @@ class Batch(NamedTuple):
 
 
 def make_rows(token_lists: list[list[int]], slots: list[range], fed_back: bool, device: torch.device) -> Rows:
-    lengths = np.array([len(tokens) for tokens in token_lists])
-    tokens = np.zeros((len(token_lists), lengths.max()), dtype=np.int64)
-    for row, ids in zip(tokens, token_lists):
-        row[: len(ids)] = ids
-    n_slots = len(slots[0]) if fed_back else 0
-    first = np.array([at.start for at in slots])
-    return Rows(
-        torch.from_numpy(tokens).to(device),
-        torch.from_numpy(lengths).to(device),
-        torch.from_numpy(first).to(device),
-        n_slots,
-    )
+    tokens = padded(token_lists, 0)
+    length, first = np.array([len(ids) for ids in token_lists]), np.array([at.start for at in slots])
+    on_device = (torch.from_numpy(array).to(device) for array in (tokens, length, first))
+    return Rows(*on_device, n_slots=len(slots[0]) if fed_back else 0)
+
+
+def padded(lists: list[list[int]], filler: int) -> np.ndarray:
+    out = np.full((len(lists), max(map(len, lists))), filler, dtype=np.int64)
+    for row, values in zip(out, lists):
+        row[: len(values)] = values
+    return out
 
 
 def make_batch(layouts: list[Layout], fed_back: bool, gamma: float, mask_id: int, device: torch.device) -> Batch:
     """The sums of a step: next tokens of trace and answer, and gamma times the anchors at the slots."""
     rows = make_rows([l.tokens for l in layouts], [l.slots for l in layouts], fed_back, device)
-    width = rows.tokens_BL.shape[1]
     terms = {}
-    for name, labels, scale in (
+    for name, lists, scale in (
         ("nll", [l.targets for l in layouts], 1.0),
         ("anchor", [l.anchors for l in layouts], gamma),
     ):
-        at = [(i * width + j, label) for i, row in enumerate(labels) for j, label in enumerate(row) if label != IGNORE]
-        if at:
-            position_N, target_N = (torch.tensor(column, device=device) for column in zip(*at))
-            weight_N = torch.ones(len(at), device=device)
+        labels_N = padded(lists, IGNORE).reshape(-1)
+        (at_N,) = np.nonzero(labels_N != IGNORE)
+        if len(at_N):
+            position_N, target_N = (torch.from_numpy(x).to(device) for x in (at_N, labels_N[at_N]))
+            weight_N = torch.ones(len(at_N), device=device)
             terms[name] = Term("denoiser", position_N, target_N, weight_N, scale, exclude=mask_id)
     return Batch(rows, Task(rows.tokens_BL, None, len(terms["nll"].rows_N), terms))
 

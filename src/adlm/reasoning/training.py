@@ -221,16 +221,18 @@ def train(cfg: Config) -> ReasonResult:
         assert now.best_step is not None  # the last step is validated
         state = tensors(step_module, [], ema, guard)
         checkpoints.load(now.best_step, {part: state[part] for part in ("model", "ema")})
-        scores = {}
         with ema:
-            for name, examples in {"valid": room.splits.valid, **room.splits.tests}.items():
+            best = room.score(room.splits.valid, room.valid, schedule.last_stage)
+            metrics.say(f"best of the last stage, validation: {best}")
+            tests = {}
+            for name, examples in room.splits.tests.items():
                 score = room.score(examples, encode(examples, room.tokenizer), schedule.last_stage)
-                metrics.say(f"{name}: {score}")
-                scores[name] = score.facts()
+                metrics.say(f"test {name}: {score}")
+                tests[name] = score.facts()
             facts = {"step": now.best_step, "max_new_tokens": room.max_new_tokens}
             export_run(run, cfg, room.network, room.tokenizer, facts)
         metrics.close()
-        result = ReasonResult(str(run), now.step, True, scores.pop("valid"), scores, now.stages)
+        result = ReasonResult(str(run), now.step, True, best.facts(), tests, now.stages)
         write_results(run, room.facts() | result._asdict())
         plot_curves(run, "accuracy", "accuracy on validation questions")
         return result
