@@ -39,7 +39,7 @@ def analytic(t: Tensor, s: Tensor, schedule: Schedule) -> Rates:
 
 
 def remasking(t: Tensor, s: Tensor, sigma: Tensor) -> Rates:
-    """Eq. 6 with a given sigma_t. Clamped: where the release exceeds sigma_max its q is negative, that is, never drawn."""
+    """Eq. 6 with a given sigma_t. Clamped: beyond sigma_max the release has negative entries, which are never drawn."""
     return Rates(reveal_probability(1 - s, 1 - t, sigma).clamp(0, 1), sigma.clamp(0, 1))
 
 

@@ -51,7 +51,7 @@ class Scheduled:
         return not bool(self.rates.remask.any())
 
     def changes(self, holes: Positions, seed: int) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """(step, position) of every reveal and of every remask; each hole ends revealed, at the filling step at latest."""
+        """(step, position) of every reveal and of every remask; each hole ends revealed, at the latest by the fill."""
         n = len(self.t)
         reveal = np.append(cumulative_hazard(self.rates.reveal), np.inf)  # the filling step reveals what is left
         remask = cumulative_hazard(self.rates.remask)
