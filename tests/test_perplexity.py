@@ -242,6 +242,14 @@ def test_left_to_right_stands_beside_the_bound(toy):
     assert found["left-to-right"].rows == 4 and found["continuous"].rows == 8
 
 
+def test_models_of_another_kind_have_the_continuous_bound_only(toy):
+    model, sequences, _ = toy
+    other = loaded_of(model, ObjectiveConfig(name="score-entropy"))
+    for cfg in (EvalConfig(estimator="exact-count"), EvalConfig(estimator="both"), EvalConfig(chain_rows=1)):
+        with pytest.raises(ValueError, match="continuous bound only"):
+            measure(other, Table(sequences), cfg, ALONE)  # type: ignore[arg-type]
+
+
 def test_batch_size_does_not_matter(toy):
     model, sequences, _ = toy
     results = []
