@@ -132,6 +132,7 @@ class Walk:
         return dict(out)
 
 
+TAU = 5  # anchor-first: a token is rare up to this expected count
 DEFAULTS = {"eta": 0.3, "t_on": 0.6, "t_off": 0.2, "alpha_on": 0.7, "threshold": 0.55}
 
 
@@ -193,7 +194,7 @@ def ordered(model: ToyModel, sampler: str, z: tuple[int, ...], left: int, thresh
     else:
         q = model.anchor_p(z)
         count = [sum(t == v for t in z) + sum(q[l][v] for l in masked) for v in range(model.mask_id)]
-        score = {l: max(q[l][v] if count[v] <= 5 else 0.0 for v in range(model.mask_id)) for l in masked}
+        score = {l: max(q[l][v] if count[v] <= TAU else 0.0 for v in range(model.mask_id)) for l in masked}
         best, passing = sorted(masked, key=lambda l: -score[l]), 0
     return sorted(best[: max(least, passing)])
 
