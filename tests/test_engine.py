@@ -277,7 +277,7 @@ class Padded(Graphs):
         super().__init__(on=True, compile=False)
         self.shapes = set()
 
-    def wrap(self, function):
+    def wrap(self, function, compile=True):
         def call(*args):
             self.shapes.add(tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args))
             return function(*args)

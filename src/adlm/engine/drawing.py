@@ -119,7 +119,13 @@ class Drawer:
         def step(hidden_ND: Tensor, ints: Tensor, floats: Tensor, *cut: bool) -> tuple[Tensor, Tensor]:
             return draw(head, hidden_ND, self.banned_SV, self.token_V, ints, floats, Cut(*cut))
 
-        self.step = graphs.wrap(step)
+        self.unsorted = graphs.wrap(step)
+        # torch 2.11's compiler fails on the sort of a nucleus cut (and the library's own sort is the faster one)
+        self.sorted = graphs.wrap(step, compile=False)
+
+    def step(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+        """One piece, captured for its size and filters."""
+        return (self.sorted if cut.sort else self.unsorted)(hidden_ND, ints, floats, *cut)
 
     def ban(self, slot: int, tokens: list[int]) -> None:
         """Exactly `tokens` and the mask are banned in `slot` from now on."""
@@ -141,5 +147,5 @@ class Drawer:
         a = 0
         for size in sizes:
             piece = slice(a, a + size)
-            yield piece, Drawn(*self.step(hidden_ND[piece], ints[:, piece], floats[:, piece], *cut))
+            yield piece, Drawn(*self.step(hidden_ND[piece], ints[:, piece], floats[:, piece], cut))
             a += size

@@ -19,9 +19,10 @@ class Graphs:
     def __init__(self, on: bool, compile: bool):
         self.on, self.compile = on, compile
 
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` takes tensors first, then plain hashable values, and returns tensors (a tuple, or None in it)."""
-        if self.compile:
+    def wrap(self, function: Callable[..., Any], compile: bool = True) -> Callable[..., Any]:
+        """`function` takes tensors first, then plain hashable values, and returns tensors (a tuple, or None in it).
+        `compile` false: only captured."""
+        if self.compile and compile:
             # The second size makes the batch dimension a variable, so a function is compiled two or three times per
             # combination of its plain arguments, not once per shape.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

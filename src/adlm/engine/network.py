@@ -93,7 +93,7 @@ class Network:
         for size in PIECES:
             ints = torch.zeros(6, size, dtype=torch.int64, device=self.device)
             floats = torch.ones(4, size, dtype=torch.float64, device=self.device)
-            self.drawer.step(h_BLD.new_zeros(size, h_BLD.shape[-1]), ints, floats, *cut)
+            self.drawer.step(h_BLD.new_zeros(size, h_BLD.shape[-1]), ints, floats, cut)
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """Noise level of a canvas with mask share t: -log alpha, where alpha runs down to the schedule's alpha(1)."""
