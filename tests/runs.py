@@ -7,7 +7,7 @@ from pathlib import Path
 from adlm import config
 from adlm.schema import Config
 
-WORDS = "the a cat dog bird sat ran flew on under over mat tree house red blue old big small and then slept".split()
+WORDS = ("the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "on", "under", "mat", "tree", "red", "old", "slept")
 
 
 def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> Path:

@@ -96,8 +96,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "reason": Command(
         "adlm.reasoning.command:run_reason",
-        "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; table RUN ..: compare runs with the"
-        " paper; data: what the questions are like",
+        "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; table RUN ..: compare runs with"
+        " the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
         sections=("reason", "optim", "train"),

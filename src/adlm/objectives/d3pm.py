@@ -1,6 +1,6 @@
 """D3PM with an absorbing state: the T-step bound of a prediction that may put mass on the mask.
 
-Without zero-masking the predicted posterior normalises by the mass m = x_theta(mask) too. The KL of one step at a masked
+Without zero-masking the predicted posterior normalises by the mass m = x_theta(mask) too. The KL of a step at a masked
 position, with c = (alpha_s - alpha_t) / (1 - alpha_t), A = alpha_t / (1 - alpha_t) and B = alpha_s / (1 - alpha_s), is
 
     log(1 + A m) - c log x_theta(x0) - (1 - c) log(1 + B m),
