@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule
-from adlm.engine.drawing import GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws
+from adlm.engine.drawing import GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, widen
 from adlm.engine.graphs import Graphs
 from adlm.engine.prepare import autocast, prepare
 from adlm.errors import choose
 from adlm.models import LanguageModel
+from adlm.models.attention import choose_attention
 from adlm.samplers import Look
 
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -65,6 +66,8 @@ class Network:
         self.fixed_SL = torch.zeros(slots + 1, self.length, dtype=torch.bool, device=self.device)
         self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
         self.spare = slots
+        if cuda and self.bf16:
+            choose_attention("auto", slots, model.config, self.device, backward=False)
         compiled = compile == "true" or (compile == "auto" and cuda)
         self.graphs = Graphs(on=cuda and compile != "false", compile=compiled)
         self.forward = self.graphs.wrap(self.hidden)
@@ -119,11 +122,11 @@ class Network:
         # What the padding draws lands in the spare slot.
         mask, source, ints, rows = self.upload(
             batch.mask,
-            np.pad(batch.source, ((0, 0), (0, more))),
+            widen(batch.source, more),
             draws.ints,
-            np.pad(batch.rows, ((0, 0), (0, more_rows)), constant_values=((0, 0), (0, self.spare))),
+            widen(batch.rows, more_rows, self.spare),
         )
-        sigma, floats = self.upload(np.pad(self.sigma(batch.t), (0, more_rows)), draws.floats)
+        sigma, floats = self.upload(widen(self.sigma(batch.t), more_rows), draws.floats)
 
         self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
         tokens_BL = self.canvas_SL[rows[0], :L]

@@ -19,8 +19,10 @@ def use(kernel: str) -> None:
     cuda.enable_math_sdp(True)
 
 
-def choose_attention(which: str, batch: int, cfg: ModelConfig, device: torch.device) -> dict[str, float]:
-    """Select the kernel for training; with auto, the faster one. Returns the milliseconds measured."""
+def choose_attention(
+    which: str, batch: int, cfg: ModelConfig, device: torch.device, backward: bool = True
+) -> dict[str, float]:
+    """Select the kernel of this process; with auto, the faster one. Returns the milliseconds measured."""
     choose("train.attention", which, KERNELS)
     if which != "auto":
         use(which)
@@ -29,21 +31,23 @@ def choose_attention(which: str, batch: int, cfg: ModelConfig, device: torch.dev
     for kernel in ("flash", "cudnn"):
         try:
             use(kernel)
-            times[kernel] = milliseconds(batch, cfg, device)
+            times[kernel] = milliseconds(batch, cfg, device, backward)
         except RuntimeError:  # not built for this card or shape
             continue
     use(min(times, key=lambda k: times[k]) if times else "any")
     return times
 
 
-def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, repeats: int = 10) -> float:
-    """One attention, forward and backward, in bf16."""
+def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: bool, repeats: int = 10) -> float:
+    """One attention in bf16, forward or both ways."""
     shape = (batch, cfg.length, 3, cfg.n_heads, cfg.hidden_size // cfg.n_heads)
-    qkv = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    qkv = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=backward)
 
     def run() -> None:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        F.scaled_dot_product_attention(q, k, v, is_causal=cfg.causal).sum().backward()
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=cfg.causal)
+        if backward:
+            out.sum().backward()
 
     for _ in range(3):
         run()
