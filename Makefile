@@ -35,10 +35,10 @@ demo: $(VENV)/.demo
 	OMP_NUM_THREADS= $(BIN)/adlm demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal --slow -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -10,6 +10,19 @@ torch.set_num_threads(1)
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Slow and GPU tests are skipped, not deselected: the summary then lists what was not run."""
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow; `make test-slow` runs it"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of real assets beside the checkout, where there is one."""
