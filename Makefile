@@ -32,7 +32,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/uv
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.demo
-	OMP_NUM_THREADS= $(BIN)/adlm demo
+	env -u OMP_NUM_THREADS $(BIN)/adlm demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal
