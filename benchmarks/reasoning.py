@@ -1,6 +1,6 @@
 """Every reasoning method from scratch on a CPU: does a nano model learn a 2-hop task, to which accuracy, in which time?
 
-    python benchmarks/reasoning.py [method ...] [key=value ...]      # all seven: about half an hour on one core
+    python benchmarks/reasoning.py [method ...] [key=value ...]      # all seven: about ten minutes on one core
 
 The last line of stdout is one JSON document. Accuracies are on 500 generated test questions that share nothing with the
 training set; the goal is above 95 % for every method.

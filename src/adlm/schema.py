@@ -319,6 +319,8 @@ class ReasonConfig:
     """Generated tasks: length of the derivation (0: distributed as in the published files)."""
     nodes: int = 0
     """Generated ProsQA: nodes drawn per graph before isolated ones are dropped (0: as in the published files)."""
+    balanced: bool = False
+    """Generated ProsQA: the wrong answer is as deep as the right one (in the published files depth often tells)."""
     epochs: int = 50
     """Passes over the training examples, all stages together."""
     epochs_per_stage: int = 5

@@ -89,7 +89,7 @@ def random_graph(rng: random.Random, nodes: int) -> Graph:
     return Graph(parents, side, depth)
 
 
-def prosqa(rng: random.Random, hops: int = 0, nodes: int = 0) -> Example:
+def prosqa(rng: random.Random, hops: int = 0, nodes: int = 0, balanced: bool = False) -> Example:
     """Who is what: a graph of kinds over two individuals; the right answer hangs under one of them alone, the wrong one
     under the other. `hops` 0: the deepest leaf, of 3 to 6 statements, as published."""
     nodes = nodes or PROSQA_NODES
@@ -146,12 +146,15 @@ def shortest_path(rng: random.Random, graph: Graph, target: int) -> list[int]:
     return path[::-1]
 
 
-def prontoqa(rng: random.Random, hops: int = 0, nodes: int = 0) -> Example:
+def prontoqa(rng: random.Random, hops: int = 0, nodes: int = 0, balanced: bool = False) -> Example:
     """True or false: one chain of `hops` kinds whose last has the property asked for. Every kind of the chain has a
     second child and a property of its own; the individual is also something else; and a kind that it is not has the
     same property with the opposite sign."""
     hops = hops or 5
-    require(nodes == 0, "reason.nodes shapes prosqa only; prontoqa is shaped by reason.hops")
+    require(
+        nodes == 0 and not balanced,
+        "reason.nodes and reason.balanced shape prosqa only; prontoqa is shaped by reason.hops",
+    )
     most = (len(PRONTOQA_CONCEPTS) - 4) // 2
     require(1 <= hops <= most, f"reason.hops={hops} must be in 1..{most} for prontoqa")
     name = rng.choice(PRONTOQA_NAMES)

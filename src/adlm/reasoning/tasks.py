@@ -15,7 +15,7 @@ from adlm.reasoning import generators, gsm8k, logic
 from adlm.reasoning.examples import Example
 from adlm.schema import ReasonConfig
 
-Generator = Callable[[random.Random, int, int], Example]
+Generator = Callable[[random.Random, int, int, bool], Example]
 
 
 class TaskSpec(NamedTuple):
@@ -26,7 +26,7 @@ class TaskSpec(NamedTuple):
     canonical: Callable[[Example], str]
     """Equal for questions that only look different."""
     generate: Generator | None
-    """(random numbers, hops, nodes) -> a new example."""
+    """(random numbers, hops, nodes, balanced) -> a new example."""
     published_size: int
     """Training examples of the published set."""
 
@@ -50,7 +50,13 @@ def task_spec(name: str) -> TaskSpec:
 
 
 def generate(
-    task: TaskSpec, n: int, seed: int, hops: int = 0, nodes: int = 0, seen: set[str] | None = None
+    task: TaskSpec,
+    n: int,
+    seed: int,
+    hops: int = 0,
+    nodes: int = 0,
+    balanced: bool = False,
+    seen: set[str] | None = None,
 ) -> list[Example]:
     """n different examples, none of which is in `seen` (which is extended)."""
     require(task.generate is not None, "this task has no generator; give reason.train_path=FILE")
@@ -60,7 +66,7 @@ def generate(
     for i in range(100 * n + 1000):
         if len(found) == n:
             return found
-        example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), hops, nodes)
+        example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), hops, nodes, balanced)
         key = task.canonical(example)
         if key not in seen:
             seen.add(key)
@@ -76,7 +82,7 @@ def load_held_out(cfg: ReasonConfig, seed: int) -> tuple[list[Example], dict[str
     task = task_spec(cfg.task)
     valid, tests = [], {}
     if task.generate is not None and not cfg.train_path:
-        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, cfg.hops, cfg.nodes)
+        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, cfg.hops, cfg.nodes, cfg.balanced)
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
     if cfg.test_path:
         tests[stem(cfg.test_path)] = read_file(task, cfg.test_path, "test_path")
@@ -108,7 +114,8 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
         f"reason.task={cfg.task} has no generator: give the published training file as reason.train_path",
     )
     n_train = cfg.n_train or task.published_size
-    return Splits(generate(task, n_train, fold(seed, Stream.ORDER), cfg.hops, cfg.nodes, held_out), valid, tests)
+    seed = fold(seed, Stream.ORDER)
+    return Splits(generate(task, n_train, seed, cfg.hops, cfg.nodes, cfg.balanced, held_out), valid, tests)
 
 
 def read_file(task: TaskSpec, path: str, key: str, n: int = 0) -> list[Example]:
