@@ -137,7 +137,7 @@ def train(cfg: Config) -> ReasonResult:
         optimizers = build_optimizers(cfg.optim, step_module)
         ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
 
-        checkpoints, now = Checkpoints(run, cfg.checkpoint, ranks), Progress()
+        checkpoints, window, now = Checkpoints(run, cfg.checkpoint, ranks), Window(None, ranks), Progress()
         found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
         if found is not None:
             info = checkpoints.read_info(found)
@@ -145,16 +145,17 @@ def train(cfg: Config) -> ReasonResult:
             state = tensors(step_module, optimizers, ema, guard)
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
+            window.restore(info["window"])
             ema.n, now = info["ema_n"], Progress(**info["progress"])
         elif checkpoints.steps():
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
-        metrics, window = Metrics(run, cfg, found, active=True), Window(None, ranks)
+        metrics = Metrics(run, cfg, found, active=True)
         (run / "config.yaml").write_text(as_yaml(cfg))
         metrics.say(show(room.facts()) if found is None else f"resuming {run} at step {found}")
 
         def save() -> None:
             info = {"step": now.step, "best_step": now.best_step, "ema_n": ema.n, "progress": asdict(now)}
-            info |= {"tokenizer": room.tokenizer.fingerprint, "config": asdict(cfg)}
+            info |= {"window": window.state(), "tokenizer": room.tokenizer.fingerprint, "config": asdict(cfg)}
             checkpoints.save(tensors(step_module, optimizers, ema, guard), info)
 
         def validate(stage: int) -> bool:

@@ -81,6 +81,9 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         ema = Ema(step_module, cfg.optim.ema)
         guard = Guard(cfg.train.spike_factor, ranks.device)
 
+        flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
+        window = Window(flops.training_per_token, ranks)
+
         checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
         step, best, best_step = 0, math.inf, None
         found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
@@ -90,6 +93,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             state = tensors(step_module, optimizers, ema, guard)
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
+            window.restore(info["window"])
             step, ema.n, best, best_step = info["step"], info["ema_n"], info["best"] or math.inf, info["best_step"]
         elif checkpoints.steps():
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
@@ -113,6 +117,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                 "best": None if math.isinf(best) else best,
                 "best_step": best_step,
                 "ema_n": ema.n,
+                "window": window.state(),
                 "tokenizer": data.tokenizer.fingerprint,
                 "config": asdict(cfg),
             }
@@ -129,8 +134,6 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             return bound
 
         valid_nll = None
-        flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
-        window = Window(flops.training_per_token, ranks)
         if step == 0 and cfg.train.valid_every:
             valid_nll = check_bound()
         stopped, saved_at = False, time.monotonic()

@@ -116,6 +116,22 @@ class Window:
         self.seconds_from = time.monotonic()
         self.tokens_from = self.count
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint between two log lines keeps, so that the next line says the same after a resume."""
+        names = sorted(self.terms)
+        if not names:
+            return {"terms": {}, "count": 0.0}
+        sums = self.ranks.sum(torch.stack([self.terms[name].double() for name in names])).tolist()
+        return {"terms": dict(zip(names, sums)), "count": float(self.count)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Sums over all ranks go to the main one: `read` sums again, and the number of ranks may have changed."""
+        share = 1.0 if self.ranks.is_main else 0.0
+        for name, value in state["terms"].items():
+            self.terms[name] = torch.tensor(share * value, dtype=torch.float32, device=self.ranks.device)
+        self.count = state["count"]
+        self.restart()
+
     def add(self, terms: dict[str, Tensor]) -> None:
         for name, value in terms.items():
             self.terms[name] = self.terms[name] + value
