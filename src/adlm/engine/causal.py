@@ -57,7 +57,8 @@ class CausalEngine(Rows[Text]):
         with autocast(self.device, self.bf16):
             return self.network.head(hidden_ND)
 
-    def submit(self, request: Request) -> int:
+    def check(self, request: Request) -> None:
+        super().check(request)
         holes = [l for l, t in enumerate(request.tokens) if t == self.model.mask_id]
         require(not holes or holes[0] > 0, "a causal model needs a first token to start from, and position 0 is a hole")
         require(
@@ -67,7 +68,6 @@ class CausalEngine(Rows[Text]):
         require(not request.required, "required words need a diffusion model: a causal one cannot plan ahead")
         require(request.settings.guidance == 0, "sampling.guidance needs a diffusion model")
         require(len(request.tokens) <= self.model.config.length, "sampling.stride needs a diffusion model")
-        return super().submit(request)
 
     def admit(self, i: int, id: int, request: Request) -> None:
         prompt = [t for t in request.tokens if t != self.model.mask_id]

@@ -61,6 +61,10 @@ class Engine(Rows[Canvas]):
         assert row is not None
         return row
 
+    def check(self, request: Request) -> None:
+        super().check(request)
+        make_plan(request.settings, self.schedule)  # some settings only a plan's own formulas can refuse
+
     # A row's life: admit, then open - advance ... advance - close for each of its windows
 
     def admit(self, i: int, id: int, request: Request) -> None:

@@ -36,10 +36,14 @@ class Rows(Generic[R]):
         self.next_id = 0
         self.updates: list[Frame | Result] = []
 
-    def submit(self, request: Request) -> int:
-        """Queue a row; returns its id. Bad requests are refused here."""
+    def check(self, request: Request) -> None:
+        """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
         m = self.model
         check_request(request, m.vocab_size, m.mask_id, m.config.length, m.anchor_head is not None)
+
+    def submit(self, request: Request) -> int:
+        """Queue a row; returns its id. Bad requests are refused here, not when a slot is free."""
+        self.check(request)
         self.next_id += 1
         self.waiting.append((self.next_id, request))
         return self.next_id

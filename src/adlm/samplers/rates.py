@@ -7,6 +7,7 @@ visible ones. By default every sampler is made a proper distribution (sigma_t <=
 `release=True` the public release's numbers come out, including those that are not.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -99,6 +100,7 @@ def dfm(t: Tensor, steps: int) -> tuple[Tensor, Rates]:
     return dt, Rates((a * dt / t).clamp(0, 1), out * dt)
 
 
+@functools.lru_cache(maxsize=64)  # most of a second at T = 4096, for each row of each request
 def dfm_times(steps: int, last: float) -> Tensor:
     """The times dfm visits: its own dt from t = 1 while t > last; then comes the fill."""
     times = [torch.tensor(1.0, dtype=torch.float64)]
