@@ -1,0 +1,99 @@
+// The recording of one run ("tape"): the first canvas, what changed at each step, and a whole canvas now and then, so
+// that any step is rebuilt from at most KEYFRAME_EVERY changes and 500 steps of 1,024 tokens stay small.
+
+export const KEYFRAME_EVERY = 32;
+
+/** A tape that holds only the canvas before the first step (index 0). Index k is the canvas after k frames. */
+export function makeTape(start) {
+  const first = { ids: [...start.tokens], texts: [...start.texts] };
+  return {
+    start,
+    length: start.tokens.length,
+    fixed: new Set(start.fixed),
+    frames: [],
+    keyframes: [first],
+    tip: copy(first),
+    lastGuess: [-1],
+    end: null,
+  };
+}
+
+const copy = (canvas) => ({ ids: [...canvas.ids], texts: [...canvas.texts] });
+
+function apply(canvas, frame) {
+  for (const position of frame.unset) canvas.ids[position] = canvas.texts[position] = null;
+  for (const [position, id, text] of frame.set) {
+    canvas.ids[position] = id;
+    canvas.texts[position] = text;
+  }
+}
+
+/** Add a frame; the tape is changed in place because it grows hundreds of times. */
+export function append(tape, frame) {
+  const whole = { set: [], unset: [], anchors: null, ...frame };
+  apply(tape.tip, whole);
+  tape.frames.push(whole);
+  const index = tape.frames.length;
+  tape.lastGuess.push(whole.anchors && whole.anchors.length ? index - 1 : tape.lastGuess[index - 1]);
+  if (index % KEYFRAME_EVERY === 0) tape.keyframes.push(copy(tape.tip));
+}
+
+/** The result. Where it differs from the last frame (a text cut short, a word drawn again) that is one more frame. */
+export function finish(tape, end) {
+  const last = tape.frames.at(-1);
+  const set = [], unset = [];
+  for (let i = 0; i < tape.length; i++) {
+    const id = i < end.tokens.length ? end.tokens[i] : null;
+    if (id === tape.tip.ids[i]) continue;
+    if (id === null) unset.push(i);
+    else set.push([i, id, end.texts[i]]);
+  }
+  if (set.length || unset.length) {
+    append(tape, { step: last ? last.step : 0, nfe: end.nfe, masked: unset.length ? last?.masked ?? 1 : 0, set, unset });
+  }
+  tape.end = end;
+}
+
+/** The canvas at index k. */
+export function canvasAt(tape, k) {
+  const from = Math.floor(k / KEYFRAME_EVERY);
+  const canvas = copy(tape.keyframes[from]);
+  for (let i = from * KEYFRAME_EVERY; i < k; i++) apply(canvas, tape.frames[i]);
+  return canvas;
+}
+
+/** All there is to see at index k: the canvas, what the step did, the anchor network's guesses in the holes. */
+export function stateAt(tape, k) {
+  const { ids, texts } = canvasAt(tape, k);
+  const frame = k > 0 ? tape.frames[k - 1] : null;
+  const fresh = new Set(frame ? frame.set.map(([position]) => position) : []);
+  const gone = new Map();
+  if (frame && frame.unset.length) {
+    const before = canvasAt(tape, k - 1);
+    for (const position of frame.unset) if (texts[position] === null) gone.set(position, before.texts[position]);
+  }
+  const guesses = new Map();
+  const source = tape.lastGuess[k];
+  if (source >= 0) {
+    for (const [position, , text, probability] of tape.frames[source].anchors) {
+      if (texts[position] === null) guesses.set(position, [text, probability]);
+    }
+  }
+  return {
+    ids, texts, fresh, gone, guesses,
+    step: frame ? frame.step : 0,
+    nfe: frame ? frame.nfe : 0,
+    masked: frame ? frame.masked : 1,
+  };
+}
+
+/** Last step of the run: known when it has ended, else what was asked for. */
+export function totalSteps(tape) {
+  const last = tape.frames.length ? tape.frames.at(-1).step : 0;
+  return tape.end ? Math.max(last, 1) : Math.max(tape.start.steps || 0, last, 1);
+}
+
+/** Points of the plot: [step, masked share, evaluations], one for each index. */
+export function curve(tape) {
+  return [[0, 1, 0], ...tape.frames.map((f) => [f.step, f.masked, f.nfe])];
+}

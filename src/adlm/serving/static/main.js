@@ -1,0 +1,289 @@
+// Wires the parts together: form, runs, lanes, player, plots, link. What each does is in its own module.
+import * as api from "./api.js";
+import { makeLane } from "./compare.js";
+import { makeEditor } from "./editor.js";
+import { makeForm } from "./form.js";
+import { curve } from "./frames.js";
+import { listen } from "./keys.js";
+import { decode, encode } from "./link.js";
+import { makeNotice } from "./notice.js";
+import { makePlayer } from "./player.js";
+import { makePlot } from "./plot.js";
+import { bodyFor, firstSettings, newSeed } from "./state.js";
+import { countHoles, itemsOf, toTemplate, toTokens, toggle } from "./template.js";
+
+const $ = (id) => document.getElementById(id);
+const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+
+let lanes = [];
+let last = null; // settings of the run on the canvas, or of the link that was opened
+let editing = null; // {lane, editor, fromText} while holes are cut
+let controller = null; // of the run in progress
+let plotQueued = false;
+
+const form = makeForm($("form"), (name) => {
+  if (["compare", "length", "model"].includes(name) && !controller) layLanes();
+});
+const notice = makeNotice($("notice"), $("unlock"), () => (form.models().length ? start(last ?? form.read()) : load()));
+const player = makePlayer({ show, changed }, () => stillness.matches);
+const plots = [
+  makePlot($("plot-masked"), { column: 1, label: "Share of masked tokens against steps", percent: true }, scrubTo),
+  makePlot($("plot-nfe"), { column: 2, label: "Network evaluations against steps" }, scrubTo),
+];
+
+// Lanes
+
+function layLanes(count = form.read().compare ? 2 : 1) {
+  while (lanes.length > count) lanes.pop().root.remove();
+  while (lanes.length < count) {
+    const lane = makeLane(lanes.length, (from, position) => cutAt(from, position));
+    lane.cutter = makeEditor(lane.editor, holesChanged);
+    lanes.push(lane);
+    $("lanes").append(lane.root);
+  }
+  $("lanes").classList.toggle("two", count === 2);
+  for (const lane of lanes) if (!lane.tape || lane.empty) lane.blank(form.read().length);
+  changed(player.now());
+}
+
+const written = () => lanes.filter((lane) => lane.tape && !lane.empty);
+
+function show(k) {
+  for (const lane of lanes) lane.show(k);
+}
+
+function changed({ k, length, playing, live }) {
+  const slider = $("slider");
+  slider.max = length;
+  slider.value = k;
+  slider.setAttribute("aria-valuetext", written().map((lane) => lane.root.querySelector(".status").textContent).join("; "));
+  $("play").classList.toggle("playing", playing);
+  $("play").setAttribute("aria-label", playing ? "Pause" : "Play");
+  for (const id of ["first", "back"]) $(id).disabled = k === 0;
+  for (const id of ["next", "last"]) $(id).disabled = k >= length;
+  slider.disabled = $("play").disabled = length === 0 && !live;
+  $("cut").disabled = Boolean(controller);
+  if (!plotQueued) {
+    plotQueued = true;
+    requestAnimationFrame(() => {
+      plotQueued = false;
+      for (const plot of plots) plot.draw(written().map((lane) => lane.tape), player.now().k);
+    });
+  }
+}
+
+/** A click in a plot: the first frame of the first lane at or after that step. */
+function scrubTo(step) {
+  const [lane] = written();
+  if (!lane) return;
+  const index = curve(lane.tape).findIndex(([s]) => s >= step);
+  player.go(index < 0 ? lane.tape.frames.length : index);
+}
+
+// Runs
+
+async function start(settings) {
+  stop();
+  notice.clear();
+  leaveHoles();
+  last = settings;
+  layLanes(settings.compare ? 2 : 1);
+  const mine = (controller = new AbortController());
+  player.begin(Math.max(settings.steps, settings.compare ? settings.steps2 : 0));
+  running(true);
+  $("announce").textContent = "Writing.";
+  const runs = lanes.map((lane, i) => follow(lane, bodyFor(settings, i), mine.signal));
+  const failed = (await Promise.allSettled(runs)).find((run) => run.status === "rejected")?.reason;
+  if (controller !== mine) return; // another run has begun meanwhile
+  controller = null;
+  running(false);
+  player.end();
+  show(player.now().k); // widths and anchors are known now
+  if (failed && failed.name !== "AbortError") notice.show(failed);
+  $("announce").textContent = failed ? "Stopped." : `Finished. ${written().map((l) => l.tape.end.text).join(" | ")}`;
+}
+
+async function follow(lane, body, signal) {
+  lane.busy(true);
+  try {
+    for await (const { event, data } of api.frames(body, signal)) {
+      if (signal.aborted) return;
+      if (lane.receive(event, data)) {
+        player.grow(Math.max(...written().map((l) => l.tape.frames.length)));
+        $("progress").textContent = event === "frame" ? `step ${data.step} of ${lane.tape.start.steps}` : "";
+      } else lane.show(0);
+    }
+  } finally {
+    lane.busy(false);
+  }
+}
+
+function stop() {
+  if (!controller) return;
+  controller.abort();
+  controller = null;
+  running(false);
+  player.end();
+  show(player.now().k);
+}
+
+function running(on) {
+  $("generate").hidden = on;
+  $("stop").hidden = !on;
+  $("progress").textContent = on ? "waiting for the first step" : "";
+  if (on && document.activeElement === document.body) $("stop").focus({ preventScroll: true });
+  changed(player.now());
+}
+
+/** The form as it stands, with a new seed where the reader wants one. */
+function settingsNow() {
+  if ($("vary").checked) form.setSeed(newSeed());
+  return form.read();
+}
+
+const valid = () => {
+  if (!$("form").checkValidity()) $("settings").open = true; // a field that is out of range must be seen
+  return $("form").reportValidity();
+};
+
+function generate() {
+  if (valid()) start(settingsNow());
+}
+
+// Holes
+
+function cutAt(lane, position) {
+  if (controller) return;
+  const { ids, texts } = lane.state();
+  const items = itemsOf(ids, texts);
+  let at = 0;
+  const index = items.findIndex((item) => (at += item.kind === "hole" ? item.length : item.ids.length) > position);
+  openHoles(lane, toggle(items, index), false, Math.min(index, items.length - 1));
+}
+
+/** The text shown, at any step; or what was typed, when that is newer. */
+async function cutHoles() {
+  if (controller || editing) return;
+  const { text, model } = form.read();
+  const [lane] = lanes;
+  if (text.trim() && (lane.empty || last?.text !== text)) {
+    try {
+      openHoles(lane, await typed(model, text), true, 0);
+    } catch (error) {
+      notice.show(error);
+    }
+  } else if (!lane.empty) {
+    player.pause();
+    const { ids, texts } = lane.state();
+    openHoles(lane, itemsOf(ids, texts), false, Math.max(0, ids.findIndex((id) => id !== null)));
+  } else notice.say("There is no text yet: generate one, or type one, then click words into holes.");
+}
+
+/** Items of a typed text; [MASK:n] are holes already. */
+async function typed(model, text) {
+  const parts = text.split(/(\[MASK(?::\d+)?\])/).filter(Boolean);
+  const items = [];
+  for (const part of parts) {
+    const hole = /^\[MASK(?::(\d+))?\]$/.exec(part);
+    if (hole) items.push({ kind: "hole", length: Number(hole[1] ?? 1), was: [] });
+    else {
+      const { tokens, texts } = await api.tokenize(model, part);
+      items.push(...itemsOf(tokens, texts));
+    }
+  }
+  return items;
+}
+
+function openHoles(lane, items, fromText, focus) {
+  leaveHoles();
+  notice.clear();
+  player.pause();
+  editing = { lane, fromText };
+  lane.canvas.hidden = true;
+  lane.editor.hidden = false;
+  $("holes").hidden = false;
+  lane.cutter.open(items, Math.max(0, Math.min(focus, items.length - 1)));
+}
+
+function leaveHoles() {
+  if (!editing) return;
+  editing.lane.canvas.hidden = false;
+  editing.lane.editor.hidden = true;
+  editing = null;
+  $("holes").hidden = true;
+}
+
+function holesChanged(items) {
+  const { holes, masks } = countHoles(items);
+  $("infill").disabled = holes === 0;
+  $("holecount").textContent = holes
+    ? `${holes} hole${holes > 1 ? "s" : ""}, ${masks} mask${masks > 1 ? "s" : ""} to fill.`
+    : "Click a word to make a hole.";
+}
+
+function infill() {
+  if (!editing || !valid()) return;
+  const items = editing.lane.cutter.items();
+  if (!countHoles(items).holes) return;
+  const settings = settingsNow();
+  if (editing.fromText) {
+    settings.text = $("text").value = toTemplate(items);
+    start(settings);
+  } else start({ ...settings, tokens: toTokens(items), template: toTemplate(items) });
+}
+
+// Link
+
+async function share() {
+  const settings = form.read();
+  // Holes cut into a canvas are no part of the form: they are what the last run filled, or what is being cut now.
+  if (editing && !editing.fromText) settings.tokens = toTokens(editing.lane.cutter.items());
+  else if (last?.tokens && last.text === settings.text) settings.tokens = last.tokens;
+  const fragment = encode(settings, $("runs").checked);
+  history.replaceState(null, "", `#${fragment}`);
+  try {
+    await navigator.clipboard.writeText(location.href);
+    $("shared").textContent = "Copied. The address bar holds it too.";
+  } catch {
+    $("shared").textContent = "It is in the address bar.";
+  }
+}
+
+function openLink() {
+  const { settings, run } = decode(location.hash);
+  const models = form.models();
+  const named = Object.keys(settings).length > 0;
+  const whole = { ...firstSettings(models), ...settings };
+  const missing = [whole.model, whole.model2].find((id) => !models.some((model) => model.id === id));
+  form.write(whole);
+  if ("seed" in settings) $("vary").checked = false;
+  layLanes();
+  if (missing) return notice.say(`This link names the model ${missing}, which this server does not have.`);
+  last = settings.tokens ? { ...form.read(), tokens: settings.tokens } : null;
+  if (run) start(last ?? form.read());
+  else if (last) notice.say(`A template of ${last.tokens.length} tokens came with this link.`, again("Infill"));
+  else if (named) notice.say("Settings of the link are in place.", again("Run"));
+}
+
+function again(text) {
+  const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
+  button.addEventListener("click", () => start({ ...form.read(), tokens: last?.tokens ?? null }));
+  return button;
+}
+
+async function load() {
+  try {
+    form.setModels(await api.models());
+    openLink();
+  } catch (error) {
+    layLanes();
+    notice.show(error);
+  }
+}
+
+listen({ player, generate, infill, cutHoles, leaveHoles, stop, share, isEditing: () => Boolean(editing), isRunning: () => Boolean(controller) });
+$("dice").addEventListener("click", () => form.setSeed(newSeed()));
+addEventListener("hashchange", openLink);
+// A phone shows the text first; the settings unfold on request.
+$("settings").open = matchMedia("(min-width: 60rem)").matches;
+load();

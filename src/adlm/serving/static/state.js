@@ -1,0 +1,73 @@
+// What a run is asked for, as one plain object, and the request bodies made of it.
+
+export const DEFAULTS = Object.freeze({
+  model: "", sampler: "", steps: 64, seed: 1, length: 0, temperature: 1, top_p: 0.9,
+  text: "", tokens: null, required: "", banned: "",
+  compare: false, model2: "", sampler2: "", steps2: 64,
+});
+
+/** One line for each sampler: what the eye will see. */
+export const SAMPLER_NOTES = Object.freeze({
+  "mdlm": "Reveals at random places; a token stays once drawn.",
+  "remdm-cap": "Masks a small share again at every step and corrects itself.",
+  "remdm-rescale": "Masks again in proportion to what is possible at each step.",
+  "remdm-conf": "Masks again where the model was unsure.",
+  "remdm-loop": "Writes most of it, then masks and corrects in a loop, then finishes.",
+  "forward-backward": "Reveals and takes back at the same rate: a corrector.",
+  "dfm": "Discrete flow matching with a corrector.",
+  "ddpm": "Like mdlm, along the schedule of training.",
+  "analytic": "The same step in score form.",
+  "first-hitting": "One token at a time, at exact random times.",
+  "confidence": "Reveals first where the model is surest.",
+  "entropy": "Reveals first where little is left open.",
+  "anchor-first": "Reveals first where the anchor network is sure of a rare word.",
+  "autoregressive": "Left to right, one token at a time.",
+});
+
+export const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
+const HOLE = /\[MASK(:\d+)?\]/;
+
+/** Body of /v1/frames for lane 0 or, in a comparison, lane 1: the same text, seed and cut, another sampler or model. */
+export function bodyFor(settings, lane = 0) {
+  const second = lane === 1;
+  const body = {
+    model: second ? settings.model2 : settings.model,
+    sampler: second ? settings.sampler2 : settings.sampler,
+    steps: second ? settings.steps2 : settings.steps,
+    seed: settings.seed,
+    temperature: settings.temperature,
+    top_p: settings.top_p,
+    anchors: true,
+  };
+  if (settings.tokens && (!second || settings.model2 === settings.model)) body.tokens = settings.tokens;
+  else if (settings.template || HOLE.test(settings.text)) body.template = settings.template || settings.text;
+  else {
+    if (settings.text) body.prompt = settings.text;
+    if (settings.length) body.length = settings.length;
+  }
+  for (const name of ["required", "banned"]) {
+    const list = words(settings[name]);
+    if (list.length) body[name] = list;
+  }
+  return body;
+}
+
+/** Settings a model can follow: its samplers, its length; what it has no say in is kept. */
+export function fitToModel(settings, model) {
+  const fitted = { ...settings, model: model.id };
+  if (!model.samplers.includes(fitted.sampler)) fitted.sampler = model.default?.sampler ?? model.samplers[0];
+  if (!fitted.length || fitted.length > model.length) fitted.length = model.length;
+  return fitted;
+}
+
+/** The form at the first visit: the server's defaults for its first model, and a second sampler that differs. */
+export function firstSettings(models) {
+  const [model] = models;
+  const known = Object.entries(model.default ?? {}).filter(([name]) => name in DEFAULTS);
+  const settings = fitToModel({ ...DEFAULTS, ...Object.fromEntries(known) }, model);
+  const other = model.samplers.find((s) => s === "remdm-loop" && s !== settings.sampler)
+    ?? model.samplers.find((s) => s !== settings.sampler) ?? settings.sampler;
+  return { ...settings, model2: model.id, sampler2: other, steps2: settings.steps };
+}
+
+export const newSeed = () => Math.floor(Math.random() * 100000);
