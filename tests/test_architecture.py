@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "adlm"
 # Lowest first. schema and errors import nothing of ours.
 LAYERS = [
     "errors", "schema", "diffusion", "models", "objectives", "samplers", "engine", "data", "training", "compat",
-    "checkpoints", "api", "evaluation", "reasoning", "serving", "demo", "config", "cli", "__main__",
+    "checkpoints", "api", "evaluation", "reasoning", "serving", "demo", "config", "compare", "cli", "__main__",
 ]  # fmt: skip
 # What may be imported at the top of a module; the rest is optional and imported where used.
 ALWAYS_PRESENT = {"torch", "numpy", "safetensors", "tokenizers", "rich", "hydra", "omegaconf"}

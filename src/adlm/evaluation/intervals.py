@@ -10,7 +10,7 @@ sample variance would still contain the trend, and intervals would be far too wi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class Estimate:
     """Standard error over rows, noise included."""
     monte_carlo_error: float | None
     """Standard error of the noise alone; 0 for an exact likelihood."""
+    row_nats: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """Nats of every row, for paired differences with another model."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -98,7 +100,7 @@ def summarise(values_ND: np.ndarray, tokens_N: np.ndarray, phase_N: np.ndarray |
             residual = difference - difference.mean(1, keepdims=True)
             per_draw = (residual**2).sum(1).mean() / (draws - 1) / 2
             noise_error = math.sqrt(n * per_draw / draws) / total
-    return Estimate(nats, round(total), n, draws, row_error, noise_error)
+    return Estimate(nats, round(total), n, draws, row_error, noise_error, row_N)
 
 
 def neighbour_variance(x_N: np.ndarray) -> float:

@@ -145,12 +145,17 @@ def counter(seed: int, draw: int) -> int:
     return draw if seed == 0 else fold(seed, Stream.SPLIT, draw)
 
 
+def phases(seed: int, n: int) -> Tensor:
+    """Where in its slice of time each of n rows is seen: stratified over [0, 1), float64."""
+    return draw_times(VALIDATION_SEED, counter(seed, 0), torch.arange(n), n)
+
+
 @torch.no_grad()
 def stratified(
     score: Score, blocks: Blocks, n: int, draws: int, seed: int, size: int, ranks: World, label: str
 ) -> Estimate:
     """The bound over the first n rows, each at `draws` times."""
-    phase_N = draw_times(VALIDATION_SEED, counter(seed, 0), torch.arange(n), n)
+    phase_N = phases(seed, n)
     values_ND = np.zeros((n, draws))
     batches = list(my_batches(n, size, ranks))
     with progress(f"{label} bound", len(batches) * draws, ranks) as advance:

@@ -1,0 +1,81 @@
+"""`adlm compare [algo ...]`: train algorithms on one corpus with one budget, and set them side by side.
+
+Each algorithm is a run folder of its own below `out`, composed from the same command line with another `algo=`, so
+that any of them can be looked at, sampled from or trained further. What is finished is not done again: a rerun trains
+what is missing, goes on with what was interrupted, and rebuilds the table, which is written after every run.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from adlm import config
+from adlm.config.keys import group_choices
+from adlm.data.blocks import write_atomically
+from adlm.errors import choose, require
+from adlm.evaluation.comparison import Comparison, Entry, measure_run
+from adlm.evaluation.results import write_result
+from adlm.schema import Config
+from adlm.training.loop import command_line, train
+from adlm.training.parallel import world
+
+ENTRY = "compared.json"
+REFERENCE = "adlm"
+
+
+def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> dict[str, Any]:
+    """`line`: the overrides of the command line, from which each algorithm's settings are composed."""
+    names = [choose("algo", name, group_choices("algo")) for name in dict.fromkeys(args)] or list(group_choices("algo"))
+    folder = Path(cfg.out)
+    # all of them before the first is trained: a mistake must not wait for hours
+    runs = [config.load([*line, f"algo={name}", f"out={folder / name}"]) for name in names]
+    require(
+        cfg.eval.estimator == "continuous" and not cfg.eval.chain_rows,
+        "adlm compare sets one number beside another: eval.estimator=continuous eval.chain_rows=0",
+    )
+    entries: list[Entry] = []
+    document: dict[str, Any] = {}
+    for number, run in enumerate(runs, 1):
+        entry = read_entry(run)
+        if entry is None:
+            print(f"{run.algo} ({number} of {len(runs)})", flush=True)
+            if not train(run).finished:
+                break
+            with world(run.train) as ranks:
+                entry = measure_run(run, ranks)
+                if ranks.is_main:
+                    write_atomically(Path(run.out) / ENTRY, json.dumps(asdict(entry)) + "\n")
+        else:
+            print(f"{run.algo} ({number} of {len(runs)}): found in {run.out}", flush=True)
+        entries.append(entry)
+        document = show(entries, cfg, folder, last=number == len(runs))
+    return document
+
+
+def show(entries: list[Entry], cfg: Config, folder: Path, last: bool) -> dict[str, Any]:
+    """Write table.md and table.json; print the table when it is complete."""
+    reference = REFERENCE if any(e.algo == REFERENCE for e in entries) else entries[0].algo
+    comparison = Comparison(entries, reference, cfg)
+    document = {"command": command_line(), **comparison.as_dict()}
+    if os.environ.get("RANK", "0") == "0":
+        write_result(folder / "table.json", document)
+        write_atomically(folder / "table.md", comparison.markdown())
+        if last:
+            console = Console()
+            (console if console.is_terminal else Console(width=160)).print(comparison.table())
+            print(f"written to {folder / 'table.md'} and {folder / 'table.json'}")
+    return document
+
+
+def read_entry(cfg: Config) -> Entry | None:
+    """What an earlier call found for exactly these settings."""
+    try:
+        entry = Entry(**json.loads((Path(cfg.out) / ENTRY).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return entry if entry.config == json.loads(json.dumps(asdict(cfg))) else None

@@ -1,0 +1,187 @@
+"""Trained runs side by side: what each reaches, what it costs, and which differences are more than noise.
+
+Every run is measured on the same rows with the same noise, so the difference of two bounds is paired: its interval is
+that of the row-by-row difference, far narrower than the two intervals suggest. A bound is never set against an exact
+likelihood that way: the first token of a row is given to a causal model, and a bound may lie above the truth.
+"""
+
+import math
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from adlm import checkpoints
+from adlm.data import Blocks
+from adlm.evaluation.intervals import Estimate, summarise
+from adlm.evaluation.perplexity import measure, phases, token_counts
+from adlm.models.flops import count_flops
+from adlm.objectives import Objective
+from adlm.schema import Config
+from adlm.training import setup
+from adlm.training.draw import rows_on
+from adlm.training.metrics import read_metrics
+from adlm.training.parallel import World
+
+# Rows drawn once to see which share of positions goes through which head.
+SHARE_ROWS = 256
+COLUMNS = (
+    "algorithm", "nats per token", "95% over rows", "perplexity", "minus {reference}, paired 95%", "parameters",
+    "MFLOP per token", "tokens/s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table."""
+
+    algo: str
+    kind: str
+    """exact (a likelihood), or the estimator of the bound."""
+    estimate: dict[str, Any]
+    row_nats: list[float]
+    """Nats of every row: what paired differences are made of."""
+    row_tokens: list[int]
+    """Scored tokens of every row."""
+    parameters: int
+    flops_per_token: float
+    """Forward and backward in training."""
+    tokens_per_s: float
+    """The best stretch between two log lines: other work on the machine can only slow a run."""
+    training_tokens: int
+    config: dict[str, Any]
+
+
+def measure_run(cfg: Config, ranks: World) -> Entry:
+    """The entry of a finished run: its averaged weights on the validation split it was trained beside."""
+    run = Path(cfg.out)
+    data = setup.prepare_data(cfg, ranks)
+    loaded = checkpoints.load(run, cfg.eval.ema, ranks.device)
+    ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks, cfg.train.valid_batch_size).items()
+    assert estimate.row_nats is not None
+    counts_N = token_counts(data.valid, estimate.rows) - (kind == "exact")
+    scored, anchors = scored_shares(setup.objective_for(cfg, data), data.train)
+    flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors)
+    speeds = [event["tokens_per_s"] for event in read_metrics(run) if event["kind"] == "train"]
+    return Entry(
+        cfg.algo,
+        kind,
+        estimate.as_dict(),
+        estimate.row_nats.tolist(),
+        counts_N.tolist(),
+        setup.parameter_count(loaded.model),
+        flops.training_per_token,
+        max(speeds, default=math.nan),
+        cfg.train.steps * cfg.train.global_batch_size * cfg.model.length,
+        asdict(cfg),
+    )
+
+
+def scored_shares(objective: Objective, blocks: Blocks) -> tuple[float, float]:
+    """Share of positions that training sends through the denoiser's and through the anchor network's head."""
+    n = min(SHARE_ROWS, len(blocks))
+    indices = np.arange(n)
+    rows = rows_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+    task = objective.draw(rows, 0, 1.0)
+    through = {"denoiser": 0, "anchor": 0}
+    for term in task.terms.values():
+        through[term.head] += len(term.rows_N)
+    return through["denoiser"] / task.count, through["anchor"] / task.count
+
+
+def paired(entry: Entry, reference: Entry, seed: int) -> Estimate | None:
+    """Nats per token of `entry` above `reference`, with the error of the row-by-row difference; None if not alike."""
+    if entry is reference or (entry.kind, entry.row_tokens) != (reference.kind, reference.row_tokens):
+        return None
+    difference_N1 = (np.array(entry.row_nats) - np.array(reference.row_nats))[:, None]
+    phase_N = None if entry.kind == "exact" else phases(seed, len(difference_N1)).numpy()
+    return summarise(difference_N1, np.array(entry.row_tokens), phase_N)
+
+
+class Comparison:
+    """Entries in the order of the table: bounds, then exact likelihoods, each from the best down."""
+
+    def __init__(self, entries: list[Entry], reference: str, cfg: Config):
+        self.entries = sorted(entries, key=lambda e: (e.kind == "exact", e.estimate["nats_per_token"]))
+        self.cfg = cfg
+        by_name = {entry.algo: entry for entry in entries}
+        self.differences: dict[str, tuple[str, Estimate]] = {}
+        for entry in self.entries:
+            # causal runs are set against ar, where it is there
+            to = by_name.get("ar" if entry.kind == "exact" else reference)
+            if to and (found := paired(entry, to, cfg.eval.seed)) is not None:
+                self.differences[entry.algo] = (to.algo, found)
+
+    def rows(self) -> list[list[str]]:
+        lines = []
+        for e in self.entries:
+            ends = e.estimate["nats_interval"]
+            difference = ""
+            if e.algo in self.differences:
+                to, d = self.differences[e.algo]
+                assert d.interval is not None
+                difference = f"{d.nats:+.3f} [{d.interval[0]:+.3f}, {d.interval[1]:+.3f}]"
+                difference += f" to {to}" if e.kind == "exact" else ""
+            lines.append(
+                [
+                    e.algo,
+                    f"{e.estimate['nats_per_token']:.3f}" + (" exact" if e.kind == "exact" else " bound"),
+                    "" if ends is None else f"{ends[0]:.3f} - {ends[1]:.3f}",
+                    f"{e.estimate['perplexity']:,.1f}",
+                    difference,
+                    f"{e.parameters:,}",
+                    f"{e.flops_per_token / 1e6:.2f}",
+                    f"{e.tokens_per_s:,.0f}",
+                ]
+            )
+        return lines
+
+    def columns(self) -> list[str]:
+        reference = next((to for to, _ in self.differences.values() if to != "ar"), "reference")
+        return [name.format(reference=reference) for name in COLUMNS]
+
+    def table(self) -> Table:
+        table = Table(*self.columns(), box=None)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for line in self.rows():
+            table.add_row(*line)
+        return table
+
+    def markdown(self) -> str:
+        """The table with everything that must be known to read it."""
+        columns = self.columns()
+        lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+        lines += [f"| {' | '.join(line)} |" for line in self.rows()]
+        t, m = self.cfg.train, self.cfg.model
+        tokens = t.steps * t.global_batch_size * m.length
+        budget = (
+            f"Budget of each: {t.steps:,} steps of {t.global_batch_size} rows of {m.length} tokens ({tokens:,} tokens)"
+            f" of {self.cfg.data.name}, seed {self.cfg.seed}. Evaluated on {self.entries[0].estimate['rows']} held-out"
+            f" rows, {self.cfg.eval.draws} draws of noise for bounds. {hardware()}."
+        )
+        return "\n".join([*lines, "", budget, ""])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "entries": [asdict(entry) for entry in self.entries],
+            "differences": {name: {"to": to, **d.as_dict()} for name, (to, d) in self.differences.items()},
+            "hardware": hardware(),
+        }
+
+
+def hardware() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads != 1)} of {os.cpu_count()}, torch {torch.__version__}"
