@@ -52,7 +52,6 @@ def test_readme_training_line():
     assert (cfg.data.name, cfg.data.tokenizer, cfg.data.wrap, cfg.data.valid_name) == ("openwebtext", "gpt2", True, "")
     assert (cfg.model.hidden_size, cfg.model.length, cfg.model.time_conditioning) == (768, 1024, False)
     assert (cfg.out, cfg.checkpoint.resume, cfg.track.name, cfg.track.wandb) == ("outputs/adlm", True, "adlm", False)
-    assert cfg.eval.generative_perplexity is True
     assert cfg.sampling.steps == 1000
     assert cfg.data.packing == "release"
 
@@ -63,7 +62,8 @@ def test_readme_sampling_line():
     s = cfg.sampling
     assert (s.sampler, s.steps, s.n, s.seed, s.top_p) == ("remdm-loop", 128, 10, 5, 0.9)
     assert (s.eta, s.t_on, s.t_off, s.alpha_on) == (0.02, 0.55, 0.05, 0.9)
-    assert (s.parity, s.out) == ("release", "outputs/adlm_samples-10_seed-5.json")
+    assert (s.parity, s.out) == ("release", "")
+    assert (cfg.eval.release_json, cfg.eval.judge_rule) == ("outputs/adlm_samples-10_seed-5.json", "release")
     assert (cfg.eval.checkpoint, cfg.eval.perplexity_batch_size) == ("ckpts/adlm-medium.ckpt", 1)
     assert cfg.out == "/home/me/outputs/adlm-10-5"
     assert (cfg.seed, cfg.objective.T) == (5, 0)

@@ -233,11 +233,27 @@ class EvalConfig:
     ema: bool = True
     """Evaluate the averaged weights."""
     judge: str = "gpt2-large"
-    """Causal model that scores generated text: hub name, folder or GGUF file."""
-    generative_perplexity: bool = False
-    """Also score samples with the judge."""
+    """evaluate: causal model that scores samples: hub name, folder, GGUF file, run of ours, smollm2, or none."""
+    judge_rule: str = "text"
+    """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     perplexity_batch_size: int = 8
-    """Texts per forward pass of the judge."""
+    """evaluate: texts per forward pass of the judge."""
+    mauve: str = "auto"
+    """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
+    features: str = ""
+    """evaluate: model whose last hidden state MAUVE compares; empty: the judge."""
+    reference: bool = True
+    """evaluate: also measure as many rows of the data (data=NAME; by default the checkpoint's validation split)."""
+    samplers: str = ""
+    """evaluate: samplers to compare, separated by commas; empty: sampling.sampler."""
+    steps: str = ""
+    """evaluate: numbers of steps to compare, separated by commas; empty: sampling.steps."""
+    temperatures: str = ""
+    """evaluate: temperatures to compare, separated by commas; empty: sampling.temperature."""
+    top_ps: str = ""
+    """evaluate: nucleus sizes to compare, separated by commas; empty: sampling.top_p."""
+    release_json: str = ""
+    """evaluate: also write the first setting in the format of the public release's sample_eval to this file."""
 
 
 @dataclass
@@ -346,6 +362,38 @@ class ReasonConfig:
 
 
 @dataclass
+class ServeConfig:
+    """`adlm serve`: where it listens and what one client may ask for. sampling.* are the defaults of requests."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface (then set a key)."""
+    port: int = 8000
+    """TCP port (0: any free one, printed at the start)."""
+    api_key: str = ""
+    """Key that requests must carry as `Authorization: Bearer KEY`; empty: $ADLM_API_KEY, or none."""
+    cors: str = ""
+    """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
+    slots: int = 32
+    """Rows of a model that share network calls."""
+    queue: int = 256
+    """Rows that may wait for a slot; beyond, requests are answered 429."""
+    max_length: int = 0
+    """Longest row of a request in tokens; 0: the model's length."""
+    max_steps: int = 4096
+    """Most steps of a request."""
+    max_n: int = 16
+    """Most rows of a request (n times prompts)."""
+    max_body: int = 1_000_000
+    """Largest request body in bytes."""
+    timeout: float = 300.0
+    """Seconds a request may take, waiting included."""
+    read_timeout: float = 10.0
+    """Seconds a client may take to send a request."""
+    grace: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM or Ctrl-C, before they are cancelled."""
+
+
+@dataclass
 class TrackConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder."""
@@ -379,6 +427,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reason: ReasonConfig = field(default_factory=ReasonConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
 

@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
     # evaluation
     _rename("eval.checkpoint_path", "eval.checkpoint"),
     _values("eval.disable_ema", {"true": ["eval.ema=false"], "false": ["eval.ema=true"]}, "`eval.ema`, negated"),
-    _rename("eval.compute_generative_perplexity", "eval.generative_perplexity"),
+    _ignore("eval.compute_generative_perplexity", "samples are scored by adlm evaluate (mode=sample_eval)"),
     _rename("eval.gen_ppl_eval_model_name_or_path", "eval.judge"),
     _ignore("eval.compute_perplexity_on_sanity", "there is no sanity pass"),
     _ignore("eval.generate_samples", "samples during training are train.sample_every"),
@@ -225,7 +225,7 @@ RULES: tuple[Rule, ...] = (
         "`sampling.stride` and `sampling.length`",
         _semi_ar,
     ),
-    _rename("sampling.generated_seqs_path", "sampling.out"),
+    _rename("sampling.generated_seqs_path", "eval.release_json"),
     _ignore("sampling.noise_removal", "no mask is ever left; sampling.parity=release fills the last ones greedily"),
     _ignore("sampling.num_sample_log", "samples during training are train.sample_every"),
     # tracking
@@ -262,7 +262,7 @@ GROUP_NAMES = {
 PROGRAM_ALGO = {"adlm_main": "two-stage", "main": "mdlm"}
 RELEASE_DEFAULTS = (
     "model=small", "data=openwebtext", "recipe=published", "data.packing=release", "sampling.parity=release",
-    "sampling.steps=128", "train.log_every=10", "eval.perplexity_batch_size=8",
+    "sampling.steps=128", "train.log_every=10", "eval.judge_rule=release",
 )  # fmt: skip
 
 

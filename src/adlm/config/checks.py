@@ -9,6 +9,7 @@ from typing import Any
 
 from adlm.config.keys import group_choices, keys
 from adlm.errors import choose, require
+from adlm.evaluation.sweep import settings_of
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig, TrainConfig
 
 CORPORA = (
@@ -42,6 +43,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "sampling.parity": ("", "release"),
     "eval.estimator": ("continuous", "exact-count", "both"),
+    "eval.judge_rule": ("text", "tokens", "release"),
+    "eval.mauve": ("auto", "true", "false"),
     "reason.task": ("prosqa", "prontoqa", "gsm8k"),
     "reason.method": ("cot", "no-cot", "pause", "acot", "icot", "coconut", "coconut-pause"),
     "reason.anchor_tokens": ("first", "all"),
@@ -82,6 +85,9 @@ RANGES = {
     "sampling.top_k": _NOT_NEGATIVE, "sampling.min_p": _BELOW_ONE, "sampling.eta": _SHARE, "sampling.t_on": _SHARE,
     "sampling.t_off": _SHARE, "sampling.alpha_on": _SHARE, "sampling.threshold": _NOT_NEGATIVE,
     "sampling.guidance": _NOT_NEGATIVE, "sampling.stride": _NOT_NEGATIVE,
+    "serve.port": ("in [0, 65535]", lambda x: 0 <= x <= 65535), "serve.slots": _COUNT, "serve.queue": _COUNT,
+    "serve.max_length": _NOT_NEGATIVE, "serve.max_steps": _COUNT, "serve.max_n": _COUNT, "serve.max_body": _COUNT,
+    "serve.timeout": _POSITIVE, "serve.read_timeout": _POSITIVE, "serve.grace": _NOT_NEGATIVE,
     "reason.n_train": _NOT_NEGATIVE, "reason.n_valid": _COUNT, "reason.n_test": _NOT_NEGATIVE,
     "reason.hops": _NOT_NEGATIVE, "reason.nodes": _NOT_NEGATIVE, "reason.epochs": _COUNT,
     "reason.epochs_per_stage": _COUNT, "reason.slots": _NOT_NEGATIVE, "reason.slots_per_stage": _COUNT,
@@ -111,6 +117,7 @@ def check(cfg: Config, world_size: int = 1) -> None:
     check_objective(cfg.objective, cfg.model)
     check_train(cfg.train, world_size)
     check_sampling(cfg.sampling)
+    check_sweep(cfg)
     require(
         cfg.data.name not in ("file", "prepared") or cfg.data.path != "",
         f"data.name={cfg.data.name} needs data.path=FILE_OR_FOLDER",
@@ -189,6 +196,17 @@ def check_train(t: TrainConfig, world_size: int) -> None:
         device in ("auto", "cpu", "cuda") and (not number or (device == "cuda" and number.isdigit())),
         f"train.device={t.device!r} must be auto, cpu, cuda or cuda:N",
     )
+
+
+def check_sweep(cfg: Config) -> None:
+    """Every setting that `adlm evaluate` would draw from, held to the rules of sampling.*."""
+    for s in settings_of(cfg.eval, cfg.sampling):
+        choose("eval.samplers", s.sampler, CHOICES["sampling.sampler"])
+        for name in ("steps", "temperature", "top_p"):
+            wanted, holds = RANGES[f"sampling.{name}"]
+            key = f"eval.{name}" + "s" * (name != "steps")
+            require(holds(getattr(s, name)), f"{key}: {getattr(s, name)} must be {wanted}")
+        check_sampling(s)
 
 
 def check_sampling(s: SamplingConfig) -> None:

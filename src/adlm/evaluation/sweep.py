@@ -1,0 +1,48 @@
+"""Which sampling settings `adlm evaluate` compares: the product of the lists of samplers, steps, temperatures and top_p.
+
+One point of generative perplexity says little, since temperature buys it at the price of entropy; a sweep shows the
+frontier. No tensors here: the command line checks every combination before torch is loaded.
+"""
+
+import itertools
+from dataclasses import replace
+
+from adlm.schema import EvalConfig, SamplingConfig
+
+# One evaluation per hole, whatever sampling.steps says.
+STEPLESS = ("first-hitting", "autoregressive")
+
+
+def settings_of(e: EvalConfig, base: SamplingConfig) -> list[SamplingConfig]:
+    """Every combination once, in the order of the lists; an empty list means the value of `base`."""
+    columns = (
+        items(e.samplers, str, "eval.samplers") or [base.sampler],
+        items(e.steps, int, "eval.steps") or [base.steps],
+        items(e.temperatures, float, "eval.temperatures") or [base.temperature],
+        items(e.top_ps, float, "eval.top_ps") or [base.top_p],
+    )
+    found = []
+    for sampler, steps, temperature, top_p in itertools.product(*columns):
+        steps = columns[1][0] if sampler in STEPLESS else steps
+        c = replace(base, sampler=sampler, steps=steps, temperature=temperature, top_p=top_p)
+        if c not in found:
+            found.append(c)
+    return found
+
+
+def items(text: str, kind: type, key: str) -> list:
+    """'0.8, 1' -> [0.8, 1.0]."""
+    found = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(kind(word))
+        except ValueError:
+            whole = "whole numbers" if kind is int else "numbers"
+            raise ValueError(f"{key}={text}: {word!r} is not a number; give {whole} separated by commas") from None
+    return found
+
+
+def label(c: SamplingConfig) -> str:
+    """What a setting is called in files and tables."""
+    steps = "" if c.sampler in STEPLESS else f"-T{c.steps}"
+    return f"{c.sampler}{steps}-temperature{c.temperature:g}-p{c.top_p:g}"
