@@ -187,10 +187,13 @@ class LanguageModel:
 
     # Looking
 
-    def score(self, text: str | Sequence[int], draws: int = 64) -> Score:
-        """The bound on -log p of a text (exact for causal models), with `draws` draws of noise."""
-        tokens = self.tokenizer.encode(text) if isinstance(text, str) else [int(t) for t in text]
-        return score_tokens(self.model, tokens, self.tokenizer.bos_id, self.loaded.noise, self.loaded.objective, draws)
+    def score(self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()) -> Score:
+        """The bound on -log p(text | context) (exact for causal models), with `draws` draws of noise."""
+        tokens, given = (
+            self.tokenizer.encode(x) if isinstance(x, str) else [int(t) for t in x] for x in (text, context)
+        )
+        noise, objective = self.loaded.noise, self.loaded.objective
+        return score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given)
 
     @torch.no_grad()
     def log_probs(self, tokens_BL: Tensor) -> Tensor:

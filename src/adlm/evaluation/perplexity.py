@@ -27,7 +27,7 @@ from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate, summarise
 from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
 from adlm.models import LanguageModel
-from adlm.objectives import Rows, Task, Term, make_objective, row_bounds
+from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, Term, make_objective, row_bounds
 from adlm.objectives.exact_count import draw_exact_count
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.objectives.times import draw_times
@@ -37,8 +37,6 @@ from adlm.training.export import Loaded, section
 from adlm.training.parallel import World, world
 
 ESTIMATORS = ("continuous", "exact-count")
-# Objectives whose head is the probability of the token at a mask; others have other bounds.
-SUBS_OBJECTIVES = ("nelbo", "anelbo")
 # Tokens of one forward pass when train.valid_batch_size does not say how many rows.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 Score = Callable[[Rows, int], Tensor]

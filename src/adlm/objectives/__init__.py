@@ -14,7 +14,18 @@ from adlm.objectives.nelbo import Nelbo
 from adlm.objectives.score_entropy import ScoreEntropy
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
-__all__ = ["OBJECTIVES", "LossOutput", "Objective", "Rows", "Task", "Term", "loss", "make_objective", "row_bounds"]
+__all__ = [
+    "OBJECTIVES",
+    "SUBS_OBJECTIVES",
+    "LossOutput",
+    "Objective",
+    "Rows",
+    "Task",
+    "Term",
+    "loss",
+    "make_objective",
+    "row_bounds",
+]
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "nelbo": lambda cfg, schedule, mask_id, seed, share_V: Nelbo(cfg, schedule, mask_id, seed),
@@ -23,6 +34,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "d3pm": lambda cfg, schedule, mask_id, seed, share_V: D3pm(cfg, schedule, mask_id, seed),
     "autoregressive": lambda cfg, schedule, mask_id, seed, share_V: Autoregressive(cfg, mask_id, share_V),
 }
+# Those whose head is the probability of the token at a mask (SUBS); the others have bounds of their own.
+SUBS_OBJECTIVES = ("nelbo", "anelbo")
 
 
 def make_objective(
