@@ -3,6 +3,15 @@ import { cell, keyOf } from "./cells.js";
 import { stateAt } from "./frames.js";
 import { wordAt } from "./template.js";
 
+/** Spaces around a token carry no colour: only what is read does. */
+function tokenParts({ text, look }) {
+  const word = document.createElement("b");
+  const [, before, middle, after] = /^(\s*)(.*?)(\s*)$/s.exec(text);
+  word.className = look;
+  word.textContent = middle;
+  return [before, word, after];
+}
+
 /** `onWord(position)` is called when a word is clicked. */
 export function makeCanvas(root, onWord) {
   let tape = null, state = null, spans = [], keys = [], hovered = [];
@@ -20,9 +29,11 @@ export function makeCanvas(root, onWord) {
   }
 
   function paint(span, c) {
-    span.className = c.kind === "hole" ? "" : c.look;
     if (c.kind === "token") {
-      span.textContent = c.text;
+      // The same text with another look keeps its element, so that colours can fade.
+      const word = span.querySelector("b");
+      if (word && span.textContent === c.text) word.className = c.look;
+      else span.replaceChildren(...tokenParts(c));
       return;
     }
     const hole = document.createElement("i");

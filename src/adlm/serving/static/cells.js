@@ -4,6 +4,9 @@ export const LEVELS = 10; // steps of confidence; fewer distinct looks, fewer re
 const LIVE_WIDTH = 4; // characters of a mask while its token is not known yet
 const SPECIAL = "\u25e6"; // begin and end tokens have no text of their own
 
+/** A token inside a mask: what cannot be seen by itself gets a sign. */
+const inside = (text) => text.trim() || (text.includes("\n") ? "\u21b5" : text ? "\u2423" : SPECIAL);
+
 export const level = (probability) => Math.max(0, Math.min(LEVELS - 1, Math.floor(probability * LEVELS)));
 
 const isWordlike = (text) => /[\p{L}\p{N}]/u.test(text);
@@ -30,10 +33,10 @@ export function cell(state, i, tape) {
   const final = tape.end ? tape.end.texts[i] : null;
   if (text === null) {
     const shape = maskShape(final);
-    if (state.gone.has(i)) return { kind: "hole", text: state.gone.get(i).trim(), look: "gone", ...shape };
+    if (state.gone.has(i)) return { kind: "hole", text: inside(state.gone.get(i)), look: "gone", ...shape };
     const guess = state.guesses.get(i);
     if (!guess) return { kind: "hole", text: "", look: "", ...shape };
-    return { kind: "hole", text: guess[0].trim(), look: `guess p${level(guess[1])}`, ...shape };
+    return { kind: "hole", text: inside(guess[0]), look: `guess p${level(guess[1])}`, ...shape };
   }
   let look = tape.fixed.has(i) ? "given" : state.fresh.has(i) ? "new" : "";
   // A rare token is marked at every step at which it stands there already: one sees whether anchors come first.

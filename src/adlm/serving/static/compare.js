@@ -63,6 +63,7 @@ export function makeLane(index, onWord) {
     else if (event === "end") {
       finish(lane.tape, data);
       copy.hidden = false;
+      canvas.style.minHeight = ""; // masks now take the place of their tokens: the canvas has its last shape
     }
     return event !== "start";
   }

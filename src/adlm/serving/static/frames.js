@@ -87,10 +87,14 @@ export function stateAt(tape, k) {
   };
 }
 
-/** Last step of the run: known when it has ended, else what was asked for. */
+// These draw one hole in each step, whatever number of steps is asked for.
+const ONE_BY_ONE = new Set(["first-hitting", "autoregressive"]);
+
+/** Steps of the whole run; some samplers add a few to what was asked for. */
 export function totalSteps(tape) {
-  const last = tape.frames.length ? tape.frames.at(-1).step : 0;
-  return tape.end ? Math.max(last, 1) : Math.max(tape.start.steps || 0, last, 1);
+  const { sampler, steps, tokens } = tape.start;
+  const planned = ONE_BY_ONE.has(sampler) ? tokens.filter((id) => id === null).length : steps;
+  return Math.max(1, planned || 0, tape.frames.at(-1)?.step ?? 0);
 }
 
 /** Points of the plot: [step, masked share, evaluations], one for each index. */

@@ -67,7 +67,7 @@ function changed({ k, length, playing, live }) {
     plotQueued = true;
     requestAnimationFrame(() => {
       plotQueued = false;
-      for (const plot of plots) plot.draw(written().map((lane) => lane.tape), player.now().k);
+      for (const plot of plots) plot.draw(written().map((l) => l.tape), player.now().k, form.read().steps || 1);
     });
   }
 }
@@ -110,7 +110,7 @@ async function follow(lane, body, signal) {
       if (signal.aborted) return;
       if (lane.receive(event, data)) {
         player.grow(Math.max(...written().map((l) => l.tape.frames.length)));
-        $("progress").textContent = event === "frame" ? `step ${data.step} of ${lane.tape.start.steps}` : "";
+        $("progress").textContent = "";
       } else lane.show(0);
     }
   } finally {

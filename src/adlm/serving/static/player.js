@@ -25,7 +25,7 @@ export function makePlayer(hooks, still) {
     timer = null;
     if (!playing) return;
     if (k < length) {
-      const gap = pace(Math.max(expected, length), speed);
+      const gap = wait();
       const late = performance.now() - shownAt;
       // Several frames at once where the page cannot keep up, so that a replay takes the time it promises.
       put(k + Math.max(1, Math.min(8, Math.floor(late / gap))));
@@ -35,8 +35,11 @@ export function makePlayer(hooks, still) {
     report();
   }
 
+  // A live run is followed at most about a second behind; a finished one is played at its pace.
+  const wait = () => pace(Math.max(expected, length), speed) / (live ? Math.max(1, (length - k) / 6) : 1);
+
   function schedule() {
-    if (timer === null) timer = setTimeout(tick, pace(Math.max(expected, length), speed));
+    if (timer === null) timer = setTimeout(tick, wait());
   }
 
   return {

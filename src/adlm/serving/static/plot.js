@@ -12,8 +12,9 @@ export function tickStep(range, most = 5) {
   return [1, 2, 5, 10].map((m) => m * scale).find((step) => step >= rough * (1 - 1e-9));
 }
 
+/** Round numbers from 0 to `high`; what is counted here comes whole. */
 export function ticks(high) {
-  const step = tickStep(high);
+  const step = Math.max(1, tickStep(high));
   return Array.from({ length: Math.floor(high / step + 1e-9) + 1 }, (_, i) => Number((i * step).toPrecision(12)));
 }
 
@@ -39,11 +40,11 @@ export function makePlot(root, { column, label, percent = false }, onStep) {
   const across = (x) => LEFT + (x / right) * (WIDTH - LEFT - RIGHT);
   const down = (y) => HEIGHT - BOTTOM - (y / high) * (HEIGHT - TOP - BOTTOM);
 
-  /** Draw the tapes and a line at index k of each. */
-  function draw(tapes, k) {
+  /** Draw the tapes and a line at index k of each; `steps` is the axis while there are none. */
+  function draw(tapes, k, steps) {
     const curves = tapes.map(curve);
-    right = Math.max(1, ...tapes.map(totalSteps));
-    high = percent ? 1 : Math.max(1, ...curves.map((points) => points.at(-1)[column]));
+    right = Math.max(...(tapes.length ? tapes.map(totalSteps) : [steps]));
+    high = percent ? 1 : Math.max(tapes.length ? 1 : steps, ...curves.map((points) => points.at(-1)[column]));
     const parts = [];
     for (const value of percent ? [0, 0.5, 1] : ticks(high)) {
       const y = down(value);
