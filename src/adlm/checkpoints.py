@@ -14,6 +14,23 @@ from adlm.training.export import CONFIG, Loaded, describe, load_folder, section
 from adlm.training.setup import parameter_count
 
 
+BOX = Path(__file__).parent / "box"
+"""The exported folder that ships inside the package."""
+DEMO = Path("runs/demo")
+
+
+def default_checkpoint() -> Path:
+    """What a command uses when no checkpoint is given: the model in the box, else the demo run of this folder."""
+    if (BOX / CONFIG).is_file():
+        return BOX
+    require(
+        DEMO.is_dir(),
+        f"no checkpoint given, the package holds none and {DEMO} does not exist: give a run folder or an exported"
+        " folder, or make one with `adlm demo` (a few minutes on a CPU)",
+    )
+    return DEMO
+
+
 def load(
     path: str | Path, ema: bool = True, device: torch.device | str = "cpu", tokenizer: str = "", root: str = ""
 ) -> Loaded:

@@ -32,10 +32,14 @@ class Command:
     """How many of them must be given."""
     rest: bool = False
     """Further words are handed over as args=[...]."""
+    line: bool = False
+    """The overrides are handed over as line=[...], for a command that composes several configurations from them."""
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
     """`--name` -> what it does; handed over as name=True."""
     defaults: tuple[str, ...] = ()
     """Overrides that the command line may override again."""
+    short: str = ""
+    """Section whose keys may be typed without its name: `adlm serve port=8000`."""
     sections: tuple[str, ...] = ()
     """Parts of the schema that --help shows."""
 
@@ -57,7 +61,6 @@ COMMANDS: dict[str, Command] = {
         "adlm.api.command:run_sample",
         "draw texts from a model: free, after a prompt or into a template; a rerun goes on with the file",
         words=("eval.checkpoint",),
-        required=1,
         flags={"watch": "show one text appearing, live in the terminal"},
         sections=("sampling", "eval"),
     ),
@@ -74,12 +77,30 @@ COMMANDS: dict[str, Command] = {
         defaults=("data=checkpoint",),
         sections=("eval", "data", "train"),
     ),
+    "compare": Command(
+        "adlm.compare:run_compare",
+        "train algorithms on one corpus with one budget, and set bound, size, arithmetic and speed side by side:"
+        " adlm compare [algo ...]; a rerun does what is missing",
+        rest=True,
+        line=True,
+        defaults=("experiment=compare",),
+        sections=("", "model", "data", "optim", "train", "eval"),
+    ),
     "zeroshot": Command(
         "adlm.evaluation.zeroshot:run_zeroshot",
         "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",
         words=("eval.checkpoint",),
         rest=True,
         sections=("eval", "data", "train"),
+    ),
+    "anchors": Command(
+        "adlm.evaluation.anchor_command:run_anchors",
+        "which tokens of a text are anchors, and how both networks predict them when hidden: adlm anchors CHECKPOINT"
+        " 'some words' (or a file, @file, or standard input)",
+        words=("eval.checkpoint",),
+        required=1,
+        rest=True,
+        sections=("eval",),
     ),
     "import": Command(
         "adlm.compat.release:run_import",
@@ -101,6 +122,13 @@ COMMANDS: dict[str, Command] = {
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
         sections=("reason", "optim", "train"),
+    ),
+    "serve": Command(
+        "adlm.serving.command:run_serve",
+        "answer requests over HTTP, with a page to watch text appear: adlm serve [CHECKPOINT ...] port=8000",
+        rest=True,
+        short="serve",
+        sections=("serve", "sampling"),
     ),
     "config": Command(
         "adlm.cli:run_config",
@@ -180,6 +208,7 @@ def _run(argv: list[str]) -> int:
         raise UsageError(str(error)) from None
     command = COMMANDS[name]
     overrides, words, flags = _sort(command, argv[1:])
+    overrides = [f"{command.short}.{o}" if f"{command.short}.{o.partition('=')[0]}" in keys() else o for o in overrides]
     if "help" in flags:
         print_help(name, command)
         return 0
@@ -194,10 +223,13 @@ def _run(argv: list[str]) -> int:
     if rest and not command.rest:
         raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
     # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
-    cfg = config.load([*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides])
+    line = [*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
+    cfg = config.load(line)
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
     if command.rest:
         arguments["args"] = rest
+    if command.line:
+        arguments["line"] = line
     result = _target(command)(cfg, **arguments)
     if "json" in flags and os.environ.get("RANK", "0") == "0":
         print(json.dumps(_plain(result)))

@@ -15,6 +15,7 @@ from typing import Any
 from adlm.api.language_model import LanguageModel, load
 from adlm.api.results import Generation
 from adlm.api.watch import watch_text
+from adlm.checkpoints import default_checkpoint
 from adlm.engine import Request
 from adlm.errors import require
 from adlm.schema import Config, SamplingConfig
@@ -28,10 +29,11 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     c = cfg.sampling
     require(c.n >= 1, f"sampling.n must be at least 1, got {c.n}")
     require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
-    lm = load(cfg.eval.checkpoint, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
+    checkpoint = cfg.eval.checkpoint or default_checkpoint()
+    lm = load(checkpoint, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
     request = request_of(lm, c)
-    identity = fingerprint(lm, c)
     path = Path(c.out) if c.out else None
+    identity = fingerprint(lm, c) if path else ""
     have = read_samples(path, identity) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
     drawn: list[Generation] = []
@@ -77,17 +79,17 @@ def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """What must agree for two samples of one seed to be the same text."""
     settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
-    text = json.dumps([settings, model, lm.tokenizer.fingerprint], sort_keys=True, default=str)
+    text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def record(path: Path | None, text: Generation, identity: str) -> None:
+def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> None:
     """Append one line; opened and closed each time, so that what is drawn is on disk."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**asdict(text), "run": identity}, ensure_ascii=False) + "\n")
+        file.write(json.dumps({**asdict(text), **facts, "run": identity}, ensure_ascii=False) + "\n")
 
 
 def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:

@@ -1,0 +1,74 @@
+"""`adlm serve [CHECKPOINT ...]`: load the models, say where they are, answer until told to stop."""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adlm.api import LanguageModel, load
+from adlm.checkpoints import default_checkpoint
+from adlm.errors import require
+from adlm.schema import Config
+from adlm.serving.app import make_app
+from adlm.serving.metrics import server_metrics
+from adlm.serving.models import Service
+from adlm.serving.server import make_server
+
+
+def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
+    """Serve until SIGTERM or Ctrl-C; returns how many requests were answered."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    require(
+        cfg.serve.max_n <= cfg.serve.slots + cfg.serve.queue,
+        f"serve.max_n={cfg.serve.max_n} rows could never be accepted: serve.slots + serve.queue is"
+        f" {cfg.serve.slots + cfg.serve.queue}",
+    )
+    if cfg.train.num_threads:
+        torch.set_num_threads(cfg.train.num_threads)
+    paths = list(args or ()) or [cfg.eval.checkpoint or str(default_checkpoint())]
+    listener = listen(cfg.serve.host, cfg.serve.port)  # first: a port in use must not cost the loading of models
+    models = {name: load_model(path, cfg) for name, path in names(paths).items()}
+    service = Service(models, cfg.serve, cfg.sampling, server_metrics())
+    key = cfg.serve.api_key or os.environ.get("ADLM_API_KEY", "")
+    server = make_server(make_app(service, key), service)
+    for name, lm in models.items():
+        print(f"{name}: {lm!r} on {lm.device}")
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"adlm serves on http://{shown}:{port} (key: {'required' if key else 'none'})", flush=True)
+    server.run(sockets=[listener])
+    return {"requests": server.server_state.total_requests}
+
+
+def load_model(path: str, cfg: Config) -> LanguageModel:
+    return load(path, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
+
+
+def names(paths: list[str]) -> dict[str, str]:
+    """Ids of the models: the last part of each path that says something, made unique."""
+    found: dict[str, str] = {}
+    for path in paths:
+        parts = [p for p in Path(path).expanduser().resolve().parts if p not in ("export", "checkpoints")]
+        name = base = Path(parts[-1]).stem if path.endswith(".ckpt") else parts[-1]
+        number = 1
+        while name in found:
+            number += 1
+            name = f"{base}-{number}"
+        found[name] = path
+    return found
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, or a one-line error."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"serve.host={host} serve.port={port}: {error.strerror or error}") from None
+    return listener

@@ -1,0 +1,250 @@
+"""What is served: a checkpoint with its worker and defaults. Bodies of requests become rows of the engine here.
+
+The same settings and seed give the text of `adlm sample` and `lm.generate`, since the rows are built by
+`LanguageModel.request`. Everything that could take memory or time out of proportion is refused before it is built.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+from starlette.types import Scope
+
+from adlm.api import LanguageModel
+from adlm.engine import Request
+from adlm.engine.template import HOLE, parse_template
+from adlm.errors import require
+from adlm.samplers import SAMPLERS
+from adlm.schema import SamplingConfig, ServeConfig
+from adlm.serving.metrics import Metrics
+from adlm.serving.problems import Problem
+from adlm.serving.schemas import AnchorsBody, Canvas, CompletionBody, Defaults, ModelCard, without_none
+from adlm.serving.worker import Job, Worker, out_of_time
+
+T = TypeVar("T")
+SUFFIX_TOKENS = 16
+# Fields of SamplingConfig that are not about how a row is drawn
+NOT_SETTINGS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "stop", "banned", "required")
+
+
+class Served:
+    """One model."""
+
+    def __init__(self, id: str, lm: LanguageModel, cfg: ServeConfig, sampling: SamplingConfig, metrics: Metrics):
+        self.id, self.lm, self.cfg = id, lm, cfg
+        self.created = int(time.time())
+        self.worker = Worker(id, lm, cfg.slots, cfg.queue, metrics)
+        self.stop = sampling.stop
+        self.settings = {k: v for k, v in asdict(sampling).items() if k not in NOT_SETTINGS}
+        if lm.model.config.causal and self.settings["sampler"] == SamplingConfig().sampler:
+            self.settings["sampler"] = "autoregressive"
+        self.longest = cfg.max_length or lm.length
+        self.known_pieces: dict[int, str] = {}
+
+    @property
+    def samplers(self) -> list[str]:
+        if self.lm.model.config.causal:
+            return ["autoregressive"]
+        return [s for s in sorted(SAMPLERS) if s != "anchor-first" or self.lm.model.anchor_head is not None]
+
+    def card(self) -> ModelCard:
+        model, s = self.lm.model, self.settings
+        return ModelCard(
+            id=self.id,
+            created=self.created,
+            length=self.lm.length,
+            vocab_size=model.vocab_size,
+            mask=model.mask_id,
+            anchored=model.anchor_head is not None,
+            causal=model.config.causal,
+            samplers=self.samplers,
+            parameters=sum(p.numel() for p in model.parameters()),
+            default=Defaults(sampler=s["sampler"], steps=s["steps"], top_p=s["top_p"], temperature=s["temperature"]),
+        )
+
+    # Tokens as people see them
+
+    def piece(self, token: int) -> str:
+        """The text a token adds; nothing for begin, end and padding."""
+        if token not in self.known_pieces:
+            tok = self.lm.tokenizer
+            text = "" if token in tok.special_ids and token != tok.mask_id else tok.token(token)
+            if text and type(tok.backend.decoder).__name__ == "WordPiece":
+                whole = tok.backend.id_to_token(token) or ""
+                text = whole.removeprefix("##") if whole.startswith("##") else " " + whole
+            self.known_pieces[token] = text
+        return self.known_pieces[token]
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return [self.piece(t) for t in tokens]
+
+    def with_holes(self, tokens: Sequence[int]) -> tuple[list[int | None], list[str | None]]:
+        """Tokens and their texts, holes as None."""
+        shown = [None if t == self.lm.model.mask_id else t for t in tokens]
+        return shown, [None if t is None else self.piece(t) for t in shown]
+
+    # Limits
+
+    def check_length(self, tokens: int, what: str) -> None:
+        limit = "serve.max_length" if self.cfg.max_length else "the model's length"
+        require(tokens <= self.longest, f"{what} has {tokens} tokens, allowed are {self.longest} ({limit})")
+
+    def check_rows(self, rows: int) -> None:
+        require(rows <= self.cfg.max_n, f"{rows} rows are asked for, allowed are {self.cfg.max_n} (serve.max_n)")
+
+    # From a body to rows
+
+    def settings_of(self, body: Any) -> dict[str, Any]:
+        settings = {**self.settings, **without_none(body)}
+        steps = settings["steps"]
+        require(steps <= self.cfg.max_steps, f"steps={steps}, allowed are {self.cfg.max_steps} (serve.max_steps)")
+        return settings
+
+    def row_of(self, text: str | None, tokens: Sequence[int | None] | None) -> list[int] | None:
+        """A template, or tokens with null for holes, as tokens with masks; None if neither is given."""
+        tok = self.lm.tokenizer
+        if tokens is not None:
+            self.check_length(len(tokens), "tokens")
+            return [tok.mask_id if t is None else t for t in tokens]
+        if text is None:
+            return None
+        for hole in HOLE.finditer(text):  # before a hole of a billion tokens becomes a list
+            self.check_length(int(hole[1] or 1), f"the hole {hole[0][:40]}")
+        require(len(HOLE.findall(text)) <= self.longest, f"the template has more holes than {self.longest}")
+        row = [tok.bos_id, *parse_template(text, tok.encode, tok.mask_id)]
+        self.check_length(len(row), "the template")
+        return row
+
+    def requests(self, body: Canvas, n: int = 1, watch: bool = False) -> list[Request]:
+        """The rows of a canvas, checked; number i has seed + i."""
+        self.check_rows(n)
+        given = [name for name in ("prompt", "template", "tokens") if getattr(body, name)]
+        require(len(given) <= 1, f"give one of prompt, template and tokens, got {' and '.join(given)}")
+        require(
+            body.length is None or not given or given == ["prompt"], f"length has no meaning beside {''.join(given)}"
+        )
+        self.check_length(body.length or 1, "length")
+        row = self.row_of(body.template or None, body.tokens)
+        stop = self.stop if body.stop is None else body.stop
+        request = self.lm.request(
+            prompt=body.prompt or "",
+            length=body.length or 0,
+            seed=seed_of(body.seed),
+            banned=body.banned,
+            required=body.required,
+            stop=stop,
+            **self.settings_of(body),
+        )
+        request = replace(request, watch=watch, tokens=request.tokens if row is None else row)
+        return self.seeds(request, n)
+
+    def completions(self, body: CompletionBody) -> list[Request]:
+        """n rows for each prompt; the row is begin, prompt, holes, suffix."""
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        self.check_rows(len(prompts) * body.n)
+        require(body.best_of in (None, body.n), f"best_of={body.best_of} must equal n={body.n}: nothing is ranked")
+        tok, seed, settings = self.lm.tokenizer, seed_of(body.seed), self.settings_of(body)
+        after = tok.encode(body.suffix) if body.suffix else []
+        stop = body.stop is not False and not after
+        rows = []
+        for prompt in prompts:
+            before = [tok.bos_id, *tok.encode(prompt)]
+            self.check_length(len(before), "the prompt")
+            holes = body.max_tokens or (SUFFIX_TOKENS if after else self.longest - len(before))
+            self.check_length(len(before) + holes + len(after), "prompt, max_tokens and suffix together")
+            require(holes >= 1, f"the prompt leaves nothing to draw in {self.longest} tokens")
+            request = self.lm.request(seed=seed, banned=body.banned, required=body.required, stop=stop, **settings)
+            rows += self.seeds(replace(request, tokens=[*before, *[tok.mask_id] * holes, *after]), body.n)
+        return rows
+
+    def text_tokens(self, text: str) -> list[int]:
+        tokens = self.lm.tokenizer.encode(text)
+        require(bool(tokens), "the text has no tokens")
+        self.check_length(len(tokens), "the text")
+        return tokens
+
+    def anchor_row(self, body: AnchorsBody) -> list[int]:
+        """The row that /v1/anchors looks at: text or template, or tokens with null for holes."""
+        require((body.text is None) != (body.tokens is None), "give text or tokens")
+        if body.text is not None and not HOLE.search(body.text):
+            return self.text_tokens(body.text)
+        row = self.row_of(body.text, body.tokens)
+        assert row is not None
+        bad = [t for t in row if not 0 <= t < self.lm.model.vocab_size]
+        size = self.lm.model.vocab_size
+        require(not bad, f"tokens holds {bad[0] if bad else ''}, outside the vocabulary 0..{size - 1}")
+        return row
+
+    def seeds(self, request: Request, n: int) -> list[Request]:
+        self.worker.check([request])
+        return [replace(request, seed=request.seed + i) for i in range(n)]
+
+
+def seed_of(given: int | None) -> int:
+    return secrets.randbelow(2**31) if given is None else given
+
+
+class Service:
+    """Everything the routes need."""
+
+    def __init__(self, models: dict[str, LanguageModel], cfg: ServeConfig, sampling: SamplingConfig, metrics: Metrics):
+        self.cfg, self.metrics = cfg, metrics
+        self.models = {id: Served(id, lm, cfg, sampling, metrics) for id, lm in models.items()}
+        self.draining = False
+        """No new work; what runs may finish."""
+        self.active: set[Any] = set()
+        """Tasks of requests under way."""
+        self.jobs: set[Job] = set()
+        workers = [m.worker for m in self.models.values()]
+        gauges = {
+            "adlm_slots": ("Rows that share a network call.", lambda w: w.slots),
+            "adlm_slots_in_use": ("Rows being worked on.", lambda w: w.in_use),
+            "adlm_queue_depth": ("Rows accepted that wait for a slot.", lambda w: max(0, w.taken - w.in_use)),
+        }
+        for name, (help, read) in gauges.items():
+            metrics.gauge(name, help, ("model",), lambda read=read: [((w.name,), read(w)) for w in workers])
+
+    def model(self, id: str | None) -> Served:
+        """The model of that id, or the first."""
+        found = self.models.get(id) if id is not None else next(iter(self.models.values()))
+        if found is None:
+            names = ", ".join(self.models)
+            raise Problem(404, f"model {id[:80]!r} is not served; there is {names}", "model_not_found", "model")  # type: ignore[index]
+        return found
+
+    def open(self, scope: Scope, served: Served, requests: list[Request], guesses: bool = False) -> Job:
+        """Start rows; `close` frees their slots whatever happens to who asked for them."""
+        job = Job(requests, self.cfg.timeout, guesses and served.lm.model.anchor_head is not None)
+        served.worker.submit(job)
+        scope.setdefault("adlm.jobs", []).append((served.worker, job))
+        self.jobs.add(job)
+        return job
+
+    def close(self, scope: Scope) -> None:
+        """A request is over: answered, refused, or its client left."""
+        for worker, job in scope.get("adlm.jobs", ()):
+            worker.cancel(job)
+            self.jobs.discard(job)
+
+    async def look(self, served: Served, use: Callable[[], T]) -> T:
+        """Another use of a model's network, within the time of a request."""
+        try:
+            async with asyncio.timeout(self.cfg.timeout):
+                return await served.worker.call(use)
+        except TimeoutError:
+            raise out_of_time(self.cfg.timeout) from None
+        except ValueError as problem:
+            raise Problem(400, str(problem)) from None
+
+    def cut_off(self) -> None:
+        """Tell everybody who still waits that the server goes away."""
+        problem = Problem(503, "the server shut down before this request was finished", "shutting_down")
+        for job in self.jobs:
+            job.updates.put_nowait(problem)
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and all(m.worker.ready for m in self.models.values())
