@@ -8,6 +8,8 @@
 Everything random follows from `seed`: sample i uses seed + i, whatever the batch size.
 """
 
+import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -59,6 +61,15 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @functools.cached_property
+    def weights_digest(self) -> str:
+        """sha256 over all weights: two runs with the same settings are still two models."""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.model.parameters())

@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 
 def fetch(repository: str, files: tuple[str, ...], what: str, advice: str) -> Path:
     """The folder that holds `files` of a hub repository, downloaded unless huggingface_hub already has them."""
-    _notice_missing_network()
+    notice_missing_network()
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -27,7 +27,7 @@ def fetch(repository: str, files: tuple[str, ...], what: str, advice: str) -> Pa
 def documents(repository: str, config: str, revision: str, split: str, text_key: str, advice: str) -> Iterator[str]:
     """The texts of one split of a hub data set, in its own order, read from datasets' memory-mapped cache."""
     what = f"data set {repository!r}"
-    _notice_missing_network()
+    notice_missing_network()
     try:
         import datasets
     except ImportError:
@@ -51,7 +51,7 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
 
-def _notice_missing_network() -> None:
+def notice_missing_network() -> None:
     """Use the libraries' offline mode where no name resolves: what they have is used, the rest is refused at once.
 
     Without it, they retry for half a minute.

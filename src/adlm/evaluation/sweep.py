@@ -1,4 +1,4 @@
-"""Which sampling settings `adlm evaluate` compares: the product of the lists of samplers, steps, temperatures and top_p.
+"""Which settings `adlm evaluate` compares: the product of the lists of samplers, steps, temperatures and top_p.
 
 One point of generative perplexity says little, since temperature buys it at the price of entropy; a sweep shows the
 frontier. No tensors here: the command line checks every combination before torch is loaded.

