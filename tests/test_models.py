@@ -7,7 +7,10 @@ import torch
 from dense import dense_log_probs, dense_logits
 from tiny import MODERN, TINY, random_tokens, tiny_model
 
+from adlm import config
+from adlm.config.keys import group_choices
 from adlm.models import build_model
+from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig
 
 BRIDGES = ["collapsed", "residual", "none"]
@@ -196,3 +199,43 @@ def test_what_a_model_does_not_have_is_said():
         tiny_model().make_cache(1, 4)
     with pytest.raises(ValueError, match="mask_id=11"):
         build_model(TINY, 11, 11)
+
+
+@pytest.mark.parametrize("recipe", ["published", "fast"])
+@pytest.mark.parametrize("algo", group_choices("algo"))
+def test_no_block_is_born_dead(algo, recipe):
+    """Zeros at the start (heads, gates, outputs) must never multiply each other: every block learns within a few
+    steps."""
+    torch.manual_seed(0)
+    cfg = config.load(
+        [
+            f"algo={algo}",
+            f"recipe={recipe}",
+            "model=nano",
+            "model.hidden_size=16",
+            "model.length=12",
+            "model.n_blocks=2",
+            "model.n_denoiser_blocks=1",
+        ]
+    )
+    model = build_model(cfg.model, 11, 10)
+    objective = make_objective(cfg.objective, cfg.noise, 10, seed=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if ".blocks." in name}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    rows = Rows(random_tokens(8, 12, 10), torch.arange(8), 8)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss(model, objective.draw(rows, step, 1.0)).total.backward()
+        optimizer.step()
+    still = [name for name, p in model.named_parameters() if name in before and torch.equal(p, before[name])]
+    assert not still, still
+
+
+def test_zero_init_is_zero_whatever_the_other_weights_start_as():
+    for init in ("normal", "torch"):
+        model = build_model(replace(TINY, **MODERN, init=init), 11, 10)
+        block = model.denoiser.blocks[0]
+        assert block.attn_out.weight.abs().max() == 0 and block.mlp_out.weight.abs().max() == 0
+        assert block.qkv.weight.abs().max() > 0
+        gated = build_model(replace(TINY, **MODERN | {"adaln": True}, init=init), 11, 10).denoiser.blocks[0]
+        assert gated.modulation.weight.abs().max() == 0 and gated.attn_out.weight.abs().max() > 0

@@ -184,14 +184,16 @@ def initialise(model: LanguageModel) -> None:
     are zero). `normal`: standard deviation 0.02, residual outputs scaled down by depth unless zero_init."""
     cfg = model.config
     depth = sum(isinstance(m, Block) for m in model.modules())
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and cfg.init == "normal":
+    if cfg.init == "normal":
+        for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+    for module in model.modules():  # after all linear layers: these are exceptions among them
         if isinstance(module, Block):
             for out in (module.attn_out, module.mlp_out):
-                if cfg.zero_init:
+                # not under adaLN, whose gates start at zero: zero times zero would never receive a gradient
+                if cfg.zero_init and not cfg.adaln:
                     nn.init.zeros_(out.weight)
                 elif cfg.init == "normal" and not cfg.adaln:
                     nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * depth))
