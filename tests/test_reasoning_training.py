@@ -10,6 +10,7 @@ from adlm import cli, config
 from adlm.config.checks import CHOICES
 from adlm.reasoning import training
 from adlm.reasoning.command import PAPER
+from adlm.reasoning.generators import Shape
 from adlm.reasoning.methods import METHODS
 from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.stages import Schedule
@@ -186,7 +187,7 @@ def test_hugging_face_base(tmp_path):
     from adlm.data.tokenizers import load_tokenizer
     from adlm.reasoning.examples import whole_text
 
-    examples = generate(TASKS["prosqa"], 50, 1, hops=2, nodes=6)
+    examples = generate(TASKS["prosqa"], 50, 1, shape=Shape(hops=2, nodes=6))
     make_folder(tmp_path / "base", load_tokenizer("bpe-420", map(whole_text, examples)))
     cfg = settings(tmp_path / "run", f"reason.base={tmp_path / 'base'}", "method=coconut")
     result = train(cfg)
@@ -219,7 +220,9 @@ def test_commands(tmp_path, capsys):
     assert (out / "curves.png").is_file()
 
     file = tmp_path / "published_test.json"
-    file.write_text(json.dumps([e._asdict() for e in generate(TASKS["prosqa"], 12, seed=9, hops=2, nodes=6)]))
+    file.write_text(
+        json.dumps([e._asdict() for e in generate(TASKS["prosqa"], 12, seed=9, shape=Shape(hops=2, nodes=6))])
+    )
     status, printed, _ = run(capsys, "eval", str(out), f"reason.test_path={file}", "reason.n_test=8", "--json")
     assert status == 0
     scores = json.loads(printed.splitlines()[-1])[str(out)]

@@ -335,6 +335,8 @@ class ReasonConfig:
     """Generated tasks: length of the derivation (0: distributed as in the published files)."""
     nodes: int = 0
     """Generated ProsQA: nodes drawn per graph before isolated ones are dropped (0: as in the published files)."""
+    words: int = 0
+    """Generated ProsQA: different kinds, and at most as many names, that questions draw from (0: all 38 and 17)."""
     balanced: bool = False
     """Generated ProsQA: the wrong answer is as deep as the right one (in the published files depth often tells)."""
     epochs: int = 50

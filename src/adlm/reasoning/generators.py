@@ -46,6 +46,22 @@ MOST_HOPS = 6
 ATTEMPTS = 2_000
 
 
+class Shape(NamedTuple):
+    """What is asked of a generator; zeros: as in the published files."""
+
+    hops: int = 0
+    """Statements of the derivation."""
+    nodes: int = 0
+    """ProsQA: nodes drawn per graph."""
+    words: int = 0
+    """ProsQA: different kinds, and different names, that questions draw from."""
+    balanced: bool = False
+    """ProsQA: the wrong answer is as deep as the right one."""
+
+
+PUBLISHED = Shape()
+
+
 class Graph(NamedTuple):
     parents: list[list[int]]
     """Parents of each node, all with smaller numbers. Nodes 0 and 1 are the two individuals a question is about."""
@@ -89,38 +105,61 @@ def random_graph(rng: random.Random, nodes: int) -> Graph:
     return Graph(parents, side, depth)
 
 
-def prosqa(rng: random.Random, hops: int = 0, nodes: int = 0, balanced: bool = False) -> Example:
+def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     """Who is what: a graph of kinds over two individuals; the right answer hangs under one of them alone, the wrong one
     under the other. `hops` 0: the deepest leaf, of 3 to 6 statements, as published."""
-    nodes = nodes or PROSQA_NODES
-    limit = len(PROSQA_CONCEPTS)
-    require(4 <= nodes <= limit, f"reason.nodes={nodes} must be in 4..{limit}")
+    hops, nodes, most = shape.hops, shape.nodes or PROSQA_NODES, len(PROSQA_CONCEPTS)
+    words = shape.words or most
+    require(4 <= nodes <= most, f"reason.nodes={nodes} must be in 4..{most}")
+    require(nodes <= words <= most, f"reason.words={words} must be in reason.nodes={nodes}..{most}")
     require(0 <= hops <= MOST_HOPS, f"reason.hops={hops} must be in 0..{MOST_HOPS} for prosqa")
     for _ in range(ATTEMPTS):
         graph = random_graph(rng, nodes)
         inner = {p for chosen in graph.parents for p in chosen}
-        leaves = [i for i in range(2, nodes) if i not in inner and graph.side[i] in (1, 2)]
-        right = [
-            i
-            for i in leaves
-            if (graph.depth[i] == hops if hops else 3 <= graph.depth[i] <= MOST_HOPS)
-            and any(graph.side[j] != graph.side[i] for j in leaves)
-        ]
         individuals = sum(i in inner and not chosen for i, chosen in enumerate(graph.parents))
-        if right and individuals <= len(PROSQA_NAMES):
-            deepest = max(graph.depth[i] for i in right)
-            target = rng.choice([i for i in right if graph.depth[i] == deepest])
-            other = rng.choice([i for i in leaves if graph.side[i] != graph.side[target]])
-            return write_prosqa(rng, graph, target, other)
+        leaves = [i for i in range(2, nodes) if i not in inner and graph.side[i] in (1, 2)]
+        pair = (equally_deep_pair if shape.balanced else published_pair)(rng, graph, leaves, hops)
+        if pair and individuals <= min(words, len(PROSQA_NAMES)):
+            return write_prosqa(rng, graph, *pair, words)
     raise ValueError(f"no graph of reason.nodes={nodes} has a derivation of reason.hops={hops}; raise reason.nodes")
 
 
-def write_prosqa(rng: random.Random, graph: Graph, target: int, other: int) -> Example:
+def is_wanted(depth: int, hops: int) -> bool:
+    return depth == hops if hops else 3 <= depth <= MOST_HOPS
+
+
+def published_pair(rng: random.Random, graph: Graph, leaves: list[int], hops: int) -> tuple[int, int] | None:
+    """Right and wrong answer as in the published files: the right one is the deepest leaf, the wrong one any leaf of
+    the other individual. So the deeper candidate is the better guess, whoever is asked about."""
+    right = [
+        i for i in leaves if is_wanted(graph.depth[i], hops) and any(graph.side[j] != graph.side[i] for j in leaves)
+    ]
+    if not right:
+        return None
+    deepest = max(graph.depth[i] for i in right)
+    target = rng.choice([i for i in right if graph.depth[i] == deepest])
+    return target, rng.choice([i for i in leaves if graph.side[i] != graph.side[target]])
+
+
+def equally_deep_pair(rng: random.Random, graph: Graph, leaves: list[int], hops: int) -> tuple[int, int] | None:
+    """Two leaves of one depth, one under each individual, and then a fair coin for who is asked about: given the graph
+    and the two candidates, every rule that does not use the name in the question is right half of the time."""
+    by_side = [
+        {graph.depth[i] for i in leaves if graph.side[i] == s and is_wanted(graph.depth[i], hops)} for s in (1, 2)
+    ]
+    shared = by_side[0] & by_side[1]
+    if not shared:
+        return None
+    depth = max(shared)
+    one, two = (rng.choice([i for i in leaves if graph.side[i] == s and graph.depth[i] == depth]) for s in (1, 2))
+    return (one, two) if rng.random() < 0.5 else (two, one)
+
+
+def write_prosqa(rng: random.Random, graph: Graph, target: int, other: int, words: int) -> Example:
     """Name the nodes (those without parents are individuals), say every edge, shuffle, ask."""
     edges = [(p, i) for i, chosen in enumerate(graph.parents) for p in chosen]
     used = sorted({i for edge in edges for i in edge})
-    names = iter(rng.sample(PROSQA_NAMES, len(PROSQA_NAMES)))
-    concepts = iter(rng.sample(PROSQA_CONCEPTS, len(PROSQA_CONCEPTS)))
+    names, concepts = (iter(rng.sample(s[:words], len(s[:words]))) for s in (PROSQA_NAMES, PROSQA_CONCEPTS))
     called = {i: next(concepts) if graph.parents[i] else next(names) for i in used}
 
     def say(parent: int, child: int) -> str:
@@ -146,14 +185,14 @@ def shortest_path(rng: random.Random, graph: Graph, target: int) -> list[int]:
     return path[::-1]
 
 
-def prontoqa(rng: random.Random, hops: int = 0, nodes: int = 0, balanced: bool = False) -> Example:
+def prontoqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     """True or false: one chain of `hops` kinds whose last has the property asked for. Every kind of the chain has a
     second child and a property of its own; the individual is also something else; and a kind that it is not has the
     same property with the opposite sign."""
-    hops = hops or 5
+    hops = shape.hops or 5
     require(
-        nodes == 0 and not balanced,
-        "reason.nodes and reason.balanced shape prosqa only; prontoqa is shaped by reason.hops",
+        shape == Shape(hops=shape.hops),
+        "reason.nodes, reason.words and reason.balanced shape prosqa only; prontoqa is shaped by reason.hops",
     )
     most = (len(PRONTOQA_CONCEPTS) - 4) // 2
     require(1 <= hops <= most, f"reason.hops={hops} must be in 1..{most} for prontoqa")

@@ -13,9 +13,10 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import choose, require
 from adlm.reasoning import generators, gsm8k, logic
 from adlm.reasoning.examples import Example
+from adlm.reasoning.generators import PUBLISHED, Shape
 from adlm.schema import ReasonConfig
 
-Generator = Callable[[random.Random, int, int, bool], Example]
+Generator = Callable[[random.Random, Shape], Example]
 
 
 class TaskSpec(NamedTuple):
@@ -26,7 +27,7 @@ class TaskSpec(NamedTuple):
     canonical: Callable[[Example], str]
     """Equal for questions that only look different."""
     generate: Generator | None
-    """(random numbers, hops, nodes, balanced) -> a new example."""
+    """A new example from random numbers."""
     published_size: int
     """Training examples of the published set."""
 
@@ -49,14 +50,12 @@ def task_spec(name: str) -> TaskSpec:
     return TASKS[choose("reason.task", name, TASKS)]
 
 
+def shape_of(cfg: ReasonConfig) -> Shape:
+    return Shape(cfg.hops, cfg.nodes, cfg.words, cfg.balanced)
+
+
 def generate(
-    task: TaskSpec,
-    n: int,
-    seed: int,
-    hops: int = 0,
-    nodes: int = 0,
-    balanced: bool = False,
-    seen: set[str] | None = None,
+    task: TaskSpec, n: int, seed: int, shape: Shape = PUBLISHED, seen: set[str] | None = None
 ) -> list[Example]:
     """n different examples, none of which is in `seen` (which is extended)."""
     require(task.generate is not None, "this task has no generator; give reason.train_path=FILE")
@@ -66,13 +65,14 @@ def generate(
     for i in range(100 * n + 1000):
         if len(found) == n:
             return found
-        example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), hops, nodes, balanced)
+        example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), shape)
         key = task.canonical(example)
         if key not in seen:
             seen.add(key)
             found.append(example)
     raise ValueError(
-        f"only {len(found)} different questions of reason.hops={hops} reason.nodes={nodes} were found, not {n};"
+        f"only {len(found)} different questions of reason.hops={shape.hops} reason.nodes={shape.nodes}"
+        f" reason.words={shape.words} were found, not {n};"
         " ask for fewer or larger ones"
     )
 
@@ -82,7 +82,7 @@ def load_held_out(cfg: ReasonConfig, seed: int) -> tuple[list[Example], dict[str
     task = task_spec(cfg.task)
     valid, tests = [], {}
     if task.generate is not None and not cfg.train_path:
-        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, cfg.hops, cfg.nodes, cfg.balanced)
+        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, shape_of(cfg))
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
     if cfg.test_path:
         tests[stem(cfg.test_path)] = read_file(task, cfg.test_path, "test_path")
@@ -115,7 +115,7 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
     )
     n_train = cfg.n_train or task.published_size
     seed = fold(seed, Stream.ORDER)
-    return Splits(generate(task, n_train, seed, cfg.hops, cfg.nodes, cfg.balanced, held_out), valid, tests)
+    return Splits(generate(task, n_train, seed, shape_of(cfg), held_out), valid, tests)
 
 
 def read_file(task: TaskSpec, path: str, key: str, n: int = 0) -> list[Example]:
