@@ -26,6 +26,15 @@ from adlm.serving.problems import MEANING, Problem
 
 STATIC = (Path(__file__).parent / "static", Path(evaluation.__file__).parent / "static")
 """The page's files, and the sheet it shares with reports."""
+PAGE_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    # Text of a model can never become a script, and nothing is loaded from or sent to another host.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+    " connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    # Asked for again at each visit, answered 304: an upgraded server must not meet the scripts of the old one.
+    "Cache-Control": "no-cache",
+}
 GENERATING = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 READING = (400, 401, 404, 408, 413, 422, 500, 503)
 T = TypeVar("T")
@@ -121,7 +130,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         for folder in STATIC:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.name == name and file.is_file():
-                    return FileResponse(file, headers={"X-Content-Type-Options": "nosniff"})
+                    return FileResponse(file, headers=PAGE_HEADERS)
         raise Problem(404, "no such file")
 
     @app.get("/healthz", response_class=PlainTextResponse)

@@ -57,7 +57,7 @@ class Film:
     def frame(self, update: Update) -> str:
         """What changed since the last frame."""
         assert update.frame is not None
-        self.step = update.frame.step
+        self.step = update.frame.step + 1  # the engine counts from 0; people see how many are over
         guesses = [
             [g.position, g.tokens[0], self.served.piece(g.tokens[0]), round(g.probabilities[0], 4)]
             for g in update.guesses or []

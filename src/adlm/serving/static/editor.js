@@ -107,7 +107,7 @@ export function makeEditor(root, onChange) {
   root.addEventListener("keydown", (event) => {
     if (event.target.matches("input")) { event.stopPropagation(); return; }
     const index = indexOf(event.target);
-    if (index === null) return;
+    if (index === null || event.ctrlKey || event.metaKey) return; // Ctrl+Enter fills the holes
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (step) move(index, step);
     else if (event.key === "Home") move(-1, 1);
