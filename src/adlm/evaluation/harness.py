@@ -1,0 +1,180 @@
+"""lm-evaluation-harness on our models:
+
+    python -m adlm.evaluation.harness run --model adlm --model_args path=FOLDER,draws=32 --tasks ...
+
+The harness has no plug-ins, so a model must be registered before its command line starts: importing this module does
+it, and running it hands over to the harness. Needs the extra `harness`.
+
+loglikelihood          causal models: exact. Diffusion: minus the bound on -log p(continuation | context) by `draws`
+                       numbers of masks, the context always visible (api/scoring.py); one token has no noise.
+is_greedy              diffusion: all of the continuation masked, the surest position is filled with its best token,
+                       and so on; true if every one of them is the continuation's.
+loglikelihood_rolling  the same for a whole text after a begin token; longer ones row by row.
+generate_until         the context as prompt, then the sampler of `sampler`, `steps`, ...; greedy unless do_sample.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval import models  # noqa: F401  # with ours alone in its registry, the harness would not look for its own
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from adlm.api import LanguageModel, load
+from adlm.engine import Request
+from adlm.errors import choose, require
+from adlm.samplers import SAMPLERS
+from adlm.schema import SamplingConfig
+
+
+@register_model("adlm")
+class Harness(LM):
+    def __init__(
+        self,
+        path: str = "",
+        draws: int = 32,
+        sampler: str = "",
+        steps: int = 128,
+        top_p: float = 1.0,
+        seed: int = 0,
+        ema: bool = True,
+        max_gen_toks: int = 128,
+        batch_size: int | str = 16,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ):
+        """`path`: a run folder, an exported folder, a hub name or a release .ckpt. batch_size: rows drawn together."""
+        super().__init__()
+        require(bool(path), "--model_args path=FOLDER is missing")
+        require(int(draws) >= 1, f"--model_args draws={draws} must be at least 1")
+        self.lm: LanguageModel = load(path, device or "auto", bool(ema))
+        causal = self.lm.model.config.causal
+        self.sampler = choose("sampler", sampler or ("autoregressive" if causal else "mdlm"), SAMPLERS)
+        self.draws, self.steps, self.top_p, self.seed = int(draws), int(steps), float(top_p), int(seed)
+        self.max_gen_toks = int(max_gen_toks)
+        self.rows = int(batch_size) if str(batch_size).isdigit() else 16
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Written beside the results."""
+        keys = ("draws", "sampler", "steps", "top_p", "seed")
+        return {"adlm_algo": self.lm.info.get("algo"), **{f"adlm_{key}": getattr(self, key) for key in keys}}
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.lm.tokenizer.fingerprint
+
+    # Likelihoods
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        found = []
+        for context, continuation in arguments(requests, "loglikelihood", disable_tqdm):
+            given, scored = self.split(context, continuation)
+            score = self.lm.score(scored, self.draws, given)
+            found.append((-score.nll * len(scored), self.is_greedy(given, scored)))
+            self.cache_hook.add_partial("loglikelihood", (context, continuation), found[-1])
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        found = []
+        for (text,) in arguments(requests, "loglikelihood_rolling", disable_tqdm):
+            tokens = self.lm.tokenizer.encode(text)
+            found.append(-self.lm.score(tokens, self.draws).nll * len(tokens) if tokens else 0.0)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of both, cut where the context ends; spaces at its end belong to the continuation, since a vocabulary
+        puts them in front of words."""
+        encode = self.lm.tokenizer.encode
+        bare = context.rstrip()
+        continuation = context[len(bare) :] + continuation
+        given = encode(bare)
+        scored = encode(bare + continuation)[len(given) :] or encode(continuation)
+        require(bool(scored), f"a continuation has no tokens: {continuation!r}")
+        return given, scored
+
+    @torch.no_grad()
+    def is_greedy(self, given: Sequence[int], scored: Sequence[int]) -> bool:
+        tok, length = self.lm.tokenizer, self.lm.length
+        if len(scored) >= length:
+            return False
+        kept = length - 1 - len(scored)
+        start = [tok.bos_id, *(given[-kept:] if kept else ())]
+        if self.lm.model.config.causal:
+            log_p_LV = self.lm.log_probs(torch.tensor([[*start, *scored[:-1]]]))[0, len(start) - 1 :]
+            return log_p_LV.argmax(-1).tolist() == list(scored)
+        row = [*start, *[tok.mask_id] * len(scored)]
+        return all(self.reveal_surest(row, start, scored, 1 - i / len(scored)) for i in range(len(scored)))
+
+    def reveal_surest(self, row: list[int], start: Sequence[int], scored: Sequence[int], share: float) -> bool:
+        """Fill the surest hole of `row` with its best token; is that the continuation's? `share` of it is masked."""
+        model, tokens_BL = self.lm.model, torch.tensor([row], device=self.lm.device)
+        sigma_B = -torch.log1p(-torch.tensor([share], device=self.lm.device).clamp(max=1 - 1e-3))
+        logits_LV = model.head(model(tokens_BL, sigma_B).denoiser_BLD[0, len(start) :]).float()
+        logits_LV[:, model.mask_id] = -torch.inf
+        best_L = logits_LV.softmax(-1).max(-1)
+        hole_L = tokens_BL[0, len(start) :] == model.mask_id
+        place = int(best_L.values.masked_fill(~hole_L, -1).argmax())
+        token = int(best_L.indices[place])
+        row[len(start) + place] = token
+        return token == scored[place]
+
+    # Texts
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        wanted = [(context, dict(settings)) for context, settings in arguments(requests, "generate_until", True)]
+        made = [self.request(context, settings, self.seed + i) for i, (context, settings) in enumerate(wanted)]
+        texts: dict[int, str] = {}
+        for result in self.lm.engine(self.rows).run(made):
+            number = result.seed - self.seed
+            start = sum(1 for t in made[number].tokens if t != self.lm.tokenizer.mask_id)
+            tokens = result.tokens[start:]
+            if (eos := self.lm.tokenizer.eos_id) in tokens:
+                tokens = tokens[: tokens.index(eos)]
+            texts[number] = cut(self.lm.text(tokens), until(wanted[number][1]))
+            self.cache_hook.add_partial("generate_until", wanted[number], texts[number])
+        return [texts[i] for i in range(len(wanted))]
+
+    def request(self, context: str, settings: dict[str, Any], seed: int) -> Request:
+        """A prompt with room behind it; as much of the end of the context as leaves that room."""
+        tok = self.lm.tokenizer
+        room = min(int(settings.get("max_gen_toks", self.max_gen_toks)), self.lm.length - 1)
+        require(room >= 1, f"max_gen_toks={room} must be at least 1")
+        kept = self.lm.length - 1 - room
+        prompt = [tok.bos_id, *(tok.encode(context)[-kept:] if kept else ())]
+        sampled = bool(settings.get("do_sample", False))
+        temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
+        top_p = float(settings.get("top_p", self.top_p))
+        config = SamplingConfig(sampler=self.sampler, steps=self.steps, temperature=temperature, top_p=top_p)
+        return Request([*prompt, *[tok.mask_id] * room], config, seed, stop_id=tok.eos_id)
+
+
+def arguments(requests: Iterable[Any], label: str, quiet: bool) -> Iterator[tuple[Any, ...]]:
+    from tqdm import tqdm
+
+    for request in tqdm(list(requests), desc=f"adlm {label}", disable=quiet):
+        yield request.args
+
+
+def until(settings: dict[str, Any]) -> list[str]:
+    stops = settings.get("until") or []
+    return [stops] if isinstance(stops, str) else list(stops)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of the stops."""
+    ends = [text.find(stop) for stop in stops if stop and stop in text]
+    return text[: min(ends)] if ends else text
+
+
+def main() -> None:
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    sys.modules["adlm.evaluation.harness"] = sys.modules["__main__"]  # one registration, whoever imports it by name
+    main()
