@@ -57,7 +57,7 @@ class Film:
     def frame(self, update: Update) -> str:
         """What changed since the last frame."""
         assert update.frame is not None
-        self.step = update.frame.step + 1  # the engine counts from 0; people see how many are over
+        self.step = update.frame.step
         guesses = [
             [g.position, g.tokens[0], self.served.piece(g.tokens[0]), round(g.probabilities[0], 4)]
             for g in update.guesses or []
@@ -82,7 +82,8 @@ class Film:
     def end(self, result: Result) -> list[str]:
         """The last change, and the whole row."""
         lm = self.served.lm
-        self.step += 1
+        if self.step != self.request.settings.steps:  # filling what is left after the last step is not one more
+            self.step += 1
         whole = {
             "text": lm.text(result.tokens),
             "tokens": result.tokens,
