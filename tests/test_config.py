@@ -48,27 +48,46 @@ def test_a_data_file_says_what_the_table_of_corpora_says(name, defaults):
     assert cfg.model.length == corpus.length or corpus.length == 1024
 
 
-@pytest.mark.parametrize(
-    ("key", "module", "table"),
-    [
-        ("noise.name", "adlm.diffusion.schedules", "SCHEDULES"),
-        ("model.bridge", "adlm.models.language_model", "BRIDGES"),
-        ("model.norm", "adlm.models.language_model", "NORMS"),
-        ("model.activation", "adlm.models.language_model", "ACTIVATIONS"),
-        ("model.init", "adlm.models.language_model", "INITS"),
-        ("objective.anchor_rule", "adlm.objectives.anchors", "ANCHOR_RULES"),
-        ("sampling.sampler", "adlm.samplers", "SAMPLERS"),
-        ("data.name", "adlm.data", "CORPORA"),
-    ],
-)
-def test_names_repeated_without_torch_equal_the_tables(key, module, table):
+# key -> (module, table) where the names stand a second time, beside the code that they select
+TABLES = {
+    "mode": ("adlm.cli", "MODES"),
+    "model.bridge": ("adlm.models.language_model", "BRIDGES"),
+    "model.norm": ("adlm.models.language_model", "NORMS"),
+    "model.activation": ("adlm.models.language_model", "ACTIVATIONS"),
+    "model.init": ("adlm.models.language_model", "INITS"),
+    "noise.name": ("adlm.diffusion.schedules", "SCHEDULES"),
+    "objective.name": ("adlm.objectives", "OBJECTIVES"),
+    "objective.anchor_rule": ("adlm.objectives.anchors", "ANCHOR_RULES"),
+    "objective.anchor_positions": ("adlm.objectives.anelbo", "ANCHOR_POSITIONS"),
+    "data.name": ("adlm.data", "CORPORA"),
+    "data.packing": ("adlm.data.preparation", "PACKINGS"),
+    "optim.name": ("adlm.training.optim", "OPTIMIZERS"),
+    "optim.schedule": ("adlm.training.optim", "SCHEDULES"),
+    "train.precision": ("adlm.training.parallel", "PRECISIONS"),
+    "train.compile": ("adlm.training.parallel", "COMPILE"),
+    "train.attention": ("adlm.models.attention", "KERNELS"),
+    "train.strategy": ("adlm.training.parallel", "STRATEGIES"),
+    "sampling.sampler": ("adlm.samplers", "SAMPLERS"),
+    "sampling.parity": ("adlm.samplers", "PARITIES"),
+    "eval.estimator": ("adlm.evaluation.perplexity", "CHOICES_OF_ESTIMATORS"),
+    "eval.judge_rule": ("adlm.evaluation.judge", "RULES"),
+    "reason.task": ("adlm.reasoning.tasks", "TASKS"),
+    "reason.method": ("adlm.reasoning.methods", "METHODS"),
+    "reason.anchor_tokens": ("adlm.reasoning.methods", "ANCHOR_TOKENS"),
+}
+# said once, in CHOICES alone
+SAID_ONCE = {"data.valid_name", "train.residual", "eval.mauve"}
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_names_repeated_without_torch_equal_the_tables(key):
+    module, table = TABLES[key]
     assert set(CHOICES[key]) == set(getattr(importlib.import_module(module), table))
 
 
-def test_every_objective_can_be_chosen():
-    from adlm.objectives import OBJECTIVES
-
-    assert set(OBJECTIVES) <= set(CHOICES["objective.name"])
+def test_every_closed_key_is_compared_with_its_table():
+    assert set(TABLES) | SAID_ONCE == set(CHOICES) and not set(TABLES) & SAID_ONCE
+    assert CHOICES["data.valid_name"] == ("", *CHOICES["data.name"])
 
 
 def test_every_key_has_help_and_is_checked():

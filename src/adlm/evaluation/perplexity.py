@@ -37,6 +37,7 @@ from adlm.training.export import Loaded, section
 from adlm.training.parallel import World, world
 
 ESTIMATORS = ("continuous", "exact-count")
+CHOICES_OF_ESTIMATORS = (*ESTIMATORS, "both")
 # Tokens of one forward pass when train.valid_batch_size does not say how many rows.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 Score = Callable[[Rows, int], Tensor]
@@ -105,7 +106,7 @@ def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
 
 def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch_size: int = 0) -> dict[str, Estimate]:
     """Estimates by name: `exact` for a causal model, else one per estimator asked for, and `left-to-right` if asked."""
-    choose("eval.estimator", cfg.estimator, (*ESTIMATORS, "both"))
+    choose("eval.estimator", cfg.estimator, CHOICES_OF_ESTIMATORS)
     model = loaded.model
     n = min(len(blocks), cfg.rows or len(blocks))
     budget = BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"])

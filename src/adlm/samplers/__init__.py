@@ -76,6 +76,7 @@ SAMPLERS: dict[str, Maker] = {
     "anchor-first": lambda c, schedule: AnchorFirst(c.steps),
     "autoregressive": lambda c, schedule: LeftToRight(),
 }
+PARITIES = ("", "release")
 NOT_IN_THE_RELEASE = {"first-hitting", "confidence", "entropy", "anchor-first"}
 # The release draws these two from the uncut prediction whatever its nucleus_p
 RELEASE_WITHOUT_CUT = {"ddpm", "analytic"}
@@ -84,7 +85,7 @@ RELEASE_WITHOUT_CUT = {"ddpm", "analytic"}
 def check_sampling(c: SamplingConfig) -> None:
     """What can be said about the settings without a model; messages name the configuration keys."""
     choose("sampling.sampler", c.sampler, SAMPLERS)
-    choose("sampling.parity", c.parity, ("", "release"))
+    choose("sampling.parity", c.parity, PARITIES)
     require(c.steps >= 1, f"sampling.steps must be at least 1, got {c.steps}")
     require(0 <= c.eta <= 1, f"sampling.eta must lie in [0, 1], got {c.eta}")
     require(c.threshold >= 0, f"sampling.threshold must not be negative, got {c.threshold}")
