@@ -10,11 +10,12 @@ export function makeEditor(root, onChange) {
 
   const usable = (item) => item.kind !== "still";
 
-  function open(next, focus = -1) {
+  /** Start with these items, the focus on number `at` or on the first that can be changed. */
+  function open(next, at = -1) {
     items = next;
-    current = focus >= 0 ? focus : Math.max(0, items.findIndex((item) => item.kind === "word"));
+    current = items[at] && usable(items[at]) ? at : items.findIndex(usable);
     draw();
-    if (focus >= 0) root.querySelector('[tabindex="0"]')?.focus();
+    root.querySelector('[tabindex="0"]')?.focus();
     onChange(items);
   }
 

@@ -10,7 +10,7 @@ import { makeNotice } from "./notice.js";
 import { makePlayer } from "./player.js";
 import { makePlot } from "./plot.js";
 import { bodyFor, firstSettings, newSeed } from "./state.js";
-import { countHoles, itemsOf, toTemplate, toTokens, toggle } from "./template.js";
+import { countHoles, indexAfter, itemsOf, toTemplate, toTokens, toggle } from "./template.js";
 
 const $ = (id) => document.getElementById(id);
 const stillness = matchMedia("(prefers-reduced-motion: reduce)");
@@ -158,7 +158,8 @@ function cutAt(lane, position) {
   const items = itemsOf(ids, texts);
   let at = 0;
   const index = items.findIndex((item) => (at += item.kind === "hole" ? item.length : item.ids.length) > position);
-  openHoles(lane, toggle(items, index), false, Math.min(index, items.length - 1));
+  const cut = toggle(items, index);
+  openHoles(lane, cut, false, indexAfter(items, cut, index));
 }
 
 /** The text shown, at any step; or what was typed, when that is newer. */
@@ -168,14 +169,14 @@ async function cutHoles() {
   const [lane] = lanes;
   if (text.trim() && (lane.empty || last?.text !== text)) {
     try {
-      openHoles(lane, await typed(model, text), true, 0);
+      openHoles(lane, await typed(model, text), true);
     } catch (error) {
       notice.show(error);
     }
   } else if (!lane.empty) {
     player.pause();
     const { ids, texts } = lane.state();
-    openHoles(lane, itemsOf(ids, texts), false, Math.max(0, ids.findIndex((id) => id !== null)));
+    openHoles(lane, itemsOf(ids, texts), false);
   } else notice.say("There is no text yet: generate one, or type one, then click words into holes.");
 }
 
@@ -194,7 +195,7 @@ async function typed(model, text) {
   return items;
 }
 
-function openHoles(lane, items, fromText, focus) {
+function openHoles(lane, items, fromText, at) {
   leaveHoles();
   notice.clear();
   player.pause();
@@ -202,7 +203,7 @@ function openHoles(lane, items, fromText, focus) {
   lane.canvas.hidden = true;
   lane.editor.hidden = false;
   $("holes").hidden = false;
-  lane.cutter.open(items, Math.max(0, Math.min(focus, items.length - 1)));
+  lane.cutter.open(items, at);
 }
 
 function leaveHoles() {
