@@ -102,6 +102,14 @@ COMMANDS: dict[str, Command] = {
         rest=True,
         sections=("eval",),
     ),
+    "evaluate": Command(
+        "adlm.evaluation.evaluate:run_evaluate",
+        "samples over a sweep of settings: generative perplexity, entropy, distinct-n and MAUVE with intervals, and a report"
+        " of frontiers; a rerun does only what is missing",
+        words=("eval.checkpoint",),
+        defaults=("data=checkpoint", "sampling.n=128"),
+        sections=("eval", "sampling", "data", "train"),
+    ),
     "import": Command(
         "adlm.compat.release:run_import",
         "a checkpoint of the public release -> an exported folder of ours: adlm import FILE.ckpt FOLDER",
@@ -138,11 +146,12 @@ COMMANDS: dict[str, Command] = {
 }
 
 # Commands that the release's `mode=` stands for.
-MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "sample"}
+MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "evaluate"}
 
 # Optional packages and the extra that brings them.
 EXTRAS = {
-    "datasets": "data", "pyarrow": "data", "transformers": "eval", "sklearn": "eval", "mauve": "mauve",
+    "datasets": "data", "pyarrow": "data", "transformers": "eval", "sklearn": "eval", "gguf": "eval",
+    "accelerate": "eval", "mauve": "mauve",
     "lm_eval": "harness", "matplotlib": "plot", "tensorboard": "track", "wandb": "track", "fastapi": "serve",
     "uvicorn": "serve",
 }  # fmt: skip

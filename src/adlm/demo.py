@@ -8,12 +8,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from adlm.api import Generation, LanguageModel, load
-from adlm.data import Blocks, Tokenizer, prepare
+from adlm.api import LanguageModel, load
+from adlm.data import Blocks, prepare
 from adlm.evaluation.anchor_report import anchors_section
 from adlm.evaluation.chart import Series, line_chart
 from adlm.evaluation.report import Html, code, columns, details, page, paragraph, section, table, tag, tiles, write
-from adlm.evaluation.reveal import Frame, reveal, reveal_script
+from adlm.evaluation.reveal import reveal, reveal_script, watch
 from adlm.schema import Config, SamplingConfig, as_yaml
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
@@ -119,10 +119,13 @@ def build_report(
 
 def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
     """Texts being written, step by step."""
+    chosen: dict[str, Any] = {
+        "sampler": cfg.sampler, "steps": cfg.steps, "temperature": cfg.temperature, "top_p": cfg.top_p, "eta": cfg.eta,
+    }  # fmt: skip
     players = []
     for number, (label, wish) in enumerate(SAMPLES.items()):
         try:
-            frames, text = watch(cfg, lm, wish, cfg.seed + number)
+            frames, text = watch(lm, lm.request(**wish, seed=cfg.seed + number, **chosen))
         except ValueError as problem:  # settings of the reader's own, such as rows too short for the template
             players += [tag("h3", label), paragraph(f"Left out: {problem}")]
             continue
@@ -134,26 +137,6 @@ def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
         lead=f"Every position starts as a mask; the sampler {cfg.sampler} reveals a few at each step, in any order."
         " After minutes of training expect the sound of documentation rather than its sense.",
     )
-
-
-def watch(cfg: SamplingConfig, lm: LanguageModel, wish: dict[str, str], seed: int) -> tuple[list[Frame], Generation]:
-    """One text with every canvas on the way."""
-    chosen = {
-        "sampler": cfg.sampler, "steps": cfg.steps, "temperature": cfg.temperature, "top_p": cfg.top_p, "eta": cfg.eta,
-    }  # fmt: skip
-    frames = []
-    for update in lm.stream(**wish, seed=seed, **chosen):
-        frames.append(Frame(update.nfe, [piece(lm.tokenizer, t) for t in update.tokens]))
-        if isinstance(update, Generation):
-            return frames, update
-    raise AssertionError("a stream ends with its Generation")
-
-
-def piece(tokenizer: Tokenizer, token: int) -> str | None:
-    """The text of a position; None for the mask, nothing for the ends of a row."""
-    if token == tokenizer.mask_id:
-        return None
-    return "" if token in tokenizer.special_ids else tokenizer.token(token)
 
 
 def curves(events: list[dict[str, Any]]) -> list[Html]:

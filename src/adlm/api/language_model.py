@@ -10,6 +10,7 @@ Everything random follows from `seed`: sample i uses seed + i, whatever the batc
 
 import functools
 import hashlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
 from adlm.engine.template import parse_template
 from adlm.errors import choose, require
 from adlm.schema import SamplingConfig
-from adlm.training.export import CONFIG, TOKENIZER, WEIGHTS, Loaded, save_folder
+from adlm.training.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
 
 Words = Sequence[str]
 
@@ -68,7 +69,7 @@ class LanguageModel:
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
         return digest.hexdigest()
 
     def __repr__(self) -> str:
@@ -223,12 +224,10 @@ class LanguageModel:
         save_folder(Path(folder), self.model.state_dict(), self.tokenizer, self.info)
 
     def push_to_hub(self, name: str, private: bool = False) -> None:
-        """Upload an exported folder as `owner/model` (needs huggingface_hub and a login)."""
-        import tempfile
-
-        from huggingface_hub import HfApi
-
+        """Upload an exported folder as `owner/model`, for `adlm.load` (needs a login of huggingface_hub)."""
+        require(name.count("/") == 1 and all(name.split("/")), f"a hub name is owner/model, got {name!r}")
         with tempfile.TemporaryDirectory() as folder:
             self.save(folder)
-            HfApi().create_repo(name, private=private, exist_ok=True)
-            HfApi().upload_folder(repo_id=name, folder_path=folder)
+            card = Path(folder) / CARD
+            card.write_text(card.read_text().replace(PLACEHOLDER, name))
+            hub.upload(Path(folder), name, private, f"model {name!r}", "lm.save(FOLDER) keeps it on this machine")

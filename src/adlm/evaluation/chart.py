@@ -26,6 +26,10 @@ class Series(NamedTuple):
     """Low and high end at each point."""
     marks: bool = False
     """Draw each point as a dot."""
+    x_interval: Sequence[tuple[float, float]] | None = None
+    """Left and right end at each point (of a scatter)."""
+    labels: Sequence[str] | None = None
+    """What each point is, for the pointer and the table."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,24 @@ def number(value: float) -> str:
 
 
 def line_chart(
-    title: str, series: Sequence[Series], x_label: str, y_label: str, log_x: bool = False, log_y: bool = False
+    title: str,
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    scatter: bool = False,
 ) -> Html:
-    """A figure with its title, the chart, a key to the series and the numbers as a table."""
+    """A figure with its title, the chart, a key to the series and the numbers as a table.
+
+    `scatter` is for few points that matter one by one: room at both sides, intervals as bars and not as a band.
+    """
     series = [clean(s, log_x, log_y) for s in series]
     series = [s for s in series if s.points]
     require(bool(series), f"chart {title!r} has no points that can be drawn")
     ends = [v for s in series for pair in s.interval or () for v in pair]
-    x_axis = make_axis([x for s in series for x, _ in s.points], log_x, tight=True)
+    sides = [v for s in series for pair in s.x_interval or () for v in pair]
+    x_axis = make_axis([x for s in series for x, _ in s.points] + sides, log_x, tight=not scatter)
     y_axis = make_axis([y for s in series for _, y in s.points] + ends, log_y, tight=False)
 
     def place(x: float, y: float) -> str:
@@ -110,42 +124,58 @@ def line_chart(
 
     parts = [*frame(x_axis, y_axis, x_label, y_label + (" (log scale)" if log_y else ""))]
     for i, s in enumerate(series):
-        if s.interval:
+        if scatter:
+            bars = [(place(x, low), place(x, high)) for (x, _), (low, high) in zip(s.points, s.interval or ())]
+            bars += [(place(left, y), place(right, y)) for (_, y), (left, right) in zip(s.points, s.x_interval or ())]
+            parts += [tag("polyline", points=" ".join(ends), class_=f"bar s{i % COLOURS}") for ends in bars]
+        elif s.interval:
             upper = [place(x, high) for (x, _), (_, high) in zip(s.points, s.interval)]
             lower = [place(x, low) for (x, _), (low, _) in zip(s.points, s.interval)]
             parts.append(tag("polygon", points=" ".join(upper + lower[::-1]), class_=f"band f{i % COLOURS}"))
         line = " ".join(place(x, y) for x, y in s.points)
-        parts.append(tag("polyline", points=line, class_=f"line s{i % COLOURS}"))
-        for x, y in s.points:
+        # beyond the last colour they begin again, dashed
+        look = f"line s{i % COLOURS}" + " dashed" * (i // COLOURS % 2)
+        parts.append(tag("polyline", points=line, class_=look))
+        for (x, y), label in zip(s.points, s.labels or [""] * len(s.points)):
             across, _, down = place(x, y).partition(",")
             # invisible dots still answer to the pointer
             look = {"class_": f"point f{i % COLOURS}"} if s.marks else {"fill": "transparent"}
-            said = tag("title", f"{s.name}: {x:g}, {y:.5g}")
+            said = tag("title", f"{s.name}{', ' * bool(label)}{label}: {x:.5g}, {y:.5g}")
             parts.append(tag("circle", said, cx=across, cy=down, r=3.5, **look))
     words = "; ".join(f"{s.name}: from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in series)
     label = f"{title}. {x_label} against {y_label}. {words}"
     picture = tag("svg", *parts, class_="chart", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
     names = [tag("li", tag("i", class_=f"k{i % COLOURS}"), s.name) for i, s in enumerate(series)]
     keys = tag("ul", *names, class_="keys")
-    rows = [(s.name, float(x), float(y)) for s in series for x, y in s.points]
-    numbers = details("Numbers", table(("series", x_label, y_label), rows))
+    named = any(s.labels for s in series)
+    rows = [
+        (s.name, *([label] if named else []), float(x), float(y))
+        for s in series
+        for (x, y), label in zip(s.points, s.labels or [""] * len(s.points))
+    ]
+    numbers = details("Numbers", table(("series", *(["point"] if named else []), x_label, y_label), rows))
     return tag("figure", tag("figcaption", title), picture, keys if len(series) > 1 else "", numbers)
 
 
 def clean(s: Series, log_x: bool, log_y: bool) -> Series:
     """Without points that have no place on the axes, and without more points than can be seen."""
-    interval = s.interval or [None] * len(s.points)
-    require(len(interval) == len(s.points), f"series {s.name!r} has {len(s.points)} points, {len(interval)} intervals")
+    columns = [s.interval, s.x_interval, s.labels]
+    for column in columns:
+        require(
+            column is None or len(column) == len(s.points),
+            f"series {s.name!r} has {len(s.points)} points, {len(column or ())} intervals or labels",
+        )
     kept = []
-    for (x, y), pair in zip(s.points, interval):
-        values = (x, y, *(pair or ()))
-        positive = (not log_x or x > 0) and (not log_y or min(values[1:]) > 0)
-        if positive and all(math.isfinite(v) for v in values):
-            kept.append(((x, y), pair))
+    for i, (x, y) in enumerate(s.points):
+        up = (y, *(s.interval[i] if s.interval else ()))
+        across = (x, *(s.x_interval[i] if s.x_interval else ()))
+        positive = (not log_x or min(across) > 0) and (not log_y or min(up) > 0)
+        if positive and all(math.isfinite(v) for v in (*up, *across)):
+            kept.append(i)
     stride = math.ceil(len(kept) / MOST_POINTS) or 1
     kept = kept[::stride] + (kept[-1:] if kept and (len(kept) - 1) % stride else [])
-    points = [point for point, _ in kept]
-    return Series(s.name, points, [pair for _, pair in kept if pair] if s.interval else None, s.marks)
+    interval, x_interval, labels = ([column[i] for i in kept] if column else None for column in columns)
+    return Series(s.name, [s.points[i] for i in kept], interval, s.marks, x_interval, labels)  # type: ignore[arg-type]
 
 
 def frame(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> list[Html]:

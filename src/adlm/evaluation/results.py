@@ -14,7 +14,10 @@ from adlm.data.blocks import write_atomically
 from adlm.training.export import Loaded
 from adlm.training.setup import parameter_count
 
-PACKAGES = ("adlm", "torch", "numpy", "tokenizers", "safetensors", "datasets", "transformers")
+PACKAGES = (
+    "adlm", "torch", "numpy", "tokenizers", "safetensors", "datasets", "transformers", "mauve-text", "faiss-cpu",
+    "scikit-learn", "gguf",
+)  # fmt: skip
 
 
 def versions(device: torch.device) -> dict[str, str]:

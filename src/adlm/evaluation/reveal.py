@@ -6,8 +6,12 @@ scripts the finished text stands there.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from adlm.api import Generation, LanguageModel
+from adlm.data import Tokenizer
+from adlm.engine import Request, Result
 from adlm.evaluation.report import Html, asset, tag
 
 
@@ -16,6 +20,23 @@ class Frame(NamedTuple):
 
     step: int
     pieces: Sequence[str | None]
+
+
+def watch(lm: LanguageModel, request: Request) -> tuple[list[Frame], Generation]:
+    """One text with every canvas on the way."""
+    frames = []
+    for update in lm.engine(request.settings.batch_size).stream(replace(request, watch=True)):
+        frames.append(Frame(update.nfe, [piece(lm.tokenizer, t) for t in update.tokens]))
+        if isinstance(update, Result):
+            return frames, lm.finish(update)
+    raise AssertionError("a stream ends with its result")
+
+
+def piece(tokenizer: Tokenizer, token: int) -> str | None:
+    """The text of a position; None for the mask, nothing for the ends of a row."""
+    if token == tokenizer.mask_id:
+        return None
+    return "" if token in tokenizer.special_ids else tokenizer.token(token)
 
 
 def changes(frames: Sequence[Frame]) -> list[list]:

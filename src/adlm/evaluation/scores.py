@@ -48,9 +48,10 @@ def judge_samples(
     todo = [c for c, piece in enumerate(pieces) if read_piece(folder, c, piece) is None]
     ranks.barrier()  # every rank looks before any rank writes
     mine = todo[ranks.rank :: ranks.size]
+    opened = open_together(judge, bool(mine), ranks)
     with progress(f"judging {label}", len(mine), ranks) as advance:
         for c in mine:
-            opened = judge()
+            assert opened is not None
             rows = [read_row(opened, rule, tokenizer, tokens, length) for _, tokens in pieces[c]]
             write_piece(folder, c, [i for i, _ in pieces[c]], score_rows(opened, rows, batch_size))
             advance()
@@ -59,6 +60,18 @@ def judge_samples(
     complete = [f for f in found if f is not None]
     assert len(complete) == len(found), f"{folder} lost a piece while it was read"
     return Scored(*(np.concatenate(column) for column in zip(*complete)))
+
+
+def open_together(judge: Callable[[], Judge], needed: bool, ranks: World) -> Judge | None:
+    """The judge where it is needed. If it cannot be opened on one rank, all ranks fail: none waits for another."""
+    opened, problem = None, None
+    try:
+        opened = judge() if needed else None
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        problem = error
+    if ranks.any(problem is not None):
+        raise problem or ValueError("the judge cannot be opened on another rank")
+    return opened
 
 
 def piece_path(folder: Path, c: int) -> Path:
