@@ -1,4 +1,4 @@
-"""The Hugging Face hub, as far as data needs it: vocabulary files and data sets by name, lazily, failing at once."""
+"""The Hugging Face hub: vocabularies, data sets and models by name, lazily, failing at once and in one line."""
 
 import os
 import socket
@@ -22,6 +22,21 @@ def fetch(repository: str, files: tuple[str, ...], what: str, advice: str) -> Pa
     except Exception as error:
         raise ValueError(f"{what} cannot be fetched from the hub ({_brief(error)}); {advice}") from None
     return Path(paths[0]).parent
+
+
+def upload(folder: Path, repository: str, private: bool, what: str, advice: str) -> None:
+    """Make the repository unless it is there, and put the files of the folder into it."""
+    notice_missing_network()
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise ValueError(f"{what} needs huggingface_hub (pip install 'adlm[data]'); or {advice}") from None
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(folder))
+    except Exception as error:
+        raise ValueError(f"{what} cannot be uploaded to the hub ({_brief(error)}); {advice}") from None
 
 
 def documents(repository: str, config: str, revision: str, split: str, text_key: str, advice: str) -> Iterator[str]:

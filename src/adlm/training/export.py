@@ -26,6 +26,8 @@ from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
 
 FORMAT = 1
 WEIGHTS, CONFIG, TOKENIZER, CARD = "model.safetensors", "config.json", "tokenizer.json", "README.md"
+# What the card calls the folder until it has a name on the hub.
+PLACEHOLDER = "this-folder"
 T = TypeVar("T")
 
 
@@ -126,6 +128,13 @@ def card(info: dict[str, Any]) -> str:
     command = shlex.join(info["command"]) if info.get("command") else "adlm train"
     return "\n".join(
         [
+            # what the hub reads
+            "---",
+            "library_name: adlm",
+            "pipeline_tag: text-generation",
+            f"tags: [{'autoregressive' if model['causal'] else 'masked-diffusion'}, {info['algo']}]",
+            "---",
+            "",
             "# An adlm language model",
             "",
             "| | |",
@@ -136,7 +145,7 @@ def card(info: dict[str, Any]) -> str:
             "",
             "```python",
             "import adlm",
-            'lm = adlm.load("this-folder")',
+            f'lm = adlm.load("{PLACEHOLDER}")',
             "print(lm.generate(n=1)[0].text)",
             "```",
             "",
