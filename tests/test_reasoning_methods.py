@@ -17,6 +17,8 @@ from adlm.reasoning.methods import (
     lay_out,
     markers_of,
     plans_of,
+    row_length,
+    written_length,
 )
 from adlm.reasoning.tasks import TASKS, generate
 from adlm.schema import ReasonConfig
@@ -154,6 +156,9 @@ def test_every_method_ends_with_the_answer_and_nothing_given_is_learned(method):
         assert written[-2:] == [40, 0]
         assert all(layout.tokens[i + 1] == t for i, t in enumerate(layout.targets) if t != _)
         assert [i for i, token in enumerate(layout.tokens) if token == A] == list(layout.slots)
+    for plan, layout in zip(plans_of(config(method, slots=4)), layouts(method, slots=4)):
+        assert row_length(TOY, plan) == len(layout.tokens)
+        assert written_length(TOY, plan) == len(layout.tokens) - layout.prompt
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ class EvalConfig:
     chain_rows: int = 0
     """Rows also scored from left to right by the same weights, at one pass per token (0: none)."""
     out: str = ""
-    """File (json) that results are written to; empty: beside the checkpoint."""
+    """File (json; evaluate: folder) that results are written to; empty: beside the checkpoint."""
     rows: int = 0
     """Rows evaluated (0: all)."""
     ema: bool = True
@@ -245,13 +245,13 @@ class EvalConfig:
     reference: bool = True
     """evaluate: also measure as many rows of the data (data=NAME; by default the checkpoint's validation split)."""
     samplers: str = ""
-    """evaluate: samplers to compare, separated by commas; empty: sampling.sampler."""
+    """evaluate: samplers to compare, separated by commas; empty: the one of sampling."""
     steps: str = ""
-    """evaluate: numbers of steps to compare, separated by commas; empty: sampling.steps."""
+    """evaluate: numbers of steps to compare, separated by commas; empty: the one of sampling."""
     temperatures: str = ""
-    """evaluate: temperatures to compare, separated by commas; empty: sampling.temperature."""
+    """evaluate: temperatures to compare, separated by commas; empty: the one of sampling."""
     top_ps: str = ""
-    """evaluate: nucleus sizes to compare, separated by commas; empty: sampling.top_p."""
+    """evaluate: nucleus sizes to compare, separated by commas; empty: the one of sampling."""
     release_json: str = ""
     """evaluate: also write the first setting in the format of the public release's sample_eval to this file."""
 
@@ -317,8 +317,8 @@ class ReasonConfig:
     method: str = "acot"
     """cot, no-cot, pause, acot, icot, coconut or coconut-pause."""
     base: str = ""
-    """Causal Hugging Face model to start from, by hub name (gpt2) or folder; empty: our own stack (section model), from
-    scratch."""
+    """Causal Hugging Face model to start from, by hub name (gpt2), folder or GGUF file; empty: our own stack (section
+    model), from scratch."""
     train_path: str = ""
     """Training examples in the task's published format; empty: generated (prosqa, prontoqa)."""
     valid_path: str = ""
@@ -357,6 +357,8 @@ class ReasonConfig:
     """Start each stage with fresh moments and its own warm-up."""
     valid_every: int = 1
     """Epochs between validations (the end of a stage is always validated)."""
+    minutes: float = 0.0
+    """Stop training after this many minutes and test what there is, as its stage answers (0: no limit)."""
     max_new_tokens: int = 0
     """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
     eval_batch_size: int = 128

@@ -64,9 +64,10 @@ def evaluate_runs(cfg: Config, runs: list[str]) -> dict[str, Any]:
             for name, examples in tests.items():
                 encoded = encode(examples, run.tokenizer)
                 limit = cfg.reason.max_new_tokens or run.max_new_tokens
+                plan = plans_of(trained)[run.stage]
                 score, texts = evaluate(
-                    run.network, task_spec(trained.task), examples, encoded, plans_of(trained)[-1], run.tokenizer,
-                    limit, cfg.reason.eval_batch_size, ranks,
+                    run.network, task_spec(trained.task), examples, encoded, plan, run.tokenizer, limit,
+                    cfg.reason.eval_batch_size, ranks,
                 )  # fmt: skip
                 print(f"{path}  {name}: {score}", file=sys.stderr)
                 scores[name] = score.facts()

@@ -153,6 +153,16 @@ def lay_out(example: Encoded, plan: Plan, markers: Markers, anchor_tokens: str =
     return Layout(given + written, targets, anchors, at, len(given))
 
 
+def written_length(example: Encoded, plan: Plan) -> int:
+    """Tokens of an example that the model has to write, without laying it out."""
+    return sum(map(len, example.steps[plan.removed :])) + len(example.answer)
+
+
+def row_length(example: Encoded, plan: Plan) -> int:
+    markers = plan.slots + 2 if plan.slots else 0
+    return len(example.question) + markers + written_length(example, plan)
+
+
 def anchor_labels(anchors: list[list[int]], anchor_tokens: str) -> list[int]:
     """Labels of the slots in order; slots beyond them have none, labels beyond the slots are dropped."""
     if anchor_tokens == "first":

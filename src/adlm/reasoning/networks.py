@@ -76,6 +76,12 @@ class OwnNetwork(nn.Module):
     def head(self) -> nn.Linear:
         return self.model.head
 
+    def compile_blocks(self) -> None:
+        """One block, compiled for any length, serves all blocks. Only reads without a memory use it: those with one
+        come in too many shapes."""
+        for block in self.model.denoiser.blocks:
+            block.compile(dynamic=True)
+
     def embed(self, tokens_BL: Tensor) -> Tensor:
         return nn.functional.embedding(tokens_BL, self.model.embedding)
 
@@ -94,7 +100,8 @@ class OwnNetwork(nn.Module):
         # padding that would fall outside is written to the spare last position, which no real position attends to
         spare = memory.denoiser.layers[0].k_BNLH.shape[2] - 1
         positions_BL = (memory.seen_B[:, None] + torch.arange(x_BLD.shape[1], device=x_BLD.device)).clamp(max=spare)
-        hidden = self.model.read(x_BLD, cache=memory, positions_BL=positions_BL)
+        with torch.compiler.set_stance("force_eager"):
+            hidden = self.model.read(x_BLD, cache=memory, positions_BL=positions_BL)
         memory.seen_B = memory.seen_B + real_B
         return hidden.denoiser_BLD
 
@@ -151,19 +158,25 @@ class HuggingFaceNetwork(nn.Module):
 
 
 def load_hugging_face(base: str, prepare: Callable[[Tokenizer], Tokenizer]) -> tuple[HuggingFaceNetwork, Tokenizer]:
-    """A causal model by hub name or folder, and its tokenizer after `prepare`; new tokens get mean embeddings."""
+    """A causal model by hub name, folder or GGUF file, and its tokenizer after `prepare`; new tokens get mean
+    embeddings. The quantised weights of a GGUF file are read as float32."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         raise ValueError(f"reason.base={base!r} needs transformers: pip install 'adlm[eval]'") from None
     path = Path(base).expanduser()
-    name = str(path) if path.is_dir() else base
+    is_gguf = path.suffix == ".gguf"
+    require(path.is_file() or not is_gguf, f"reason.base={base!r} is not a file")
+    name = str(path.parent) if is_gguf else str(path) if path.is_dir() else base
+    options = {"gguf_file": path.name} if is_gguf else {}
     try:
-        backend = AutoTokenizer.from_pretrained(name).backend_tokenizer  # type: ignore[union-attr]
-        model: Any = AutoModelForCausalLM.from_pretrained(name).float()
+        backend = AutoTokenizer.from_pretrained(name, **options).backend_tokenizer  # type: ignore[union-attr]
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"reason.base={base!r} is no causal model that can be loaded: {lines[0]}") from None
+    if is_gguf:
+        model = without_quantisation(model)
     tokenizer = prepare(Tokenizer(Backend.from_str(backend.to_str()), base))
     old = model.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > old:
@@ -174,6 +187,16 @@ def load_hugging_face(base: str, prepare: Callable[[Tokenizer], Tokenizer]) -> t
     network = HuggingFaceNetwork(model)
     check_head(network, base)
     return network, tokenizer
+
+
+def without_quantisation(model: Any) -> Any:
+    """The same weights in a model that knows nothing of the file they came from, to be trained and saved as any."""
+    from transformers import AutoModelForCausalLM
+
+    settings = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    plain = AutoModelForCausalLM.from_config(type(model.config).from_dict(settings))
+    plain.load_state_dict(model.state_dict())
+    return plain.float()
 
 
 @torch.no_grad()

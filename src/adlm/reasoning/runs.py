@@ -25,6 +25,8 @@ class Run(NamedTuple):
     tokenizer: Tokenizer
     reason: ReasonConfig
     seed: int
+    stage: int
+    """The stage whose plan its questions are laid out by."""
     max_new_tokens: int
 
 
@@ -65,7 +67,9 @@ def load_run(path: str, device: torch.device) -> Run:
     else:
         loaded = export.load_folder(folder)
         network, tokenizer = OwnNetwork(loaded.model), loaded.tokenizer
-    return Run(network.to(device).eval(), tokenizer, reason, settings["seed"], settings["max_new_tokens"])
+    return Run(
+        network.to(device).eval(), tokenizer, reason, settings["seed"], settings["stage"], settings["max_new_tokens"]
+    )
 
 
 def parameter_count(network: torch.nn.Module) -> int:

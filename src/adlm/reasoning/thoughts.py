@@ -33,29 +33,35 @@ class Batch(NamedTuple):
     task: Task
 
 
-def make_rows(token_lists: list[list[int]], slots: list[range], fed_back: bool, device: torch.device) -> Rows:
-    tokens = padded(token_lists, 0)
+def make_rows(
+    token_lists: list[list[int]], slots: list[range], fed_back: bool, device: torch.device, multiple: int = 1
+) -> Rows:
+    tokens = padded(token_lists, 0, multiple)
     length, first = np.array([len(ids) for ids in token_lists]), np.array([at.start for at in slots])
     on_device = (torch.from_numpy(array).to(device) for array in (tokens, length, first))
     return Rows(*on_device, n_slots=len(slots[0]) if fed_back else 0)
 
 
-def padded(lists: list[list[int]], filler: int) -> np.ndarray:
-    out = np.full((len(lists), max(map(len, lists))), filler, dtype=np.int64)
+def padded(lists: list[list[int]], filler: int, multiple: int = 1) -> np.ndarray:
+    """One row a list; as long as the longest of them, rounded up to a multiple: fewer shapes, and kinder to a GPU."""
+    length = -(-max(map(len, lists)) // multiple) * multiple
+    out = np.full((len(lists), length), filler, dtype=np.int64)
     for row, values in zip(out, lists):
         row[: len(values)] = values
     return out
 
 
-def make_batch(layouts: list[Layout], fed_back: bool, gamma: float, mask_id: int, device: torch.device) -> Batch:
+def make_batch(
+    layouts: list[Layout], fed_back: bool, gamma: float, mask_id: int, device: torch.device, multiple: int = 1
+) -> Batch:
     """The sums of a step: next tokens of trace and answer, and gamma times the anchors at the slots."""
-    rows = make_rows([l.tokens for l in layouts], [l.slots for l in layouts], fed_back, device)
+    rows = make_rows([l.tokens for l in layouts], [l.slots for l in layouts], fed_back, device, multiple)
     terms = {}
     for name, lists, scale in (
         ("nll", [l.targets for l in layouts], 1.0),
         ("anchor", [l.anchors for l in layouts], gamma),
     ):
-        labels_N = padded(lists, IGNORE).reshape(-1)
+        labels_N = padded(lists, IGNORE, multiple).reshape(-1)
         (at_N,) = np.nonzero(labels_N != IGNORE)
         if len(at_N):
             position_N, target_N = (torch.from_numpy(x).to(device) for x in (at_N, labels_N[at_N]))

@@ -6,6 +6,7 @@ on generated answers to the validation questions, within the last stage: before 
 promises (the first stage of all is plain chain of thought). One process; the models of these tasks are small.
 """
 
+import math
 import time
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -14,9 +15,11 @@ import torch
 
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
+from adlm.models.attention import choose_attention
 from adlm.reasoning.answers import Score, evaluate
 from adlm.reasoning.examples import Example
-from adlm.reasoning.methods import Encoded, Plan, encode, lay_out, markers_of
+from adlm.reasoning.methods import Encoded, Plan, encode, lay_out, markers_of, row_length, written_length
+from adlm.reasoning.networks import OwnNetwork
 from adlm.reasoning.runs import build, export_run, parameter_count, write_results
 from adlm.reasoning.stages import Progress, Schedule
 from adlm.reasoning.tasks import Splits, load_splits, task_spec
@@ -37,13 +40,21 @@ from adlm.training.parallel import Interruption, Step, World, world
 from adlm.training.setup import check_batches, make_run_folder, show
 
 # What may change when a run is continued: how long it is, and how it is tested.
-FREE = ("reason.epochs", "reason.n_test", "reason.test_path", "reason.max_new_tokens", "reason.eval_batch_size")
+FREE = (
+    "reason.epochs", "reason.minutes", "reason.n_test", "reason.test_path", "reason.max_new_tokens",
+    "reason.eval_batch_size",
+)  # fmt: skip
+GPU_ROW_MULTIPLE = 32
+"""Rows of a batch are padded to a multiple of this many positions on a GPU."""
 
 
 class ReasonResult(NamedTuple):
     run: str
     step: int
     finished: bool
+    """Every step was taken: neither a signal nor reason.minutes cut the run short."""
+    stage: int
+    """What was tested answers as this stage does; the last one, unless the run was cut short."""
     valid: dict[str, float | int]
     """The best checkpoint on the validation questions."""
     tests: dict[str, dict[str, float | int]]
@@ -59,6 +70,13 @@ class Classroom:
         self.splits: Splits = load_splits(cfg.reason, cfg.seed)
         network, self.tokenizer = build(cfg, self.splits.train)
         self.network = network.to(ranks.device)
+        positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
+        self.row_multiple = math.gcd(GPU_ROW_MULTIPLE, positions) if ranks.device.type == "cuda" else 1
+        if isinstance(network, OwnNetwork):
+            if ranks.device.type == "cuda":
+                choose_attention(cfg.train.attention, cfg.train.global_batch_size, cfg.model, ranks.device)
+            if ranks.compile != "none":
+                network.compile_blocks()
         self.schedule = Schedule(cfg, len(self.splits.train))
         self.markers = markers_of(self.tokenizer)
         self.train, self.valid = (encode(part, self.tokenizer) for part in (self.splits.train, self.splits.valid))
@@ -66,7 +84,7 @@ class Classroom:
         self.check_lengths()
 
     def check_lengths(self) -> None:
-        longest = max(len(self.lay_out(e, plan).tokens) for e in self.train for plan in self.schedule.plans)
+        longest = max(row_length(e, plan) for e in self.train for plan in self.schedule.plans)
         key = "reason.base" if self.cfg.reason.base else "model.length"
         require(
             longest <= self.network.longest,
@@ -77,15 +95,14 @@ class Classroom:
         return lay_out(example, plan, self.markers, self.cfg.reason.anchor_tokens)
 
     def batches(self, step: int, size: int) -> list[Batch]:
-        """The micro-batches of a step."""
+        """The micro-batches of a step, like lengths together: less padding, and the gradient is a sum in any order."""
         plan = self.schedule.plans[self.schedule.stage(step)]
         layouts = [self.lay_out(self.train[i], plan) for i in self.schedule.examples(step)]
-        return [
-            make_batch(
-                layouts[at : at + size], plan.fed_back, self.cfg.reason.gamma, self.tokenizer.mask_id, self.ranks.device
-            )
-            for at in range(0, len(layouts), size)
-        ]
+        if size < len(layouts):
+            layouts.sort(key=lambda layout: len(layout.tokens))
+        gamma, mask_id = self.cfg.reason.gamma, self.tokenizer.mask_id
+        parts = [layouts[at : at + size] for at in range(0, len(layouts), size)]
+        return [make_batch(part, plan.fed_back, gamma, mask_id, self.ranks.device, self.row_multiple) for part in parts]
 
     def score(self, examples: list[Example], encoded: list[Encoded], stage: int) -> Score:
         return evaluate(
@@ -115,12 +132,7 @@ class Classroom:
 
 def longest_answer(encoded: list[Encoded], plans: list[Plan]) -> int:
     """Room for everything a stage asks to be written, and half as much again for a model that strays."""
-    steps = [[len(step) for step in e.steps] for e in encoded]
-    return max(
-        (3 * (sum(lengths[plan.removed :]) + len(e.answer)) + 1) // 2
-        for e, lengths in zip(encoded, steps)
-        for plan in plans
-    )
+    return (3 * max(written_length(e, plan) for e in encoded for plan in plans) + 1) // 2
 
 
 def train(cfg: Config) -> ReasonResult:
@@ -171,9 +183,10 @@ def train(cfg: Config) -> ReasonResult:
             now.best, now.best_step = score.accuracy, now.step
             return True
 
-        stopped, saved_at = False, time.monotonic()
+        stopped, started = False, time.monotonic()
+        late, saved_at = False, started
         room.network.train()
-        while now.step < schedule.steps and not stopped:
+        while now.step < schedule.steps and not stopped and not late:
             stage = schedule.stage(now.step)
             if reason.reset_optimizer and schedule.starts_stage(now.step):
                 optimizers = build_optimizers(cfg.optim, step_module)
@@ -204,36 +217,39 @@ def train(cfg: Config) -> ReasonResult:
                     f"stopped at step {now.step}: {int(guard.in_a_row)} updates in a row had bad gradients",
                 )
             metrics.advance(now.step)
-            improved = False
-            if schedule.is_validated(now.step):
+            improved, late = False, 0 < 60 * reason.minutes <= time.monotonic() - started
+            if schedule.is_validated(now.step) or late:
                 improved = validate(stage)
                 window.restart()
             due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
             stopped = interruption.requested
-            if last or stopped or due or improved or now.step % cfg.checkpoint.every == 0:
+            if last or stopped or late or due or improved or now.step % cfg.checkpoint.every == 0:
                 save()
                 saved_at = time.monotonic()
                 window.restart()
 
-        if now.step < schedule.steps:
+        stage = schedule.stage(now.step - 1)
+        if stopped and now.step < schedule.steps:
             metrics.close()
             note(f"stopped by a signal at step {now.step}; the same command goes on from there")
-            return ReasonResult(str(run), now.step, False, {}, {}, now.stages)
-        assert now.best_step is not None  # the last step is validated
+            return ReasonResult(str(run), now.step, False, stage, {}, {}, now.stages)
+        if now.step < schedule.steps:
+            note(f"reason.minutes={reason.minutes} are over at step {now.step} of {schedule.steps}, in stage {stage}")
+        tested = now.step if now.best_step is None else now.best_step  # before the last stage there is no best
         state = tensors(step_module, [], ema, guard)
-        checkpoints.load(now.best_step, {part: state[part] for part in ("model", "ema")})
+        checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
         with ema:
-            best = room.score(room.splits.valid, room.valid, schedule.last_stage)
-            metrics.say(f"best of the last stage, validation: {best}")
+            best = room.score(room.splits.valid, room.valid, stage)
+            metrics.say(f"best of stage {stage}, validation: {best}")
             tests = {}
             for name, examples in room.splits.tests.items():
-                score = room.score(examples, encode(examples, room.tokenizer), schedule.last_stage)
+                score = room.score(examples, encode(examples, room.tokenizer), stage)
                 metrics.say(f"test {name}: {score}")
                 tests[name] = score.facts()
-            facts = {"step": now.best_step, "max_new_tokens": room.max_new_tokens}
+            facts = {"step": tested, "stage": stage, "max_new_tokens": room.max_new_tokens}
             export_run(run, cfg, room.network, room.tokenizer, facts)
         metrics.close()
-        result = ReasonResult(str(run), now.step, True, best.facts(), tests, now.stages)
+        result = ReasonResult(str(run), now.step, now.step == schedule.steps, stage, best.facts(), tests, now.stages)
         write_results(run, room.facts() | result._asdict())
         plot_curves(run, "accuracy", "accuracy on validation questions")
         return result
