@@ -104,8 +104,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "evaluate": Command(
         "adlm.evaluation.evaluate:run_evaluate",
-        "samples over a sweep of settings: generative perplexity, entropy, distinct-n and MAUVE with intervals, and a report"
-        " of frontiers; a rerun does only what is missing",
+        "samples over a sweep of settings: generative perplexity, entropy, distinct-n, MAUVE, with intervals, and a"
+        " report of frontiers. A rerun does only what is missing",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint", "sampling.n=128"),
         sections=("eval", "sampling", "data", "train"),
