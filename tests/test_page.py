@@ -402,12 +402,21 @@ def test_a_run_that_is_stopped_frees_its_slot(visit, server):
     settings(page, sampler="dfm", steps=4000, seed=1)
     page.click("#generate")
     page.wait_for_selector("#stop:not([hidden])")
-    page.wait_for_function("() => Number(document.getElementById('slider').max) > 3")
+    page.wait_for_function("() => Number(document.getElementById('slider').value) > 3")
     page.click("#stop")
     wait_until(lambda: server.service.models["tiny"].worker.taken == 0, 10)
     assert page.locator("#generate").is_visible() and page.locator("#notice").is_hidden()
     scrub(page, 0)
     assert set(written(page)) == {"_"}, "what was written so far can be looked at"
+    page.keyboard.press("End")
+    half = written(page)
+    page.keyboard.press("h")  # the masks that are left are holes: another sampler goes on from here
+    page.wait_for_selector("#holes:not([hidden])")
+    settings(page, sampler="mdlm", steps=16)
+    page.click("#infill")
+    page.wait_for_selector("#holes", state="hidden")
+    finished(page)
+    assert len(written(page)) == 32 and all(a in ("_", b) for a, b in zip(half, written(page)))
 
 
 def test_errors_are_one_line_where_the_reader_looks(visit, server):

@@ -55,7 +55,7 @@ class Served:
         return ModelCard(
             id=self.id,
             created=self.created,
-            length=self.lm.length,
+            length=min(self.longest, self.lm.length),
             vocab_size=model.vocab_size,
             mask=model.mask_id,
             anchored=model.anchor_head is not None,

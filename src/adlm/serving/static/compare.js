@@ -50,7 +50,6 @@ export function makeLane(index, onWord) {
     lane.tape = makeTape(start);
     lane.empty = false;
     head.hidden = false;
-    copy.hidden = true;
     name(start.model, start.sampler, start.seed);
     canvas.style.minHeight = "";
     view.reset(lane.tape);
@@ -62,7 +61,6 @@ export function makeLane(index, onWord) {
     else if (event === "frame") append(lane.tape, data);
     else if (event === "end") {
       finish(lane.tape, data);
-      copy.hidden = false;
       canvas.style.minHeight = ""; // masks now take the place of their tokens: the canvas has its last shape
     }
     return event !== "start";
@@ -85,11 +83,18 @@ export function makeLane(index, onWord) {
   function busy(on) {
     lane.running = on;
     root.classList.toggle("running", on);
+    copy.hidden = on || !lane.tape?.end;
   }
 
   copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(lane.tape.end.text);
-    copy.textContent = "Copied";
+    try {
+      await navigator.clipboard.writeText(lane.tape.end.text);
+      copy.textContent = "Copied";
+    } catch {
+      // No clipboard without a secure origin: mark the text, so that the keyboard can copy it.
+      getSelection().selectAllChildren(canvas);
+      copy.textContent = "Marked";
+    }
     setTimeout(() => (copy.textContent = "Copy text"), 1500);
   });
   lane.state = view.state;

@@ -97,6 +97,13 @@ export function totalSteps(tape) {
   return Math.max(1, planned || 0, tape.frames.at(-1)?.step ?? 0);
 }
 
+/** Frames to expect: a sampler that never masks again needs no more than there are holes. */
+export function expectedFrames({ sampler, steps, tokens }) {
+  const holes = tokens.filter((id) => id === null).length;
+  if (ONE_BY_ONE.has(sampler)) return holes;
+  return /^(remdm|forward|dfm)/.test(sampler) ? steps : Math.min(steps, holes);
+}
+
 /** Points of the plot: [step, masked share, evaluations], one for each index. */
 export function curve(tape) {
   return [[0, 1, 0], ...tape.frames.map((f) => [f.step, f.masked, f.nfe])];

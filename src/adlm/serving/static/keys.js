@@ -30,8 +30,8 @@ export function listen(page) {
       else page.leaveHoles();
       return;
     }
-    // Fields keep their own keys, and a focused button its space bar.
-    const typing = event.target.matches("input, textarea, select");
+    // Fields keep their own keys, the slider its arrows, and a focused button its space bar.
+    const typing = event.target.matches("input, textarea, select") && !(event.target.id === "slider" && event.key === " ");
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !event.target.matches("textarea")) {
       event.preventDefault();
       $("form").requestSubmit();

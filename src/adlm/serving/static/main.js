@@ -3,7 +3,7 @@ import * as api from "./api.js";
 import { makeLane } from "./compare.js";
 import { makeEditor } from "./editor.js";
 import { makeForm } from "./form.js";
-import { curve } from "./frames.js";
+import { curve, expectedFrames } from "./frames.js";
 import { listen } from "./keys.js";
 import { decode, encode } from "./link.js";
 import { makeNotice } from "./notice.js";
@@ -52,9 +52,9 @@ function show(k) {
   for (const lane of lanes) lane.show(k);
 }
 
-function changed({ k, length, playing, live }) {
+function changed({ k, length, playing, live, end }) {
   const slider = $("slider");
-  slider.max = length;
+  slider.max = end;
   slider.value = k;
   slider.setAttribute("aria-valuetext", written().map((lane) => lane.root.querySelector(".status").textContent).join("; "));
   $("play").classList.toggle("playing", playing);
@@ -111,7 +111,10 @@ async function follow(lane, body, signal) {
       if (lane.receive(event, data)) {
         player.grow(Math.max(...written().map((l) => l.tape.frames.length)));
         $("progress").textContent = "";
-      } else lane.show(0);
+      } else {
+        player.expect(Math.max(...written().map((l) => expectedFrames(l.tape.start))));
+        lane.show(0);
+      }
     }
   } finally {
     lane.busy(false);
@@ -125,6 +128,7 @@ function stop() {
   running(false);
   player.end();
   show(player.now().k);
+  $("announce").textContent = "Stopped.";
 }
 
 function running(on) {

@@ -6,13 +6,14 @@ export function pace(frames, speed = 1) {
 }
 
 /**
- * hooks.show(k), hooks.changed({k, length, playing, live}).
+ * hooks.show(k), hooks.changed({k, length, playing, live, end}); `end` is where the playhead will have arrived.
  * With `still()` true (reduced motion) a live run jumps to its newest frame and nothing is replayed by itself.
  */
 export function makePlayer(hooks, still) {
   let k = 0, length = 0, expected = 1, playing = false, live = false, speed = 1, timer = null, shownAt = 0;
 
-  const report = () => hooks.changed({ k, length, playing, live });
+  const state = () => ({ k, length, playing, live, end: live ? Math.max(length, expected) : length });
+  const report = () => hooks.changed(state());
 
   function put(next) {
     k = Math.max(0, Math.min(length, next));
@@ -49,6 +50,8 @@ export function makePlayer(hooks, still) {
       [k, length, expected, playing, live, timer] = [0, 0, frames, true, true, null];
       report();
     },
+    /** A better idea of how many frames will come. */
+    expect(frames) { expected = frames; },
     /** There are `n` frames now. */
     grow(n) {
       length = Math.max(length, n);
@@ -76,6 +79,6 @@ export function makePlayer(hooks, still) {
     },
     speed(value) { speed = value; },
     pause() { playing = false; report(); },
-    now: () => ({ k, length, playing, live }),
+    now: state,
   };
 }
