@@ -38,34 +38,28 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
         cfg.eval.estimator == "continuous" and not cfg.eval.chain_rows,
         "adlm compare sets one number beside another: eval.estimator=continuous eval.chain_rows=0",
     )
-    entries: list[Entry] = []
-    document: dict[str, Any] = {}
-    for number, run in enumerate(runs, 1):
-        entry = read_entry(run)
-        if entry is None:
-            print(f"{run.algo} ({number} of {len(runs)})", flush=True)
-            if not train(run).finished:
-                break
-            with world(run.train) as ranks:
-                entry = measure_run(run, ranks)
-                if ranks.is_main:
-                    write_atomically(Path(run.out) / ENTRY, json.dumps(asdict(entry)) + "\n")
-        else:
-            print(f"{run.algo} ({number} of {len(runs)}): found in {run.out}", flush=True)
-        entries.append(entry)
-        document = show(entries, cfg, folder, last=number == len(runs))
-    return document
+    entries = {run.algo: entry for run in runs if (entry := read_entry(run)) is not None}
+    for run in (run for run in runs if run.algo not in entries):
+        print(f"{run.algo}: {len(entries)} of {len(runs)} are done", flush=True)
+        if not train(run).finished:
+            break
+        with world(run.train) as ranks:
+            entries[run.algo] = measure_run(run, ranks)
+            if ranks.is_main:
+                write_atomically(Path(run.out) / ENTRY, json.dumps(asdict(entries[run.algo])) + "\n")
+        show(list(entries.values()), cfg, folder)
+    return show(list(entries.values()), cfg, folder, tell=True) if entries else {}
 
 
-def show(entries: list[Entry], cfg: Config, folder: Path, last: bool) -> dict[str, Any]:
-    """Write table.md and table.json; print the table when it is complete."""
+def show(entries: list[Entry], cfg: Config, folder: Path, tell: bool = False) -> dict[str, Any]:
+    """Write table.md and table.json; print the table if it is the last."""
     reference = REFERENCE if any(e.algo == REFERENCE for e in entries) else entries[0].algo
     comparison = Comparison(entries, reference, cfg)
     document = {"command": command_line(), **comparison.as_dict()}
     if os.environ.get("RANK", "0") == "0":
         write_result(folder / "table.json", document)
         write_atomically(folder / "table.md", comparison.markdown())
-        if last:
+        if tell:
             console = Console()
             (console if console.is_terminal else Console(width=160)).print(comparison.table())
             print(f"written to {folder / 'table.md'} and {folder / 'table.json'}")

@@ -108,7 +108,7 @@ class Comparison:
 
     def __init__(self, entries: list[Entry], reference: str, cfg: Config):
         self.entries = sorted(entries, key=lambda e: (e.kind == "exact", e.estimate["nats_per_token"]))
-        self.cfg = cfg
+        self.cfg, self.reference = cfg, reference
         by_name = {entry.algo: entry for entry in entries}
         self.differences: dict[str, tuple[str, Estimate]] = {}
         for entry in self.entries:
@@ -142,8 +142,7 @@ class Comparison:
         return lines
 
     def columns(self) -> list[str]:
-        reference = next((to for to, _ in self.differences.values() if to != "ar"), "reference")
-        return [name.format(reference=reference) for name in COLUMNS]
+        return [name.format(reference=self.reference) for name in COLUMNS]
 
     def table(self) -> Table:
         table = Table(*self.columns(), box=None)

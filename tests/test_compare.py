@@ -1,0 +1,128 @@
+"""`adlm compare`: one line trains several algorithms, the table is right, and nothing finished is done again."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from runs import overrides
+
+from adlm import cli, compare
+from adlm.config.keys import group_choices
+from adlm.evaluation.comparison import Comparison, Entry, paired
+from adlm.evaluation.intervals import summarise
+from adlm.evaluation.perplexity import phases
+from adlm.schema import Config
+
+ALGOS = ("adlm", "mdlm", "ar", "sedd", "d3pm")
+
+
+def line(folder, *more: str) -> list[str]:
+    keys = overrides(folder, train__steps=3, train__valid_every=0, eval__draws=2, eval__rows=10)
+    return ["compare", *keys, *more]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    assert cli.main([*line(folder), *ALGOS]) == 0
+    return folder
+
+
+def test_every_algorithm_has_its_line(compared):
+    document = json.loads((compared / "run" / "table.json").read_text())
+    entries = {e["algo"]: e for e in document["entries"]}
+    assert set(entries) == set(ALGOS) and document["entries"][-1]["algo"] == "ar", "exact likelihoods stand last"
+    assert [e["kind"] for e in entries.values() if e["algo"] in ("ar", "adlm")].count("exact") == 1
+    for name, entry in entries.items():
+        estimate = entry["estimate"]
+        assert estimate["rows"] == 10 and estimate["nats_interval"] is not None
+        assert sum(entry["row_nats"]) / sum(entry["row_tokens"]) == pytest.approx(estimate["nats_per_token"])
+        assert entry["tokens_per_s"] > 0 and entry["training_tokens"] == 3 * 8 * 32
+        assert json.loads((compared / "run" / name / "compared.json").read_text())["algo"] == name
+    assert entries["adlm"]["parameters"] > entries["mdlm"]["parameters"]
+    assert set(document["differences"]) == {"mdlm", "sedd", "d3pm"}
+    text = (compared / "run" / "table.md").read_text()
+    assert text.count("\n| ") == len(ALGOS) and "bound" in text and "exact" in text and "3 steps of 8 rows" in text
+
+
+def test_arithmetic_is_that_of_the_rows_really_scored(compared):
+    """A causal model scores all but the first token of a row; SEDD the masked half, exactly as MDLM."""
+    entries = {e["algo"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}
+    D, V, length, blocks = 16, 260, 32, 2
+    block = 2 * 12 * D * D
+    ar = 3 * (blocks * (block + 4 * D * length / 2) + 2 * D * V * 1.0)
+    assert entries["ar"]["flops_per_token"] == pytest.approx(ar, rel=1e-6)
+    mdlm = 3 * (blocks * (block + 4 * D * length) + 2 * D * V * 0.5)
+    assert entries["mdlm"]["flops_per_token"] == pytest.approx(mdlm, rel=0.05)
+    assert entries["sedd"]["flops_per_token"] == entries["mdlm"]["flops_per_token"]
+    assert entries["adlm"]["flops_per_token"] > 1.3 * mdlm
+
+
+def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):
+    def refuse(cfg):
+        raise AssertionError(f"{cfg.algo} is trained again")
+
+    monkeypatch.setattr(compare, "train", refuse)
+    capsys.readouterr()
+    assert cli.main([*line(compared), *ALGOS]) == 0
+    said = capsys.readouterr().out
+    assert all(f" {name} " in said for name in ALGOS)
+    assert cli.main([*line(compared), "mdlm", "ar"]) == 0
+    assert {e["algo"] for e in json.loads((compared / "run" / "table.json").read_text())["entries"]} == {"mdlm", "ar"}
+    with pytest.raises(AssertionError, match="mdlm is trained again"):
+        cli.main([*line(compared, "eval.draws=3"), "mdlm"])  # other settings: another number
+
+
+def test_a_signal_stops_the_whole_and_a_rerun_goes_on(compared, monkeypatch):
+    stopped = type("Result", (), {"finished": False})
+    monkeypatch.setattr(compare, "train", lambda cfg: stopped)
+    assert cli.main([*line(compared), "mdlm", "two-stage", "ar"]) == 0
+    assert len(json.loads((compared / "run" / "table.json").read_text())["entries"]) == 2
+
+
+def test_mistakes_are_said_before_anything_is_trained(tmp_path, capsys):
+    assert cli.main([*line(tmp_path), "adlm", "mdml"]) == 1
+    assert "did you mean 'mdlm'" in capsys.readouterr().err
+    assert cli.main([*line(tmp_path, "eval.estimator=both"), "adlm"]) == 1
+    assert "eval.estimator=continuous" in capsys.readouterr().err
+    assert cli.main([*line(tmp_path, "objective.T=5"), "mdlm", "adlm"]) == 1  # adlm cannot, though mdlm could
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_algorithm_of_the_package_can_be_compared():
+    """Same blocks and heads for the matched ones; everything composes with the table's settings."""
+    from adlm import config
+
+    runs = {name: config.load(["experiment=compare", f"algo={name}"]) for name in group_choices("algo")}
+    assert set(runs) >= {"adlm", "two-stage", "mdlm", "mdlm-matched", "ar", "ar-matched", "a2r", "sedd", "d3pm"}
+    assert any(cfg.model.time_conditioning and cfg.model.anchored for cfg in runs.values())
+    total = runs["adlm"].model.n_blocks + runs["adlm"].model.n_denoiser_blocks
+    for name in ("mdlm-matched", "ar-matched"):
+        assert runs[name].model.n_blocks == total and runs[name].model.n_heads == runs["adlm"].model.n_heads
+    budgets = {(c.train.steps, c.train.global_batch_size, c.model.length, c.data.name, c.seed) for c in runs.values()}
+    assert len(budgets) == 1 and runs["two-stage"].objective.gamma == 0
+
+
+def entry(algo: str, row_nats: np.ndarray, tokens: np.ndarray, kind: str = "continuous") -> Entry:
+    phase = None if kind == "exact" else phases(0, len(row_nats)).numpy()
+    estimate = summarise(row_nats[:, None], tokens, phase)
+    return Entry(algo, kind, estimate.as_dict(), row_nats.tolist(), tokens.tolist(), 1, 1.0, 1.0, 1, {})
+
+
+def test_paired_differences_see_what_intervals_hide():
+    rng = np.random.default_rng(0)
+    tokens = np.full(200, 32)
+    base = rng.normal(100, 30, 200)  # rows differ far more than models do
+    shift = 0.5 + rng.normal(0, 0.2, 200)
+    a, b = entry("adlm", base, tokens), entry("mdlm", base + shift, tokens)
+    d = paired(b, a, 0)
+    assert d is not None and d.interval is not None
+    assert d.nats == pytest.approx(shift.sum() / tokens.sum()) and d.interval[0] > 0
+    low, high = a.estimate["nats_interval"]
+    assert low < b.estimate["nats_per_token"] < high, "the intervals alone could not tell them apart"
+    assert d.row_error == pytest.approx(0.2 / math.sqrt(200) / 32, rel=0.25)
+    exact = entry("ar", base, tokens - 1, "exact")
+    assert paired(exact, a, 0) is None and paired(a, a, 0) is None
+    table = Comparison([b, exact, a], "adlm", Config())
+    assert [e.algo for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
