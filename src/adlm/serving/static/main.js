@@ -11,6 +11,7 @@ import { makePlayer } from "./player.js";
 import { makePlot } from "./plot.js";
 import { bodyFor, firstSettings, newSeed } from "./state.js";
 import { countHoles, indexAfter, itemsOf, toTemplate, toTokens, toggle } from "./template.js";
+import { typedItems } from "./typed.js";
 
 const $ = (id) => document.getElementById(id);
 const stillness = matchMedia("(prefers-reduced-motion: reduce)");
@@ -19,6 +20,7 @@ let lanes = [];
 let last = null; // settings of the run on the canvas, or of the link that was opened
 let editing = null; // {lane, editor, fromText} while holes are cut
 let controller = null; // of the run in progress
+let begun = false; // the run in progress has sent its first canvas
 let plotQueued = false;
 
 const form = makeForm($("form"), (name) => {
@@ -89,6 +91,7 @@ async function start(settings) {
   last = settings;
   layLanes(settings.compare ? 2 : 1);
   const mine = (controller = new AbortController());
+  begun = false;
   player.begin(Math.max(settings.steps, settings.compare ? settings.steps2 : 0));
   running(true);
   $("announce").textContent = "Writing.";
@@ -97,9 +100,8 @@ async function start(settings) {
   if (controller !== mine) return; // another run has begun meanwhile
   controller = null;
   running(false);
-  player.end();
-  show(player.now().k); // widths and anchors are known now
-  if (failed && failed.name !== "AbortError") notice.show(failed);
+  settle();
+  if (failed) notice.show(failed);
   $("announce").textContent = failed ? "Stopped." : `Finished. ${written().map((l) => l.tape.end.text).join(" | ")}`;
 }
 
@@ -109,9 +111,10 @@ async function follow(lane, body, signal) {
     for await (const { event, data } of api.frames(body, signal)) {
       if (signal.aborted) return;
       if (lane.receive(event, data)) {
-        player.grow(Math.max(...written().map((l) => l.tape.frames.length)));
+        player.grow(frameCount());
         $("progress").textContent = "";
       } else {
+        begun = true;
         player.expect(Math.max(...written().map((l) => expectedFrames(l.tape.start))));
         lane.show(0);
       }
@@ -126,10 +129,19 @@ function stop() {
   controller.abort();
   controller = null;
   running(false);
-  player.end();
-  show(player.now().k);
+  settle();
   $("announce").textContent = "Stopped.";
 }
+
+/** Nothing more comes: widths and anchors are known now. A run that never began leaves the text before it in place. */
+function settle() {
+  player.grow(frameCount());
+  player.end();
+  if (begun) show(player.now().k);
+  else player.go(Infinity);
+}
+
+const frameCount = () => Math.max(0, ...written().map((lane) => lane.tape.frames.length));
 
 function running(on) {
   $("generate").hidden = on;
@@ -173,7 +185,7 @@ async function cutHoles() {
   const [lane] = lanes;
   if (text.trim() && (lane.empty || last?.text !== text)) {
     try {
-      openHoles(lane, await typed(model, text), true);
+      openHoles(lane, await typedItems(model, text), true);
     } catch (error) {
       notice.show(error);
     }
@@ -181,22 +193,7 @@ async function cutHoles() {
     player.pause();
     const { ids, texts } = lane.state();
     openHoles(lane, itemsOf(ids, texts), false);
-  } else notice.say("There is no text yet: generate one, or type one, then click words into holes.");
-}
-
-/** Items of a typed text; [MASK:n] are holes already. */
-async function typed(model, text) {
-  const parts = text.split(/(\[MASK(?::\d+)?\])/).filter(Boolean);
-  const items = [];
-  for (const part of parts) {
-    const hole = /^\[MASK(?::(\d+))?\]$/.exec(part);
-    if (hole) items.push({ kind: "hole", length: Number(hole[1] ?? 1), was: [] });
-    else {
-      const { tokens, texts } = await api.tokenize(model, part);
-      items.push(...itemsOf(tokens, texts));
-    }
-  }
-  return items;
+  } else notice.tell("There is no text yet: generate one, or type one, then click words into holes.");
 }
 
 function openHoles(lane, items, fromText, at) {
@@ -263,11 +260,11 @@ function openLink() {
   form.write(whole);
   if ("seed" in settings) $("vary").checked = false;
   layLanes();
-  if (missing) return notice.say(`This link names the model ${missing}, which this server does not have.`);
+  if (missing) return notice.show({ message: `This link names the model ${missing}, which this server does not have.` });
   last = settings.tokens ? { ...form.read(), tokens: settings.tokens } : null;
   if (run) start(last ?? form.read());
-  else if (last) notice.say(`A template of ${last.tokens.length} tokens came with this link.`, again("Infill"));
-  else if (named) notice.say("Settings of the link are in place.", again("Run"));
+  else if (last) notice.tell(`A template of ${last.tokens.length} tokens came with this link.`, again("Infill"));
+  else if (named) notice.tell("Settings of the link are in place.", again("Run"));
 }
 
 function again(text) {

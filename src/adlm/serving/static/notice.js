@@ -10,9 +10,16 @@ export function makeNotice(line, unlock, retry) {
     line.replaceChildren();
   }
 
+  /** A line that is no error. */
+  function tell(message, ...more) {
+    say(message, ...more);
+    line.classList.add("info");
+  }
+
   function say(message, ...more) {
     clear();
     line.hidden = false;
+    line.classList.remove("info");
     line.append(message, ...more);
   }
 
@@ -55,5 +62,5 @@ export function makeNotice(line, unlock, retry) {
     send();
   });
 
-  return { show, say, clear };
+  return { show, tell, clear };
 }
