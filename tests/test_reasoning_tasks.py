@@ -323,6 +323,17 @@ def test_published_test_questions_are_kept_out_of_training(tmp_path):
     assert len(splits.train) == 60
 
 
+def test_several_test_files(tmp_path):
+    records = [e._asdict() for e in load_splits(SMALL, seed=2).train[:5]]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(records))
+    both = ",".join(str(tmp_path / f"{name}.json") for name in ("one", "two"))
+    _, tests = load_held_out(ReasonConfig(**{**vars(SMALL), "test_path": both}), seed=1)
+    assert {name: len(part) for name, part in tests.items()} == {"generated": 20, "one": 5, "two": 5}
+    with pytest.raises(ValueError, match="two test sets are called 'one'"):
+        load_held_out(ReasonConfig(**{**vars(SMALL), "test_path": f"{both},{tmp_path / 'one.json'}"}), seed=1)
+
+
 def test_files_give_all_splits(tmp_path):
     examples = generate(TASKS["prosqa"], 40, seed=2)
     (tmp_path / "train.json").write_text(json.dumps([e._asdict() for e in examples]))

@@ -324,7 +324,7 @@ class ReasonConfig:
     valid_path: str = ""
     """Validation examples; empty: generated, or the last n_valid of train_path."""
     test_path: str = ""
-    """Published test file, evaluated beside the generated test set; empty: only that one."""
+    """Test files (several: separated by commas), asked beside the generated test set; empty: only that one."""
     n_train: int = 0
     """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
     n_valid: int = 300

@@ -97,14 +97,16 @@ def show_table(runs: list[str]) -> dict[str, Any]:
         results = read_results(run)
         for test, facts in [("(validation)", results["valid"]), *results["tests"].items()]:
             rows.append(
-                {key: results[key] for key in ("task", "method", "network")} | {"set": test, "run": run} | facts
+                {key: results[key] for key in ("task", "method", "network", "finished", "stage")}
+                | {"set": test, "run": run}
+                | facts
             )
     rows.sort(key=lambda row: (row["task"], row["set"], list(PAPER).index(row["method"])))
     table = Table("task", "method", "set", "n", "accuracy %", "95 % interval", "tokens", "paper % (tokens)", "run")
     for row in rows:
         table.add_row(
             row["task"],
-            row["method"],
+            row["method"] + ("" if row["finished"] else f" (cut short in stage {row['stage']})"),
             row["set"],
             str(row["n"]),
             f"{100 * row['accuracy']:.1f}",

@@ -84,8 +84,9 @@ def load_held_out(cfg: ReasonConfig, seed: int) -> tuple[list[Example], dict[str
     if task.generate is not None and not cfg.train_path:
         drawn = generate(task, cfg.n_valid + cfg.n_test, seed, shape_of(cfg))
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
-    if cfg.test_path:
-        tests[stem(cfg.test_path)] = read_file(task, cfg.test_path, "test_path")
+    for path in filter(None, cfg.test_path.split(",")):
+        require(stem(path) not in tests, f"reason.test_path={cfg.test_path!r}: two test sets are called {stem(path)!r}")
+        tests[stem(path)] = read_file(task, path, "test_path")
     return valid, tests
 
 

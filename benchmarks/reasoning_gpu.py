@@ -1,0 +1,219 @@
+"""The reasoning experiments of the paper in small, in one process: a model of the size of GPT-2 small, from scratch, on
+questions like those of ProsQA and ProntoQA, and a pretrained one on GSM8K. Every method of a task has the same budget of
+examples and steps.
+
+    python benchmarks/reasoning_gpu.py data=DATA out=runs/reasoning report=REPORT [minutes=8] [base=SmolLM2.gguf]
+        [runs=prosqa:no-cot,prosqa:cot,...] [prosqa.epochs=8] [tiny=true] [key=value of the configuration ...]
+
+DATA holds the published files: prosqa/prosqa_test.json, prontoqa/prontoqa_test.json, gsm8k/{train.jsonl.xz,test.jsonl}.
+Training and test questions are generated once, by all cores, for all methods; the vocabulary is a BPE of the training
+questions. `minutes` is shared by the runs left to do: a run that has used its share is tested as it stands, and says
+so. REPORT receives table.txt, results.json (accuracies, intervals, tokens, times), metrics.jsonl of all runs and, with
+matplotlib, curves.png. A run whose results are there is not repeated: the same command goes on after an interruption.
+"""
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adlm import config
+from adlm.data.tokenizers import train_bpe
+from adlm.reasoning.command import run_reason
+from adlm.reasoning.examples import Example, whole_text
+from adlm.reasoning.networks import without_quantisation
+from adlm.reasoning.tasks import TASKS, generate
+from adlm.reasoning.training import train
+from adlm.training.metrics import read_metrics
+
+RUNS = (
+    "prosqa:no-cot", "prosqa:cot", "prosqa:acot", "prosqa:icot", "prosqa:coconut", "prontoqa:cot", "prontoqa:acot",
+    "gsm8k:cot", "gsm8k:acot",
+)  # fmt: skip
+# Share of the time that a run may take, relative to others: rows, trace and reads per step differ.
+WEIGHTS = {"prosqa": 1.0, "prontoqa": 0.6, "gsm8k": 1.0}
+AROUND = 12.0
+"""Seconds of a run beside its training: reading, encoding, testing, exporting."""
+FROM_SCRATCH = (
+    "algo=ar", "model=small", "recipe=fast", "model.length=512", "optim.lr=6e-4", "optim.muon_lr=2e-3",
+    "optim.warmup=50", "optim.final=0.1", "reason.reset_optimizer=false", "train.batch_size=64",
+    "train.attention=flash",
+)  # fmt: skip
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "prosqa": (*FROM_SCRATCH, "reason.epochs=9", "reason.epochs_per_stage=1"),
+    "prontoqa": (*FROM_SCRATCH, "reason.epochs=12", "reason.epochs_per_stage=1"),
+    # rows are short: no micro-batches. Three epochs for each of acot's stages.
+    "gsm8k": ("algo=ar", "reason.epochs=9", "reason.epochs_per_stage=3", "reason.n_valid=200", "optim.schedule=linear",
+              "optim.warmup=20", "reason.reset_optimizer=false"),
+}  # fmt: skip
+SIZES = {"prosqa": (17_886, 300, 500), "prontoqa": (9_000, 200, 800)}  # training, validation, test questions
+ALWAYS = (
+    "reason.eval_batch_size=512", "reason.valid_every=2", "checkpoint.every=1000000", "checkpoint.keep=1",
+    "train.log_every=20",
+)  # fmt: skip
+TINY = (
+    "model.hidden_size=64", "model.n_heads=2", "model.n_blocks=2", "train.global_batch_size=16", "train.batch_size=8",
+    "train.log_every=2", "reason.max_new_tokens=8",
+)  # fmt: skip
+SMALLEST = {"prosqa": (48, 8, 8), "prontoqa": (48, 8, 8), "gsm8k": (8, 4, 4)}
+OPTIONS = {"data": "", "out": "runs/reasoning", "report": "", "minutes": "8", "base": "", "runs": "", "tiny": "false"}
+
+
+def main(argv: list[str]) -> None:
+    words = dict(word.split("=", 1) for word in argv)
+    options = {key: words.pop(key, default) for key, default in OPTIONS.items()}
+    epochs = {task: words.pop(f"{task}.epochs", "") for task in SETTINGS}
+    tiny, data, out = options["tiny"] == "true", Path(options["data"]), Path(options["out"])
+    report = Path(options["report"] or out)
+    runs = options["runs"].split(",") if options["runs"] else [r for r in RUNS if options["base"] or "gsm8k" not in r]
+    began, deadline = time.monotonic(), time.monotonic() + 60 * float(options["minutes"])
+    report.mkdir(parents=True, exist_ok=True)
+    prepared: dict[str, list[str]] = {}
+    for i, run in enumerate(runs):
+        task, method = run.split(":")
+        folder = out / run.replace(":", "-")
+        if not (folder / "results.json").is_file():
+            if task not in prepared:
+                prepared[task] = prepare(task, data, out / "data", options["base"], tiny)
+                say(began, f"{task}: questions, vocabulary and base are ready")
+            share = WEIGHTS[task] / sum(WEIGHTS[r.split(":")[0]] for r in runs[i:])
+            seconds = share * (deadline - time.monotonic() - AROUND * (len(runs) - i))
+            cfg = config.load(
+                [
+                    f"task={task}", f"method={method}", *SETTINGS[task], *ALWAYS, *(TINY if tiny else ()),
+                    *prepared[task], *([f"reason.epochs={epochs[task]}"] if epochs[task] else []),
+                    *(f"{key}={value}" for key, value in words.items()),
+                    f"reason.minutes={max(1.0, seconds) / 60:.4f}", f"out={folder}",
+                ]
+            )  # fmt: skip
+            start = time.monotonic()
+            result = train(cfg)
+            (folder / "seconds.json").write_text(json.dumps({"seconds": round(time.monotonic() - start, 1)}))
+            say(began, f"{run}: {result.step} steps, finished: {result.finished}, {result.tests}")
+            torch.cuda.empty_cache()
+        write_report(report, out, runs)
+
+
+def say(began: float, text: str) -> None:
+    print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+# ---- questions, vocabulary, pretrained base
+
+
+def prepare(task: str, data: Path, folder: Path, base: str, tiny: bool) -> list[str]:
+    """Overrides that name the files of a task; what has to be made is made once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if task == "gsm8k":
+        files = {"train_path": data / "gsm8k/train.jsonl.xz", "test_path": data / "gsm8k/test.jsonl"}
+        settings = [f"reason.base={as_folder(base, folder / 'base')}"]
+        if tiny:
+            n_train, n_valid, n_test = SMALLEST[task]
+            short = folder / "gsm8k_test.jsonl"
+            short.write_text("".join(files["test_path"].read_text().splitlines(keepends=True)[:n_test]))
+            files["test_path"] = short
+            settings += [f"reason.n_train={n_train}", f"reason.n_valid={n_valid}", "train.global_batch_size=4"]
+            settings += ["train.batch_size=0"]
+        return [*settings, *(f"reason.{key}={path}" for key, path in files.items())]
+    sizes = SMALLEST[task] if tiny else SIZES[task]
+    published = data / task / f"{task}_test.json"
+    names = ("train", "valid", "generated")
+    parts = dict(zip(names, split(questions(task, sum(sizes)), sizes)))
+    for name, examples in parts.items():
+        (folder / f"{task}-{name}.json").write_text(json.dumps([example._asdict() for example in examples]))
+    train_bpe(map(whole_text, parts["train"]), 1024).save(folder / f"{task}-tokenizer.json")
+    tests = [folder / f"{task}-generated.json", *([published] if published.is_file() else [])]
+    return [
+        f"reason.train_path={folder / f'{task}-train.json'}", f"reason.valid_path={folder / f'{task}-valid.json'}",
+        f"reason.n_valid={sizes[1]}", f"data.tokenizer={folder / f'{task}-tokenizer.json'}",
+        "reason.test_path='" + ",".join(map(str, tests)) + "'",
+    ]  # fmt: skip
+
+
+def split(examples: list[Example], sizes: tuple[int, ...]) -> list[list[Example]]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [examples[start : start + size] for start, size in zip(starts, sizes)]
+
+
+def questions(task: str, n: int) -> list[Example]:
+    """n different questions, made by all cores: each worker has its own seed, and doubles are dropped."""
+    cores = os.cpu_count() or 1
+    each = -(-n // cores) + n // (20 * cores) + 1
+    with ProcessPoolExecutor(cores) as pool:
+        made = [example for part in pool.map(partial(some, task, each), range(cores)) for example in part]
+    different = list({TASKS[task].canonical(example): example for example in made}.values())
+    assert len(different) >= n, (len(different), n)
+    return different[:n]
+
+
+def some(task: str, n: int, worker: int) -> list[Example]:
+    return generate(TASKS[task], n, seed=1000 + worker)
+
+
+def as_folder(base: str, folder: Path) -> str:
+    """A GGUF file, written once as an ordinary folder: reading quantised weights takes longer than a short run."""
+    if not base.endswith(".gguf"):
+        return base
+    if not (folder / "config.json").is_file():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        file = Path(base)
+        options: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        AutoTokenizer.from_pretrained(**options).save_pretrained(folder)
+        without_quantisation(AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)).save_pretrained(
+            folder
+        )
+    return str(folder)
+
+
+# ---- the report
+
+
+def write_report(report: Path, out: Path, runs: list[str]) -> None:
+    """All results so far; rewritten after every run, so that an interruption loses one run and not all."""
+    folders = [f for f in (out / run.replace(":", "-") for run in runs) if (f / "results.json").is_file()]
+    stdout, sys.stdout = sys.stdout, (report / "table.txt").open("w", encoding="utf-8")
+    try:
+        run_reason(config.load([]), ["table", *map(str, folders)])
+    finally:
+        sys.stdout.close()
+        sys.stdout = stdout
+    print((report / "table.txt").read_text())
+    results, events = {}, {}
+    for folder in folders:
+        seconds = json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").is_file() else {}
+        results[folder.name] = json.loads((folder / "results.json").read_text()) | seconds
+        events[folder.name] = read_metrics(folder)
+    (report / "results.json").write_text(json.dumps(results, indent=1))
+    lines = [json.dumps({"run": name} | event) for name, those in events.items() for event in those]
+    (report / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    plot(report / "curves.png", events)
+
+
+def plot(path: Path, events: dict[str, list[dict[str, Any]]]) -> None:
+    """Loss and validation accuracy over steps, a row for each task and a line for each method."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    tasks = list(dict.fromkeys(name.partition("-")[0] for name in events))
+    figure = Figure(figsize=(12, 4 * len(tasks)), layout="constrained")
+    axes = dict(zip(tasks, figure.subplots(len(tasks), 2, squeeze=False)))
+    for name, those in events.items():
+        task, _, method = name.partition("-")
+        for axis, kind, key in zip(axes[task], ("train", "valid"), ("nll", "accuracy")):
+            points = [(event["step"], event[key]) for event in those if event["kind"] == kind]
+            axis.plot(*zip(*points), label=method, marker="." if kind == "valid" else "")
+            axis.set(title=f"{task}: {key}, {kind}", xlabel="step")
+            axis.legend()
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
