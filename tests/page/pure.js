@@ -26,6 +26,8 @@ async () => {
     return {
         "events in pieces of any size": sizes.every((size) => same(parse(size), expected)),
         "link and back": same({ ...DEFAULTS, ...link.decode("#" + link.encode(settings)).settings }, settings),
+        "link to another model": link.decode(link.encode({ ...settings, tokens, template: "x[MASK:2]" })).settings.template === "x[MASK:2]"
+            && !("template" in link.decode(link.encode({ ...settings, tokens, template: "x", model2: settings.model })).settings),
         "link asks to run": link.decode(link.encode(settings, true)).run && !link.decode(link.encode(settings)).run,
         "tokens in a link": same(link.unpackTokens(link.packTokens(tokens)), tokens) && link.packTokens(tokens) === "5,_2,7,_1",
         "forged links": link.unpackTokens("_999999999") === null && link.unpackTokens("1,x") === null

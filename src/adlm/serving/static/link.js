@@ -39,6 +39,8 @@ export function encode(settings, run = false) {
   for (const [name, fallback] of Object.entries(DEFAULTS)) {
     const value = settings[name];
     if (SECOND.has(name) && !settings.compare) continue;
+    // Token ids mean nothing to another model: it gets the template as text.
+    if (name === "template" && !(settings.tokens && settings.compare && settings.model2 !== settings.model)) continue;
     if (name === "tokens") { if (value) pairs.set(name, packTokens(value)); }
     else if (name === "compare") { if (value) pairs.set(name, "1"); }
     else if (name === "text" && settings.tokens) continue; // the template says it all

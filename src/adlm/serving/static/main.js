@@ -231,7 +231,12 @@ function infill() {
   if (editing.fromText) {
     settings.text = $("text").value = toTemplate(items);
     start(settings);
-  } else start({ ...settings, tokens: toTokens(items), template: toTemplate(items) });
+  } else start({ ...settings, ...holesNow() });
+}
+
+function holesNow() {
+  const items = editing.lane.cutter.items();
+  return { tokens: toTokens(items), template: toTemplate(items) };
 }
 
 // Link
@@ -239,8 +244,8 @@ function infill() {
 async function share() {
   const settings = form.read();
   // Holes cut into a canvas are no part of the form: they are what the last run filled, or what is being cut now.
-  if (editing && !editing.fromText) settings.tokens = toTokens(editing.lane.cutter.items());
-  else if (last?.tokens && last.text === settings.text) settings.tokens = last.tokens;
+  if (editing && !editing.fromText) Object.assign(settings, holesNow());
+  else if (last?.tokens && last.text === settings.text) Object.assign(settings, { tokens: last.tokens, template: last.template });
   const fragment = encode(settings, $("runs").checked);
   history.replaceState(null, "", `#${fragment}`);
   try {
@@ -261,7 +266,7 @@ function openLink() {
   if ("seed" in settings) $("vary").checked = false;
   layLanes();
   if (missing) return notice.show({ message: `This link names the model ${missing}, which this server does not have.` });
-  last = settings.tokens ? { ...form.read(), tokens: settings.tokens } : null;
+  last = settings.tokens ? { ...form.read(), tokens: whole.tokens, template: whole.template } : null;
   if (run) start(last ?? form.read());
   else if (last) notice.tell(`A template of ${last.tokens.length} tokens came with this link.`, again("Infill"));
   else if (named) notice.tell("Settings of the link are in place.", again("Run"));
@@ -269,7 +274,7 @@ function openLink() {
 
 function again(text) {
   const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
-  button.addEventListener("click", () => start({ ...form.read(), tokens: last?.tokens ?? null }));
+  button.addEventListener("click", () => start({ ...form.read(), tokens: last?.tokens ?? null, template: last?.template ?? "" }));
   return button;
 }
 

@@ -2,7 +2,7 @@
 
 export const DEFAULTS = Object.freeze({
   model: "", sampler: "", steps: 64, seed: 1, length: 0, temperature: 1, top_p: 0.9,
-  text: "", tokens: null, required: "", banned: "",
+  text: "", tokens: null, template: "", required: "", banned: "",
   compare: false, model2: "", sampler2: "", steps2: 64,
 });
 
