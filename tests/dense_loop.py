@@ -199,8 +199,13 @@ def ordered(model: ToyModel, sampler: str, z: tuple[int, ...], left: int, thresh
     return sorted(best[: max(least, passing)])
 
 
-def analytic_finals(model: ToyModel, start: tuple[int, ...], T: int) -> dict[tuple[int, ...], float]:
-    """The SEDD sampler in its own dense form: staggered score times transition, normalised per position."""
+def analytic_finals(
+    model: ToyModel, start: tuple[int, ...], T: int, normalised: bool = True
+) -> dict[tuple[int, ...], float]:
+    """The SEDD sampler in its own dense form: staggered score times transition, normalised per position.
+
+    `normalised=False` reads the logits as a score that need not sum to one: s_y = e^z_y / K / (e^sigma - 1).
+    """
     schedule, m, V = LogLinear(), model.mask_id, model.vocab_size
     states = {start: 1.0}
     grid = [(T - i) / T for i in range(T + 1)]
@@ -212,10 +217,14 @@ def analytic_finals(model: ToyModel, start: tuple[int, ...], T: int) -> dict[tup
             row = torch.tensor(z)
             p = torch.tensor(model.p(z), dtype=torch.float64)
             p = torch.where((row == m).unsqueeze(-1), p, torch.nn.functional.one_hot(row, V))
+            if not normalised:
+                logits = model.table[model.code(row[None])[0]].detach().double()
+                p = torch.where((row == m).unsqueeze(-1), logits.exp() / (V - 1), p)
             sigma = schedule.sigma(max(t, 1e-9))
             score = score_from_probs(p, row, sigma, m)
             down = sigma if last else sigma - schedule.sigma(grid[i + 1])
             q = (analytic_last_step if last else analytic_step)(score, row, down, m)
+            q = q.clamp(min=0)  # ratios that are too large leave less than nothing for the mask
             q = (q / q.sum(-1, keepdim=True)).tolist()
             for after in itertools.product(range(V), repeat=len(z)):
                 weight = prob * math.prod(q[l][v] for l, v in enumerate(after))

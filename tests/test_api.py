@@ -321,3 +321,15 @@ def test_the_command_line(folder, tmp_path, capsys):
     for bad, message in (("sampling.steps=0", "sampling.steps"), ("sampling.top_p=0", "sampling.top_p")):
         assert cli.main([*line[:4], bad]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_the_score_sampler_is_for_models_that_learned_a_score(lm, tmp_path):
+    with pytest.raises(ValueError, match="needs a model that learned a score"):
+        lm.generate(sampler="score", steps=4)
+    tokenizer = raw_bytes()
+    model = tiny_model(tokenizer.vocab_size, tokenizer.mask_id, length=L, anchored=False)
+    objective = ObjectiveConfig(name="score-entropy")
+    cfg = Config(algo="sedd", model=model.config, objective=objective, data=DataConfig(name="none", tokenizer="bytes"))
+    save_folder(tmp_path / "x", model.state_dict(), tokenizer, describe(cfg, tokenizer))
+    (text,) = adlm.load(tmp_path / "x", "cpu").generate(sampler="score", steps=6)
+    assert tokenizer.mask_id not in text.tokens and text.nfe <= 7

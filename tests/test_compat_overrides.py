@@ -99,7 +99,7 @@ def test_sedd_ar_and_d3pm_scripts():
     sedd = parse(
         "main", "mode=sample_eval parameterization=sedd backbone=dit time_conditioning=true sampling.predictor=analytic"
     )
-    assert (sedd.algo, sedd.model.time_conditioning, sedd.sampling.sampler) == ("sedd", True, "analytic")
+    assert (sedd.algo, sedd.model.time_conditioning, sedd.sampling.sampler) == ("sedd", True, "score")
     ar = parse(
         "main",
         "loader.batch_size=16 loader.eval_batch_size=16 model=small-ar backbone=ar data=lm1b wandb.name=ar-lm1b "

@@ -130,7 +130,7 @@ def test_later_groups_and_the_command_line_win():
     assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
     assert config.load(["algo=adlm-time", "recipe=fast"]).model.adaln is True
     assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
-    assert config.load(["algo=sedd"]).sampling.sampler == "analytic"
+    assert config.load(["algo=sedd"]).sampling.sampler == "score"
     assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
 
 

@@ -1,9 +1,11 @@
 """Every sampler of the engine has exactly the distribution of the dense loop: chi-square over enumerated outcomes."""
 
+import math
 from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+import torch
 from chance import LEVEL, chi_square
 from dense_loop import DEFAULTS, analytic_finals, trajectories
 from toy import ToyModel
@@ -52,7 +54,7 @@ def compare(observed: list, expected: dict) -> float:
     return chi_square([counts[k] for k in keys], [expected[k] for k in keys])
 
 
-NAIVE = sorted(set(SAMPLERS) - {"analytic", "autoregressive"})
+NAIVE = sorted(set(SAMPLERS) - {"analytic", "score", "autoregressive"})
 
 
 @pytest.mark.parametrize("T", [1, 2, 4])
@@ -89,6 +91,21 @@ def test_analytic_equals_the_dense_score_form(T):
     model = ToyModel(vocab_size=3, length=3, seed=3)
     start = (2, 2, 2)
     assert compare(sample(model, start, "analytic", T), analytic_finals(model, start, T)) > LEVEL
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_a_score_that_is_not_normalised_is_used_as_it_is(T):
+    """Rates follow the sum of the ratios; a normalised score gives the analytic sampler, and only that one."""
+    model = ToyModel(vocab_size=3, length=3, seed=3)
+    start = (2, 2, 2)
+    exact = analytic_finals(model, start, T, normalised=False)
+    assert compare(sample(model, start, "score", T), exact) > LEVEL
+    if T > 1:
+        assert compare(sample(model, start, "analytic", T), exact) < LEVEL, "the toy's score is far from normalised"
+    with torch.no_grad():
+        others = torch.arange(model.vocab_size) != model.mask_id
+        model.table -= model.table[..., others].logsumexp(-1, keepdim=True) - math.log(model.vocab_size - 1)
+    assert compare(sample(model, start, "score", T), analytic_finals(model, start, T)) > LEVEL
 
 
 @pytest.mark.parametrize("sampler", ["remdm-cap", "remdm-rescale", "remdm-loop"])

@@ -116,7 +116,7 @@ def test_number_of_evaluations():
     assert len(events("mdlm", 1024, steps=1)) == 1
 
 
-SCHEDULED = [n for n in SAMPLERS if n not in ("remdm-conf", "confidence", "entropy", "anchor-first")]
+SCHEDULED = [n for n in SAMPLERS if n not in ("score", "remdm-conf", "confidence", "entropy", "anchor-first")]
 
 
 @pytest.mark.parametrize("parity", ["", "release"])

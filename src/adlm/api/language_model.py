@@ -138,6 +138,10 @@ class LanguageModel:
                 settings["sampler"] == "autoregressive",
                 f"sampling.sampler={settings['sampler']!r} needs a diffusion model; a causal one has 'autoregressive'",
             )
+        require(
+            settings.get("sampler") != "score" or self.loaded.objective.name == "score-entropy",
+            "sampling.sampler='score' needs a model that learned a score (algo=sedd); others have 'analytic'",
+        )
         config = SamplingConfig(**settings)
         if template:
             tokens = [tok.bos_id, *parse_template(template, tok.encode, tok.mask_id)]

@@ -76,6 +76,8 @@ def _sampler(given: Given) -> list[str]:
     )
     if _true(given.get("sampling.dfm", "false")):
         return ["sampling.sampler=dfm"]
+    if predictor == "analytic" and "sedd" in (given.get("parameterization"), given.get("algo")):
+        predictor = "score"  # its analytic predictor takes the network's ratios as they are
     return [] if predictor == "ddpm_cache" else [f"sampling.sampler={predictor}"]
 
 
@@ -217,7 +219,7 @@ RULES: tuple[Rule, ...] = (
     _rename("sampling.nucleus_p", "sampling.top_p"),
     Rule(
         ("sampling.predictor", "sampling.dfm"),
-        "`sampling.sampler=ddpm`, `analytic` or `dfm`; `ddpm_cache` keeps the sampler",
+        "`sampling.sampler=ddpm`, `analytic` (`score` for `sedd`) or `dfm`; `ddpm_cache` keeps the sampler",
         _sampler,
     ),
     Rule(

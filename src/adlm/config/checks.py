@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.strategy": ("ddp", "fsdp"),
     "sampling.sampler": (
         "mdlm", "remdm-cap", "remdm-rescale", "remdm-conf", "remdm-loop", "forward-backward", "dfm", "first-hitting",
-        "confidence", "entropy", "anchor-first", "analytic", "ddpm", "autoregressive",
+        "confidence", "entropy", "anchor-first", "analytic", "score", "ddpm", "autoregressive",
     ),
     "sampling.parity": ("", "release"),
     "eval.estimator": ("continuous", "exact-count", "both"),

@@ -5,6 +5,7 @@ only and writes the tokens back. Nothing comes to the host unless asked for. Gui
 linear, so (1+w) logits - w logits' is the head of (1+w) h - w h'.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -137,12 +138,14 @@ class Network:
         if (batch.draws.floats[GUIDANCE] > 0).any():
             w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
             h_ND = (1 + w) * h_ND - w * denoiser_BLD[source[1], ints[POSITION]]
-        look: dict[str, list[Tensor]] = {name: [] for name in looks - {"anchor"}}
+        look: dict[str, list[Tensor]] = {name: [] for name in looks - {"anchor", "normaliser"}}
         for piece, (token, log_p) in self.drawer(h_ND, ints, floats, sizes, draws.cut):
             self.canvas_SL[ints[SLOT, piece], ints[POSITION, piece]] = token
             for name, parts in look.items():
                 parts.append(LOOKS[name](log_p, token))
         found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in look.items()}
+        if "normaliser" in looks:
+            found["normaliser"] = self.normaliser_look(h_ND[:N])
         if "anchor" in looks:
             assert anchor_BLD is not None
             with autocast(self.device, self.bf16):
@@ -154,6 +157,15 @@ class Network:
         flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(self.device, non_blocking=True)
         parts = flat.split([a.size for a in arrays])
         return [part.view(a.shape) for part, a in zip(parts, arrays)]
+
+    def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
+        """For each draw, the mean of e^logit over all tokens but the mask, before any cut."""
+        parts = []
+        for a in range(0, len(h_ND), self.drawer.most):
+            logits = self.head(h_ND[a : a + self.drawer.most]).double()
+            logits[:, self.mask_id] = -torch.inf
+            parts.append(logits.logsumexp(-1) - math.log(logits.shape[1] - 1))
+        return torch.cat(parts).exp().cpu().numpy()
 
     def anchor_look(self, anchor_BLD: Tensor, tokens_BL: Tensor, row_N: Tensor, ints: Tensor) -> NDArray[np.float64]:
         """For each draw, the largest anchor probability of a token that is rare in its row.

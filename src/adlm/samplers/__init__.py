@@ -5,7 +5,7 @@ plan.py           Event, Look, Plan: what a sampler is
 rates.py          the formulas: probability of reveal and remask for each step
 scheduled.py      plans made of rates: the whole trajectory drawn before the network runs
 first_hitting.py  exact continuous-time reveals
-looking.py        plans that look at predictions: remdm-conf, confidence, entropy, anchor-first
+looking.py        plans that look at predictions: score, remdm-conf, confidence, entropy, anchor-first
 autoregressive.py left to right
 """
 
@@ -18,7 +18,7 @@ from adlm.errors import choose, require
 from adlm.samplers import rates
 from adlm.samplers.autoregressive import LeftToRight
 from adlm.samplers.first_hitting import FirstHitting
-from adlm.samplers.looking import AnchorFirst, Conf, Confidence, Entropy
+from adlm.samplers.looking import AnchorFirst, Conf, Confidence, Entropy, Score
 from adlm.samplers.plan import Event, Look, Plan, Positions, Trajectory
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import SamplingConfig
@@ -70,6 +70,7 @@ SAMPLERS: dict[str, Maker] = {
     "dfm": _dfm,
     "ddpm": _scheduled(lambda t, s, c, schedule, release: rates.ddpm(t, s, schedule)),
     "analytic": _scheduled(lambda t, s, c, schedule, release: rates.analytic(t, s, schedule), greedy=False),
+    "score": _scheduled(lambda t, s, c, schedule, release: rates.analytic(t, s, schedule), kind=Score, greedy=False),
     "first-hitting": lambda c, schedule: FirstHitting(),
     "confidence": lambda c, schedule: Confidence(c.steps, c.threshold),
     "entropy": lambda c, schedule: Entropy(c.steps, c.threshold),
@@ -78,8 +79,8 @@ SAMPLERS: dict[str, Maker] = {
 }
 PARITIES = ("", "release")
 NOT_IN_THE_RELEASE = {"first-hitting", "confidence", "entropy", "anchor-first"}
-# The release draws these two from the uncut prediction whatever its nucleus_p
-RELEASE_WITHOUT_CUT = {"ddpm", "analytic"}
+# The release draws these from the uncut prediction whatever its nucleus_p
+RELEASE_WITHOUT_CUT = {"ddpm", "analytic", "score"}
 
 
 def check_sampling(c: SamplingConfig) -> None:

@@ -1,4 +1,6 @@
-"""Plans that look at the last prediction: remdm-conf, confidence, entropy, anchor-first.
+"""Plans that look at the last prediction: score, remdm-conf, confidence, entropy, anchor-first.
+
+`score` is the analytic step of a model that learned ratios: they need not sum to one, and the rate follows their sum.
 
 remdm-conf chooses what to *mask again* by how unsure the model was; its reveals come from the schedule, and with the
 confidences as part of the state it is Eq. 6. The other three choose what to *reveal* by how sure the model is. They
@@ -62,6 +64,30 @@ class Conf:
             confidence[again] = -np.inf
             masked = (masked & ~chosen) | again
             pending |= again
+
+
+@dataclass(frozen=True)
+class Score:
+    """The analytic step with the score as it is (SEDD): a masked position takes token y with (e^D - 1) s_y, so it is
+    revealed with the schedule's rate times the normaliser u = (e^sigma - 1) sum_y s_y, at most 1."""
+
+    t: Tensor
+    rates: Rates
+    last_t: float = 0.0
+    greedy_fill: bool = False
+    looks = "normaliser"
+    locks = True
+
+    def trajectory(self, holes: Positions, seed: int) -> Trajectory:
+        masked, rejected = holes, NOWHERE
+        for step, rate in enumerate(self.rates.reveal.tolist()):
+            if not len(masked):
+                return
+            look = yield Event(step, float(self.t[step]), rejected, masked)
+            assert look is not None and look.normaliser is not None
+            masked = rejected = masked[draw(seed, Stream.REVEAL, step, masked) >= rate * look.normaliser]
+        if len(masked):
+            yield Event(len(self.t), self.last_t, rejected, masked, self.greedy_fill)
 
 
 class Ordered:

@@ -43,6 +43,8 @@ class Look(NamedTuple):
     """Of that distribution, in nats."""
     anchor: NDArray[np.float64] | None = None
     """Largest probability that the anchor network gives to a token that is rare in this row."""
+    normaliser: NDArray[np.float64] | None = None
+    """Sum of e^logit over all tokens but the mask, divided by their number: 1 for a score that is normalised."""
 
 
 Trajectory = Generator[Event, Look | None, None]

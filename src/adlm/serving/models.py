@@ -48,7 +48,11 @@ class Served:
     def samplers(self) -> list[str]:
         if self.lm.model.config.causal:
             return ["autoregressive"]
-        return [s for s in sorted(SAMPLERS) if s != "anchor-first" or self.lm.model.anchor_head is not None]
+        able = {
+            "anchor-first": self.lm.model.anchor_head is not None,
+            "score": self.lm.loaded.objective.name == "score-entropy",
+        }
+        return [s for s in sorted(SAMPLERS) if able.get(s, True)]
 
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings
