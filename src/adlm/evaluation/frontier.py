@@ -31,8 +31,7 @@ Point = dict[str, Any]
 def build_report(results: dict[str, Any], texts: dict[str, list[str]], reveals: dict[str, list[Frame]]) -> str:
     """`texts`: label of a setting -> some of its texts; `reveals`: what is shown -> canvases."""
     points = results["settings"]
-    judge, first = results.get("judge"), points[0]
-    data = results.get("reference")
+    first, data = points[0], results.get("reference")
     facts = {
         "Samples per setting": results["samples"],
         "Settings": len(points),
@@ -47,7 +46,7 @@ def build_report(results: dict[str, Any], texts: dict[str, list[str]], reveals: 
         f"Samples of {results['checkpoint']}",
         tiles(facts),
         *([section("What is missing", *notes)] if notes else []),
-        frontiers(points, data) if judge else "",
+        *frontiers([p for p in points if "gen_ppl" in p["metrics"]], data),
         *knobs(points),
         *costs(points),
         summary(points, data),
@@ -101,8 +100,10 @@ def knob_of(points: Sequence[Point]) -> str:
     return "top_p" if len(swept(points, "temperature")) == 1 and len(swept(points, "top_p")) > 1 else "temperature"
 
 
-def frontiers(points: Sequence[Point], data: dict[str, Any] | None) -> Html:
+def frontiers(points: Sequence[Point], data: dict[str, Any] | None) -> list[Html]:
     """Generative perplexity against entropy along temperature (or top_p), one chart for each number of steps."""
+    if not points:
+        return []
     knob = knob_of(points)
     other = "top_p" if knob == "temperature" else "temperature"
     several = len(swept(points, other)) > 1
@@ -131,12 +132,11 @@ def frontiers(points: Sequence[Point], data: dict[str, Any] | None) -> Html:
         charts.append(
             line_chart(f"{steps} steps", series, "entropy, nats", MEASURES["gen_ppl"][0], log_y=True, scatter=True)
         )
-    return section(
-        "Frontier",
-        columns(*charts),
-        lead=f"Each line runs along {knob.replace('_', '-')}. Right and low is better: as varied as the data, and as"
-        " likely to the judge. A point that is low but far to the left has bought its perplexity with repetition.",
+    lead = (
+        f"Each line runs along {knob.replace('_', '-')}. Right and low is better: as varied as the data, and as likely"
+        " to the judge. A point that is low but far to the left has bought its perplexity with repetition."
     )
+    return [section("Frontier", columns(*charts), lead=lead)]
 
 
 def knobs(points: Sequence[Point]) -> list[Html]:
