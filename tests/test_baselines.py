@@ -137,3 +137,25 @@ def test_baselines_refuse_what_they_cannot_do():
         make_objective(ObjectiveConfig(name="d3pm"), LINEAR, MASK, 0).check(plain)
     with pytest.raises(ValueError, match="continuous-time"):
         make_objective(ObjectiveConfig(name="score-entropy", T=3), LINEAR, MASK, 0).check(plain)
+
+
+def test_d3pm_with_mass_on_the_mask_approaches_its_continuous_bound():
+    """As T grows the step's KL is w [sum_y l_y - 1 - log l_x0] with l = x / (1 + A m): the bound of a process that
+    reveals y at the schedule's rate times l_y, and never below the NELBO of the prediction without the mask."""
+    logits, bias, target, _ = chunk_problem(1)
+    t = torch.linspace(0.05, 0.95, len(target), dtype=torch.float64)
+    log_p = (logits.detach() + bias).log_softmax(-1)
+    p, gold = log_p.exp(), log_p.gather(1, target[:, None]).squeeze(1)
+    m, A, w = p[:, MASK], (1 - t) / t, 1 / t
+    assert m.min() > 1e-3
+    total = (1 - m) / (1 + A * m)
+    limit = w * (total - 1 - gold + torch.log1p(A * m))
+    gaps = []
+    for T in (10, 100, 10_000, 1_000_000):
+        s = (t - 1 / T).clamp(min=0)
+        numbers = torch.stack([torch.full_like(t, T), (t - s) / t, A, torch.where(s > 0, (1 - s) / s, 0.0)], dim=-1)
+        value, _ = d3pm_chunk(MASK)(logits.detach().clone(), bias.clone(), target, numbers)
+        gaps.append((value - limit).abs().max().item())
+    assert gaps[3] < 1e-3 and gaps[3] < gaps[2] / 20 < gaps[1] / 20**2 < gaps[0]
+    nelbo = w * (torch.log(1 - m) - gold)
+    assert (limit >= nelbo).all()
