@@ -344,6 +344,12 @@ def test_a_link_restores_the_form_and_runs_on_request(visit, server):
     assert (written(third, 0), written(third, 1)) == texts
 
 
+def test_a_link_to_what_is_not_there_says_so(visit):
+    page = visit("#model=gone&sampler=mdlm&steps=8&seed=1&run=1")
+    page.wait_for_selector("text=This link names the model gone, which this server does not have.")
+    assert set(written(page)) == {"_"} and page.locator("[name=model]").input_value() == "tiny"
+
+
 def test_a_link_holds_the_holes_of_a_canvas(visit):
     page = visit()
     page.fill("#text", TEXT)

@@ -4,7 +4,7 @@ async () => {
     const link = await import("/static/link.js");
     const t = await import("/static/template.js");
     const { thin, ticks, tickStep } = await import("/static/plot.js");
-    const { DEFAULTS, bodyFor } = await import("/static/state.js");
+    const { DEFAULTS, bodyFor, unknownName } = await import("/static/state.js");
     const { pace } = await import("/static/player.js");
     const { level, maskShape, rareClass } = await import("/static/cells.js");
     const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
@@ -41,6 +41,9 @@ async () => {
         "body: template has no length": !("length" in bodyFor({ ...DEFAULTS, text: "a[MASK:2]", length: 9 })),
         "body: tokens only for their own model": same(bodyFor({ ...settings, tokens, template: "x[MASK:2]" }).tokens, tokens)
             && bodyFor({ ...settings, tokens, template: "x[MASK:2]" }, 1).template === "x[MASK:2]",
+        "names the server does not have": unknownName({ model: "a", sampler: "s" }, [{ id: "a", samplers: ["s"] }]) === ""
+            && unknownName({ model: "b", sampler: "s" }, [{ id: "a", samplers: ["s"] }]) === "the model b"
+            && unknownName({ model: "a", sampler: "t" }, [{ id: "a", samplers: ["s"] }]) === "the sampler t for a",
         "ticks": same(ticks(64), [0, 20, 40, 60]) && same(ticks(1), [0, 1]) && tickStep(100) === 20,
         "thinning keeps the last": thin(Array.from({ length: 1000 }, (_, i) => i)).at(-1) === 999,
         "pace": pace(1) === 140 && pace(100000) === 16 && pace(90, 2) === 50,

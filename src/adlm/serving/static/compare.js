@@ -27,7 +27,7 @@ export function makeLane(index, onWord) {
   editor.setAttribute("role", "group");
   editor.setAttribute("aria-label", "Words; press one to make a hole");
   root.append(head, canvas, editor, status);
-  const lane = { root, editor, canvas, tape: null, running: false, begin, receive, show, blank, say, busy };
+  const lane = { root, editor, canvas, tape: null, begin, receive, show, blank, say, busy };
   const view = makeCanvas(canvas, (position) => onWord(lane, position));
 
   function name(model, sampler, seed) {
@@ -81,7 +81,6 @@ export function makeLane(index, onWord) {
 
   function say(text) { status.textContent = text; }
   function busy(on) {
-    lane.running = on;
     root.classList.toggle("running", on);
     copy.hidden = on || !lane.tape?.end;
   }

@@ -11,12 +11,11 @@ export function listen(page) {
     else page.generate();
   });
   const clicks = {
-    generate: null, // submits the form
     stop: page.stop, cut: page.cutHoles, infill: page.infill, uncut: page.leaveHoles, share: page.share,
     first: () => player.go(0), last: () => player.go(Infinity), back: () => player.step(-1), next: () => player.step(1),
     play: () => player.toggle(), help: () => dialog.showModal(),
   };
-  for (const [id, act] of Object.entries(clicks)) if (act) $(id).addEventListener("click", act);
+  for (const [id, act] of Object.entries(clicks)) $(id).addEventListener("click", act);
   $("slider").addEventListener("input", (event) => player.go(Number(event.target.value)));
   $("speed").addEventListener("change", (event) => player.speed(Number(event.target.value)));
   $("text").addEventListener("keydown", (event) => {

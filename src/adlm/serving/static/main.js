@@ -9,7 +9,7 @@ import { decode, encode } from "./link.js";
 import { makeNotice } from "./notice.js";
 import { makePlayer } from "./player.js";
 import { makePlot } from "./plot.js";
-import { bodyFor, firstSettings, newSeed } from "./state.js";
+import { bodyFor, firstSettings, newSeed, unknownName } from "./state.js";
 import { countHoles, indexAfter, itemsOf, toTemplate, toTokens, toggle } from "./template.js";
 import { typedItems } from "./typed.js";
 
@@ -18,7 +18,7 @@ const stillness = matchMedia("(prefers-reduced-motion: reduce)");
 
 let lanes = [];
 let last = null; // settings of the run on the canvas, or of the link that was opened
-let editing = null; // {lane, editor, fromText} while holes are cut
+let editing = null; // {lane, fromText} while holes are cut
 let controller = null; // of the run in progress
 let begun = false; // the run in progress has sent its first canvas
 let plotQueued = false;
@@ -261,11 +261,11 @@ function openLink() {
   const models = form.models();
   const named = Object.keys(settings).length > 0;
   const whole = { ...firstSettings(models), ...settings };
-  const missing = [whole.model, whole.model2].find((id) => !models.some((model) => model.id === id));
+  const problem = unknownName(whole, models);
   form.write(whole);
   if ("seed" in settings) $("vary").checked = false;
   layLanes();
-  if (missing) return notice.show({ message: `This link names the model ${missing}, which this server does not have.` });
+  if (problem) return notice.show({ message: `This link names ${problem}, which this server does not have.` });
   last = settings.tokens ? { ...form.read(), tokens: whole.tokens, template: whole.template } : null;
   if (run) start(last ?? form.read());
   else if (last) notice.tell(`A template of ${last.tokens.length} tokens came with this link.`, again("Infill"));

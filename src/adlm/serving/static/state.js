@@ -70,4 +70,16 @@ export function firstSettings(models) {
   return { ...settings, model2: model.id, sampler2: other, steps2: settings.steps };
 }
 
+/** The first model or sampler of the settings that is not there, in words; "" if all are. */
+export function unknownName(settings, models) {
+  const pairs = [[settings.model, settings.sampler]];
+  if (settings.compare) pairs.push([settings.model2, settings.sampler2]);
+  for (const [id, sampler] of pairs) {
+    const model = models.find((m) => m.id === id);
+    if (!model) return `the model ${id}`;
+    if (!model.samplers.includes(sampler)) return `the sampler ${sampler} for ${id}`;
+  }
+  return "";
+}
+
 export const newSeed = () => Math.floor(Math.random() * 100000);
