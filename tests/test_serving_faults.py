@@ -285,6 +285,7 @@ def test_a_bug_in_a_route_is_answered_in_the_one_shape(lm, monkeypatch):
         response = httpx.get(running.url + "/v1/models")
         assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
         assert "division" not in response.text
+        assert 'adlm_requests_total{path="/v1/models",status="500"} 1' in running.service.metrics.text()
 
 
 @pytest.mark.parametrize("grace", [60.0, 0.05])

@@ -40,12 +40,24 @@ READING = (400, 401, 404, 408, 413, 422, 500, 503)
 T = TypeVar("T")
 
 
-def documented(*statuses: int, **more: Any) -> dict[int | str, dict[str, Any]]:
-    return {n: {"model": s.ErrorAnswer, "description": MEANING[n]} for n in statuses} | more.get("also", {})
+def documented(*statuses: int, also: dict[int, dict[str, Any]] | None = None) -> dict[int | str, dict[str, Any]]:
+    return {n: {"model": s.ErrorAnswer, "description": MEANING[n]} for n in statuses} | dict(also or {})
 
 
-EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
-STREAM = {200: {"content": EVENTS, "description": "Server-sent events."}}
+def streamed(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The same for a route that answers with events: FastAPI would document its errors as events too."""
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
+    return {n: {"content": error, "description": MEANING[n]} for n in statuses} | dict(STREAM)
+
+
+# One server-sent event; what its data holds is told in docs/serving.md.
+EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": "application/json"}},
+    "required": ["data"],
+}
+EVENTS = {"text/event-stream": {"schema": EVENT}}
+STREAM = {200: {"content": EVENTS, "description": "Server-sent events: start, frame, end or error."}}
 COMPLETION = {200: {"model": s.CompletionAnswer, "content": EVENTS, "description": "With stream: server-sent events."}}
 
 
@@ -54,9 +66,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str]):
+    def __init__(self, events: AsyncIterator[str], status_code: int = 200):
         # No proxy may hold events back.
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        super().__init__(events, status_code, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
 
 async def prepared(build: Callable[..., T], *arguments: Any) -> T:
@@ -166,9 +178,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         tokens = await prepared(served.lm.tokenizer.encode, body.text)
         return s.Pieces(tokens=tokens, texts=served.pieces(tokens))
 
-    @app.post(
-        "/v1/frames", responses=documented(*GENERATING, also=STREAM), response_class=EventStream, response_model=None
-    )
+    @app.post("/v1/frames", responses=streamed(*GENERATING), response_class=EventStream, response_model=None)
     async def frames(body: s.FramesBody, request: Request) -> Response:
         """Watch one text appear: events start, frame (one per evaluation) and end, or error."""
         served = service.model(body.model)

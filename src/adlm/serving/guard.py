@@ -46,6 +46,9 @@ class Guard:
                 return
             if body is not None and not await self.run(scope, body, receive, note_and_send):
                 status = GONE
+        except Exception:
+            status = 500  # sent by the outermost layer
+            raise
         finally:
             self.service.active.discard(task)
             self.service.close(scope)

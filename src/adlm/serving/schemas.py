@@ -5,30 +5,38 @@ Limits that depend on the server's settings or on the model are checked in model
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from adlm.samplers import SAMPLERS
 
 # A misspelt name is answered with the nearest one, so it is checked by the package and only documented here.
 Sampler = Annotated[str, WithJsonSchema({"type": "string", "enum": sorted(SAMPLERS)})]
-Seed = Annotated[int, Field(ge=0, lt=2**63 - 2**20)]
+# JSON has one kind of number: 7.0 is as whole as 7. (Last of the annotations, or limits are missing in the document.)
+WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
+Id = Annotated[int, WHOLE]
+Count = Annotated[int, Field(ge=1), WHOLE]
+Number = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
+Seed = Annotated[int, Field(ge=0, lt=2**63 - 2**20), WHOLE]
+Draws = Annotated[int, Field(ge=1, le=256), WHOLE]
+Few = Annotated[int, Field(ge=1, le=20), WHOLE]
+Logprob = Annotated[int, Field(ge=0, le=5), WHOLE]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Words = Annotated[list[Word], Field(max_length=64)]
 Ids = list[int]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=(), strict=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Settings(Body):
     """How a row is drawn. What is left out is the server's default (`adlm serve sampling.steps=64`)."""
 
     sampler: Sampler | None = Field(None, description="Name of a sampler; GET /v1/models lists them.")
-    steps: int | None = Field(None, ge=1, description="Steps from all masks to none.")
+    steps: Count | None = Field(None, description="Steps from all masks to none.")
     temperature: float | None = Field(None, ge=0, description="Divides the logits; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="Keep the k most probable tokens (0: all).")
+    top_k: Number | None = Field(None, description="Keep the k most probable tokens (0: all).")
     min_p: float | None = Field(None, ge=0, lt=1, description="Keep tokens with this share of the best one's.")
     eta: float | None = Field(None, ge=0, le=1, description="Remasking strength.")
     t_on: float | None = Field(None, gt=0, lt=1, description="remdm-loop: start of the remasking phase.")
@@ -36,7 +44,7 @@ class Settings(Body):
     alpha_on: float | None = Field(None, gt=0, lt=1, description="remdm-loop: share of visible tokens held.")
     threshold: float | None = Field(None, ge=0, description="confidence, entropy: what is accepted.")
     guidance: float | None = Field(None, ge=0, le=100, description="Classifier-free guidance weight.")
-    stride: int | None = Field(None, ge=0, description="New tokens per window beyond the model's length.")
+    stride: Number | None = Field(None, description="New tokens per window beyond the model's length.")
     parity: Literal["", "release"] | None = Field(None, description="release: the public release's numbers.")
 
 
@@ -46,8 +54,8 @@ class Canvas(Settings):
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
     prompt: str | None = Field(None, description="Text to continue.")
     template: str | None = Field(None, description="Text with holes: [MASK] is one token, [MASK:3] are three.")
-    tokens: list[int | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
-    length: int | None = Field(None, ge=1, description="Tokens in all, prompt included; the model's if left out.")
+    tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
+    length: Count | None = Field(None, description="Tokens in all, prompt included; the model's if left out.")
     seed: Seed | None = Field(None, description="Decides every random choice; drawn if left out, and returned.")
     required: Words = Field(default_factory=list, description="Words that must appear.")
     banned: Words = Field(default_factory=list, description="Words that must not appear.")
@@ -59,7 +67,7 @@ class FramesBody(Canvas):
 
 
 class InfillBody(Canvas):
-    n: int = Field(1, ge=1, description="Texts; number i uses seed + i.")
+    n: Count = Field(1, description="Texts; number i uses seed + i.")
 
 
 class TextBody(Body):
@@ -69,14 +77,14 @@ class TextBody(Body):
 
 class ScoreBody(TextBody):
     text: str = Field(min_length=1)
-    draws: int = Field(64, ge=1, le=256, description="Draws of noise (diffusion models).")
+    draws: Draws = Field(64, description="Draws of noise (diffusion models).")
 
 
 class AnchorsBody(Body):
     model: str | None = None
     text: str | None = Field(None, description="Text, or a template with [MASK] holes.")
-    tokens: list[int | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
-    top: int = Field(5, ge=1, le=20, description="Candidates for each hole.")
+    tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
+    top: Few = Field(5, description="Candidates for each hole.")
 
 
 class StreamOptions(Body):
@@ -89,24 +97,24 @@ class CompletionBody(Settings):
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=256)] = ""
     suffix: str | None = Field(None, description="Text after the completion: the middle is filled in.")
-    max_tokens: int | None = Field(None, ge=1, description="Tokens to draw; the rest of the row (16 with a suffix).")
-    n: int = Field(1, ge=1, description="Completions of each prompt; number i uses seed + i.")
+    max_tokens: Count | None = Field(None, description="Tokens to draw; the rest of the row (16 with a suffix).")
+    n: Count = Field(1, description="Completions of each prompt; number i uses seed + i.")
     seed: Seed | None = None
     stop: bool | str | Annotated[list[str], Field(max_length=4)] | None = Field(
         None, description="Texts at which a completion ends. false: not even at an end-of-text token."
     )
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: bool | Annotated[int, Field(ge=0, le=5)] | None = Field(
+    logprobs: bool | Logprob | None = Field(
         None, description="Give each token's share of the bound on log p(completion | rest)."
     )
     echo: bool = Field(False, description="Put the prompt in front of the completion.")
     required: Words = Field(default_factory=list)
     banned: Words = Field(default_factory=list)
-    best_of: int | None = Field(None, ge=1, description="Accepted if it equals n.")
+    best_of: Count | None = Field(None, description="Accepted if it equals n.")
     user: str | None = Field(None, description="Ignored.")
-    presence_penalty: Literal[0] | None = Field(None, description="Only 0: not supported.")
-    frequency_penalty: Literal[0] | None = Field(None, description="Only 0: not supported.")
+    presence_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
+    frequency_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
     logit_bias: dict[str, float] | None = Field(None, max_length=0, description="Only empty: use banned.")
 
 

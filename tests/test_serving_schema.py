@@ -1,0 +1,51 @@
+"""The OpenAPI document is true: schemathesis sends what it allows and what it forbids, and knows every answer."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from served import load_tiny, serving
+
+SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
+# Some valid bodies are refused for what a schema cannot say: a text of too many tokens, two ways to give a row.
+CONFIG = """
+[checks.positive_data_acceptance]
+expected-statuses = ["2xx", "400", "404", "429"]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving({"tiny": load_tiny(tmp_path_factory.mktemp("schema") / "tiny")}, max_steps=16, queue=64) as running:
+        yield running
+
+
+def test_every_route_documents_its_answers(server):
+    document = httpx.get(server.url + "/openapi.json").json()
+    assert {"/v1/completions", "/v1/models", "/v1/frames", "/v1/infill", "/v1/score", "/v1/anchors", "/v1/tokenize",
+            "/healthz", "/readyz", "/metrics"} <= set(document["paths"])  # fmt: skip
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            statuses = set(operation["responses"])
+            assert "200" in statuses
+            if method == "post":
+                assert {"400", "401", "404", "408", "413", "422", "503"} <= statuses, path
+                for status in statuses - {"200"}:
+                    shape = operation["responses"][status]["content"]["application/json"]["schema"]["$ref"]
+                    assert shape.endswith("/ErrorAnswer"), (path, status)
+
+
+@pytest.mark.skipif(not SCHEMATHESIS.exists(), reason="schemathesis is not installed (extra 'test')")
+@pytest.mark.slow
+def test_schemathesis_finds_nothing(server, tmp_path):
+    config = tmp_path / "schemathesis.toml"
+    config.write_text(CONFIG)
+    command = [str(SCHEMATHESIS), "--config-file", str(config), "run", server.url + "/openapi.json"]
+    options = ["--max-examples", "40", "--seed", "1", "--checks", "all", "--generation-database", "none"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    shutil.rmtree(tmp_path / ".hypothesis", ignore_errors=True)
+    assert 'status="500"' not in server.service.metrics.text()
