@@ -34,6 +34,11 @@ SHAPES = {
     "adlm": (ModelConfig(**TINY), ObjectiveConfig(), NoiseConfig()),
     "adlm-time": (ModelConfig(**TINY, time_conditioning=True), ObjectiveConfig(tau=3), NoiseConfig("geometric")),
     "mdlm": (ModelConfig(**TINY, anchored=False), ObjectiveConfig(name="nelbo"), NoiseConfig()),
+    "sedd": (
+        ModelConfig(**TINY, anchored=False, time_conditioning=True),
+        ObjectiveConfig(name="score-entropy"),
+        NoiseConfig(),
+    ),
     "ar": (
         ModelConfig(**TINY, anchored=False, causal=True, adaln=False),
         ObjectiveConfig(name="autoregressive"),
