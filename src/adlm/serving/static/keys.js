@@ -8,7 +8,7 @@ export function listen(page) {
   $("form").addEventListener("submit", (event) => {
     event.preventDefault();
     if (page.isEditing()) page.infill();
-    else page.generate();
+    else if (!$("generate").disabled) page.generate();
   });
   const clicks = {
     stop: page.stop, cut: page.cutHoles, infill: page.infill, uncut: page.leaveHoles, share: page.share,

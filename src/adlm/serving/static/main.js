@@ -44,7 +44,7 @@ function layLanes(count = form.read().compare ? 2 : 1) {
     $("lanes").append(lane.root);
   }
   $("lanes").classList.toggle("two", count === 2);
-  for (const lane of lanes) if (!lane.tape || lane.empty) lane.blank(form.read().length);
+  for (const lane of lanes) if (!lane.tape || lane.empty) lane.blank(form.read().length || 64);
   changed(player.now());
 }
 
@@ -281,6 +281,7 @@ function again(text) {
 async function load() {
   try {
     form.setModels(await api.models());
+    $("generate").disabled = false;
     openLink();
   } catch (error) {
     layLanes();
