@@ -38,16 +38,17 @@ PAGE_HEADERS = {
 GENERATING = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 READING = (400, 401, 404, 408, 413, 422, 500, 503)
 T = TypeVar("T")
+Answers = dict[int | str, dict[str, Any]]
 
 
-def documented(*statuses: int, also: dict[int, dict[str, Any]] | None = None) -> dict[int | str, dict[str, Any]]:
-    return {n: {"model": s.ErrorAnswer, "description": MEANING[n]} for n in statuses} | dict(also or {})
+def documented(*statuses: int, also: Answers | None = None) -> Answers:
+    return {**{n: {"model": s.ErrorAnswer, "description": MEANING[n]} for n in statuses}, **(also or {})}
 
 
-def streamed(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def streamed(*statuses: int) -> Answers:
     """The same for a route that answers with events: FastAPI would document its errors as events too."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
-    return {n: {"content": error, "description": MEANING[n]} for n in statuses} | dict(STREAM)
+    return {**{n: {"content": error, "description": MEANING[n]} for n in statuses}, **STREAM}
 
 
 # One server-sent event; what its data holds is told in docs/serving.md.
@@ -57,8 +58,10 @@ EVENT = {
     "required": ["data"],
 }
 EVENTS = {"text/event-stream": {"schema": EVENT}}
-STREAM = {200: {"content": EVENTS, "description": "Server-sent events: start, frame, end or error."}}
-COMPLETION = {200: {"model": s.CompletionAnswer, "content": EVENTS, "description": "With stream: server-sent events."}}
+STREAM: Answers = {200: {"content": EVENTS, "description": "Server-sent events: start, frame, end or error."}}
+COMPLETION: Answers = {
+    200: {"model": s.CompletionAnswer, "content": EVENTS, "description": "With stream: server-sent events."}
+}
 
 
 class EventStream(StreamingResponse):

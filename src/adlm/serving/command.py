@@ -62,12 +62,13 @@ def names(paths: list[str]) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, or a one-line error."""
+    """A listening socket, or a one-line error."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(2048)  # who comes while models are loading waits
     except OSError as error:
         listener.close()
         raise ValueError(f"serve.host={host} serve.port={port}: {error.strerror or error}") from None

@@ -1,0 +1,229 @@
+"""Load on a server over loopback: throughput, latency, memory, and every answer checked; one JSON line at the end.
+
+    python benchmarks/serving.py                                        # CPU: a small model, short rows
+    python benchmarks/serving.py --model wide --causal --lengths 24 32  # CPU: bound by reading weights
+    python benchmarks/serving.py --model small --device cuda --lengths 512 1024 --steps 64 128 --slots 64
+
+A server is started as its own process. Clients (standard library only) draw from a fixed pool of requests of mixed
+lengths, steps and samplers, first one at a time, then `--concurrency` at once, for `--seconds` each. The pool's texts
+are computed with `lm.generate` before, and every answer is compared. At last `--requests` more are sent while the
+server's memory is watched. Weights are random. It fails if an answer is wrong, lost or not 200.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src")]
+
+from adlm.api import LanguageModel, load  # noqa: E402
+from adlm.data.tokenizers import raw_bytes  # noqa: E402
+from adlm.models import build_model  # noqa: E402
+from adlm.schema import Config, DataConfig, ModelConfig  # noqa: E402
+from adlm.training.export import describe, save_folder  # noqa: E402
+
+MODELS = {
+    # Small enough that a step's fixed cost (dispatch, Python) outweighs its arithmetic: rows are nearly free.
+    "short": {"hidden_size": 64, "n_heads": 2, "n_blocks": 2, "n_denoiser_blocks": 1, "cond_dim": 16},
+    # Large enough that a step of few tokens is the time it takes to read the weights.
+    "wide": {"hidden_size": 1024, "n_heads": 8, "n_blocks": 4, "n_denoiser_blocks": 2, "cond_dim": 16},
+    "small": {},
+}
+SAMPLERS = ("mdlm", "remdm-cap", "remdm-loop", "first-hitting", "confidence")
+
+
+def make_model(args: argparse.Namespace, folder: Path) -> Path:
+    """An exported folder with random weights that draws letters."""
+    torch.manual_seed(0)
+    tokenizer = raw_bytes()
+    plain = {"causal": True, "anchored": False} if args.causal else {}
+    cfg = ModelConfig(**MODELS[args.model], length=max(args.lengths), dropout=0.0, **plain)
+    model = build_model(cfg, tokenizer.vocab_size, tokenizer.mask_id)
+    with torch.no_grad():
+        torch.nn.init.normal_(model.head.weight, std=0.5 / cfg.hidden_size**0.5)
+        model.head.bias[[tokenizer.encode(c)[0] for c in "abcdefghijklmnopqrstuvwxyz "]] += 8.0
+    whole = Config(algo="benchmark", model=cfg, data=DataConfig(name="none", tokenizer="bytes"))
+    if args.causal:
+        whole.objective.name = "autoregressive"
+    save_folder(folder, model.state_dict(), tokenizer, describe(whole, tokenizer, step=0))
+    return folder
+
+
+def make_pool(args: argparse.Namespace) -> list[dict]:
+    """Bodies of /v1/infill, all different."""
+    rng = random.Random(0)
+    pool = []
+    for seed in range(args.pool):
+        body = {"prompt": "the cat"[: rng.randrange(4)], "length": rng.choice(args.lengths), "seed": seed}
+        if not args.causal:
+            body |= {"sampler": rng.choice(SAMPLERS), "steps": rng.choice(args.steps), "eta": 0.05}
+            body |= {"top_p": rng.choice([1.0, 0.9])}
+        pool.append(body)
+    return pool
+
+
+def expected(lm: LanguageModel, pool: list[dict]) -> list[list[int]]:
+    return [lm.generate(**{k: v for k, v in body.items() if v != ""})[0].tokens for body in pool]
+
+
+class Client:
+    """One keep-alive connection."""
+
+    def __init__(self, port: int):
+        self.port, self.reader, self.writer = port, None, None
+
+    async def ask(self, body: dict) -> tuple[int, dict]:
+        if self.writer is None:
+            self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        text = json.dumps(body).encode()
+        head = f"POST /v1/infill HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+        self.writer.write(head.encode() + b"\r\n\r\n" + text)
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        size = next(int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length"))
+        return int(head.split()[1]), json.loads(await self.reader.readexactly(size))
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.statuses: dict[int, int] = {}
+        self.wrong = 0
+        self.tokens = 0
+        self.began = time.perf_counter()
+
+    def add(self, status: int, answer: dict, tokens: list[int], seconds: float) -> None:
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+        self.seconds.append(seconds)
+        if status == 200:
+            self.wrong += answer["choices"][0]["tokens"] != tokens
+            self.tokens += answer["usage"]["completion_tokens"]
+
+    def summary(self, clients: int) -> dict:
+        elapsed, n = time.perf_counter() - self.began, len(self.seconds)
+        cuts = statistics.quantiles(self.seconds, n=100) if n > 1 else self.seconds * 99
+        return {
+            "clients": clients,
+            "seconds": round(elapsed, 1),
+            "answers": n,
+            "statuses": self.statuses,
+            "wrong": self.wrong,
+            "requests_per_s": round(n / elapsed, 2),
+            "tokens_per_s": round(self.tokens / elapsed, 1),
+            "p50_ms": round(1000 * cuts[49], 1),
+            "p99_ms": round(1000 * cuts[98], 1),
+        }
+
+
+async def load_with(port: int, pool: list[dict], texts: list[list[int]], clients: int, seconds: float, most: int = 0):
+    """`clients` at once until the time is over or `most` requests are sent; all answers are waited for."""
+    tally, sent = Tally(), 0
+
+    async def one(number: int) -> None:
+        nonlocal sent
+        client, rng = Client(port), random.Random(number)
+        while time.perf_counter() - tally.began < seconds and (not most or sent < most):
+            sent += 1
+            i = rng.randrange(len(pool))
+            began = time.perf_counter()
+            status, answer = await client.ask(pool[i])
+            tally.add(status, answer, texts[i], time.perf_counter() - began)
+        client.close()
+
+    await asyncio.gather(*(one(i) for i in range(clients)))
+    assert len(tally.seconds) == sent, "an answer was lost"
+    return tally.summary(clients)
+
+
+def ready(port: int) -> bool:
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz").status == 200
+    except OSError:
+        return False
+
+
+def memory_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return round(int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 1024, 1)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", default="", help="serve this instead of random weights")
+    p.add_argument("--model", choices=MODELS, default="short")
+    p.add_argument("--causal", action="store_true", help="an autoregressive model of that size")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--lengths", type=int, nargs="+", default=[16, 24, 32])
+    p.add_argument("--steps", type=int, nargs="+", default=[16, 32, 64])
+    p.add_argument("--slots", type=int, default=64)
+    p.add_argument("--pool", type=int, default=200, help="different requests")
+    p.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
+    p.add_argument("--seconds", type=float, default=60)
+    p.add_argument("--requests", type=int, default=2000, help="sent while memory is watched (0: none)")
+    args = p.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.checkpoint or str(make_model(args, Path(folder) / "model"))
+        result = run(args, path)
+    print(json.dumps(result))
+    return 0 if result["sound"] else 1
+
+
+def run(args: argparse.Namespace, path: str) -> dict:
+    lm = load(path, args.device)
+    pool = make_pool(args)
+    texts = expected(lm, pool)
+    print(f"{lm!r}: {len(pool)} different requests", file=sys.stderr)
+    line = ["serve", path, "port=0", f"slots={args.slots}", "queue=1000", f"train.device={args.device}"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "adlm", *line], stdout=subprocess.PIPE, text=True, cwd=ROOT / "src"
+    )
+    try:
+        assert server.stdout is not None
+        port = int(next(x for x in server.stdout if x.startswith("adlm serves on")).split()[3].rsplit(":", 1)[1])
+        while not ready(port):
+            time.sleep(0.1)
+        asyncio.run(load_with(port, pool, texts, min(args.concurrency), 600, most=max(args.concurrency)))  # warm-up
+        runs = [asyncio.run(load_with(port, pool, texts, n, args.seconds)) for n in (1, *args.concurrency)]
+        for r in runs:
+            print(json.dumps(r), file=sys.stderr)
+        memory = [memory_mib(server.pid)]
+        for _ in range(4 if args.requests else 0):
+            part = load_with(port, pool, texts, min(args.concurrency), 3600, most=args.requests // 4)
+            runs.append(asyncio.run(part))
+            memory.append(memory_mib(server.pid))
+    finally:
+        server.terminate()
+        status = server.wait(60)
+    one = runs[0]["requests_per_s"]
+    return {
+        "benchmark": "serving",
+        "model": {"name": args.checkpoint or args.model, "parameters": sum(p.numel() for p in lm.model.parameters())},
+        "settings": {k: v for k, v in vars(args).items() if k not in ("checkpoint", "model")},
+        "config": asdict(lm.model.config),
+        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else f"cpu, {torch.get_num_threads()}",
+        "torch": torch.__version__,
+        "runs": runs[: 1 + len(args.concurrency)],
+        "speedup": [round(r["requests_per_s"] / one, 2) for r in runs[1 : 1 + len(args.concurrency)]],
+        "memory_mib": memory,
+        "exit_status": status,
+        "sound": status == 0 and all(r["wrong"] == 0 and set(r["statuses"]) == {200} for r in runs),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
