@@ -1,5 +1,5 @@
 """The reasoning experiments of the paper in small, in one process: a model of the size of GPT-2 small, from scratch, on
-questions like those of ProsQA and ProntoQA, and a pretrained one on GSM8K. All methods of a task have the same budget of
+questions like those of ProsQA and ProntoQA, and a pretrained one on GSM8K. The methods of a task share one budget of
 examples and steps.
 
     python benchmarks/reasoning_gpu.py data=DATA out=runs/reasoning report=REPORT [minutes=8] [base=SmolLM2.gguf]

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning import generators, gsm8k, logic
 from adlm.reasoning.examples import Example, whole_text, written_answer
 from adlm.reasoning.generators import Shape
@@ -259,6 +260,8 @@ def test_statistics_table():
     assert rows["question, words"] == "2.00 ± 0.00 (2-2)"
     assert rows["trace, words"] == "3.00 ± 0.00 (3-3)"
     assert rows["share with 2 steps"] == "100.0 %"
+    rows = describe([example], is_logic=False, tokenizer=load_tokenizer("bytes"))
+    assert [rows[f"{part}, tokens"].split()[0] for part in ("question", "trace", "answer")] == ["8.00", "16.00", "7.00"]
 
 
 def test_bad_shapes_are_refused():

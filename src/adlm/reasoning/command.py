@@ -12,6 +12,7 @@ from rich.table import Table
 
 from adlm.errors import choose, require
 from adlm.reasoning import logic
+from adlm.reasoning.examples import whole_text
 from adlm.reasoning.tasks import load_held_out, load_splits, read_file, stem, task_spec
 from adlm.schema import Config
 
@@ -120,7 +121,8 @@ def show_table(runs: list[str]) -> dict[str, Any]:
 
 
 def show_data(cfg: Config, files: list[str]) -> dict[str, Any]:
-    """Statistics of the training examples and of published files, side by side."""
+    """Statistics of the training examples and of published files, side by side; in tokens too, with data.tokenizer."""
+    from adlm.data.tokenizers import load_tokenizer
     from adlm.reasoning.statistics import side_by_side
 
     task = task_spec(cfg.reason.task)
@@ -129,7 +131,9 @@ def show_data(cfg: Config, files: list[str]) -> dict[str, Any]:
         sets["train"] = load_splits(cfg.reason, cfg.seed).train
     sets |= {stem(file): read_file(task, file, "test_path") for file in files}
     require(bool(sets), f"reason.task={cfg.reason.task} has no generator: name a file, or give reason.train_path")
-    header, rows = side_by_side(sets, task.read is logic.read)
+    texts = map(whole_text, next(iter(sets.values())))  # what a bpe-N is trained on
+    tokenizer = load_tokenizer(cfg.data.tokenizer, texts, cfg.data.root) if cfg.data.tokenizer else None
+    header, rows = side_by_side(sets, task.read is logic.read, tokenizer)
     table = Table(*header)
     for row in rows:
         table.add_row(*row)

@@ -5,17 +5,24 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 
+from adlm.data.tokenizers import Tokenizer
 from adlm.reasoning.examples import Example, whole_text
 from adlm.reasoning.logic import EITHER_OR, Fact, read_fact, sentences
+from adlm.reasoning.methods import encode
 
 WORD = re.compile(r"[A-Za-z]+")
 
 
-def describe(examples: list[Example], is_logic: bool) -> dict[str, str]:
-    """Label -> value, in the order in which a table shows them."""
+def describe(examples: list[Example], is_logic: bool, tokenizer: Tokenizer | None = None) -> dict[str, str]:
+    """Label -> value, in the order in which a table shows them; lengths in tokens if a tokenizer is given."""
     rows = {"examples": f"{len(examples):,}"}
     rows["question, words"] = spread([len(e.question.split()) for e in examples])
     rows["trace, words"] = spread([len(" ".join(e.steps).split()) for e in examples])
+    if tokenizer is not None:
+        encoded = encode(examples, tokenizer)
+        rows["question, tokens"] = spread([len(e.question) for e in encoded])
+        rows["trace, tokens"] = spread([sum(map(len, e.steps)) for e in encoded])
+        rows["answer, tokens"] = spread([len(e.answer) - 1 for e in encoded])  # without the end of text
     rows["steps"] = spread([len(e.steps) for e in examples])
     steps = Counter(len(e.steps) for e in examples)
     for n in sorted(steps):
@@ -69,9 +76,11 @@ def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %"
 
 
-def side_by_side(sets: dict[str, list[Example]], is_logic: bool) -> tuple[list[str], list[list[str]]]:
+def side_by_side(
+    sets: dict[str, list[Example]], is_logic: bool, tokenizer: Tokenizer | None = None
+) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a table, one column per set."""
-    columns = {name: describe(examples, is_logic) for name, examples in sets.items()}
+    columns = {name: describe(examples, is_logic, tokenizer) for name, examples in sets.items()}
     labels = list(dict.fromkeys(label for rows in columns.values() for label in rows))
     shares = sorted(label for label in labels if label.startswith("share with"))
     ordered = []
