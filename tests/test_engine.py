@@ -15,7 +15,7 @@ from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.drawing import Cut, draw
 from adlm.engine.graphs import Graphs
-from adlm.engine.prepare import fold, to_bfloat16
+from adlm.engine.prepare import fold, pad_heads, to_bfloat16
 from adlm.engine.template import parse_template
 from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig
@@ -317,7 +317,7 @@ def test_the_draw_is_one_graph_without_breaks(model):
 def test_the_network_is_one_graph_for_any_number_of_rows(model):
     """The second size makes the rows a variable: a third size is not compiled again."""
     network = Engine(model).network
-    network.model = fold(copy.deepcopy(model))
+    network.model = fold(model)
     compiled = []
 
     def backend(graph, example_inputs):
@@ -349,7 +349,7 @@ def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():
     to_bfloat16(low)
     kinds = {name: p.dtype for name, p in low.named_parameters()}
     assert kinds["head.weight"] == kinds["denoiser.blocks.0.qkv.weight"] == torch.bfloat16
-    assert {d for n, d in kinds.items() if "norm" in n or "time_embedding" in n} == {torch.float32}
+    assert {d for n, d in kinds.items() if "norm" in n or "time_embedding" in n or "modulation" in n} == {torch.float32}
     assert all(p.dtype == torch.float32 for p in timed.parameters())
 
 
@@ -358,13 +358,17 @@ def test_folding_constants_changes_nothing(options):
     model = tiny_model(**options).requires_grad_(False)
     tokens, sigma = torch.randint(0, V, (3, L)), torch.rand(3)
     before = model(tokens, sigma)
-    folded = fold(copy.deepcopy(model))
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    folded = fold(model)
+    pad_heads(folded)
     after = folded(tokens, sigma)
     torch.testing.assert_close(after.denoiser_BLD, before.denoiser_BLD)
     torch.testing.assert_close(folded.head(after.denoiser_BLD), model.head(before.denoiser_BLD))
     if model.anchor_head is not None:
         torch.testing.assert_close(folded.anchor_head(after.anchor_BLD), model.anchor_head(before.anchor_BLD))
     assert folded.head.weight.shape[0] % 128 == 0
+    to_bfloat16(folded)
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters()), "the original is left alone"
 
 
 @pytest.mark.gpu

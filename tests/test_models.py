@@ -10,6 +10,7 @@ from tiny import MODERN, TINY, random_tokens, tiny_model
 from adlm import config
 from adlm.config.keys import group_choices
 from adlm.models import build_model
+from adlm.models.layers import Norm
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig
 
@@ -35,6 +36,61 @@ def test_hidden_states_and_heads_equal_the_dense_network(variant, bridge):
     if not model.config.causal:
         log_probs = dense_log_probs(logits, tokens, model.mask_id)
         torch.testing.assert_close(model.log_probs(tokens, sigma), log_probs, rtol=1e-9, atol=1e-9)
+
+
+def plain_block(block, x, c, cos, sin):
+    """A block as published: vectors act on activations, nothing is folded."""
+    vectors = block.modulation(c).unsqueeze(1).chunk(6, dim=-1) if block.modulation is not None else None
+
+    def norm(h, weight, kind):
+        h = h - h.mean(-1, keepdim=True) if kind == "layernorm" else h
+        h = h / (h.square().mean(-1, keepdim=True) + (1e-5 if kind == "layernorm" else 1e-6)).sqrt()
+        return h * weight
+
+    def branch(x, norm_module, i, function):
+        h = norm(x, norm_module.weight, norm_module.kind)
+        if vectors is None:
+            return x + function(h)
+        return x + vectors[i + 2] * function(h * (1 + vectors[i + 1]) + vectors[i])
+
+    def attend(h):
+        return block.attn_out(block.attention(block.qkv(h), cos, sin, None, None, None))
+
+    x = branch(x, block.norm1, 0, attend)
+    return branch(x, block.norm2, 3, lambda h: block.mlp_out(block.activate(block.mlp_in(h))))
+
+
+@pytest.mark.parametrize("variant", ["published", "modern", "time"])
+@pytest.mark.parametrize("rows", [2, 12], ids=["few positions", "many positions"])
+def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant, rows):
+    """Both sides of the choice in `folds`; a time-conditioned block never folds."""
+    model = tiny_model(dtype=torch.float64, **VARIANTS[variant])
+    block, stack = model.denoiser.blocks[0], model.denoiser
+    torch.manual_seed(0)
+    for parameter in block.parameters():  # nothing at its special starting value
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(rows, 12, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    c = stack.conditioning(x, torch.rand(rows, dtype=torch.float64) * 3)
+    cos, sin = stack.rotary.tables(12, None)
+    target = torch.randn_like(x)
+    leaves = [x, *block.parameters()]
+    results = []
+    for function in (lambda: block(x, c, cos, sin), lambda: plain_block(block, x, c, cos, sin)):
+        y = function()
+        gradients = torch.autograd.grad((y * target).sum(), leaves, retain_graph=True)
+        results.append((y, *gradients))
+    for ours, plain in zip(*results):
+        torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_gradient_of_the_norm(kind):
+    norm = Norm(6, kind).double()
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: norm.normalise(x, torch.float64), (x,))
+    twin = torch.nn.functional.layer_norm if kind == "layernorm" else torch.nn.functional.rms_norm
+    expected = twin(x, (6,), eps=1e-5 if kind == "layernorm" else 1e-6)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("bridge", BRIDGES)

@@ -1,8 +1,8 @@
-"""The model as the engine runs it: in float32 itself, in bf16 a copy with everything constant folded.
+"""The model as the engine runs it: a copy with everything constant folded, in float32 or bf16.
 
-Weights are converted once (autocast would convert them at every step), the modulations of a model without time
-conditioning are numbers and not networks, and heads are padded to a width that matrix units like. Values change only by
-the rounding of bf16.
+The bridge is one matrix, norms and modulations of a model without time conditioning are part of the weights. In bf16
+weights are converted once (autocast would convert them at every step), heads are padded to a width that matrix units
+like, and the residual stream is bf16 too. Values change only by rounding.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adlm.errors import choose
 from adlm.models import LanguageModel
-from adlm.models.layers import Block
+from adlm.models.layers import Block, fold_entry, fold_exit, modulations
 from adlm.models.transformer import Stack
 
 ALIGNED = 128
@@ -28,28 +28,31 @@ def prepare(model: LanguageModel, device: torch.device, precision: str) -> tuple
     """(the model as the engine runs it, whether in bf16)."""
     choose("precision", precision, ("auto", "fp32", "bf16"))
     bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
-    # A model that asks for gradients belongs to a training run: freezing its bridge would stop its learning.
-    trained = any(p.requires_grad for p in model.parameters())
-    model = (copy.deepcopy(model).requires_grad_(False) if trained else model).to(device).eval()
-    model.freeze_bridge()
-    if not bf16:
-        return model, False
-    low = fold(copy.deepcopy(model))
-    to_bfloat16(low)
-    return low, True
+    low = fold(model.to(device))
+    if bf16:
+        pad_heads(low)
+        to_bfloat16(low)
+        low.residual_dtype = torch.bfloat16
+    return low, bf16
 
 
-class Constant(nn.Module):
-    """A network whose input never changes."""
+@torch.no_grad()
+def fold(model: LanguageModel) -> LanguageModel:
+    """A copy that computes the same function with constants computed: the bridge, and norms and modulations unless
+    time-conditioned. It shares the largest tensors, which stay as they are: embedding, heads and bridge."""
+    shared = [p for name, p in model.named_parameters() if ".blocks." not in name]
+    low = copy.deepcopy(model, memo={id(p): p for p in shared}).eval()
+    low.freeze_bridge()
+    for stack in [m for m in low.modules() if isinstance(m, Stack)]:
+        if not stack.time_conditioning:
+            fold_stack(stack)
+    return low
 
-    value: Tensor
 
-    def __init__(self, value: Tensor):
-        super().__init__()
-        self.register_buffer("value", value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value
+def pad_heads(model: LanguageModel) -> None:
+    model.head = PaddedLinear(model.head)
+    if model.anchor_head is not None:
+        model.anchor_head = PaddedLinear(model.anchor_head)
 
 
 class PaddedLinear(nn.Linear):
@@ -66,29 +69,53 @@ class PaddedLinear(nn.Linear):
         return super().forward(input)[..., : self.out_features]
 
 
-@torch.no_grad()
-def fold(model: LanguageModel) -> LanguageModel:
-    """The same function with constants computed: bridge, modulations (unless time-conditioned), aligned heads."""
-    model.freeze_bridge()
-    for stack in [m for m in model.modules() if isinstance(m, Stack)]:
-        if stack.time_embedding is None or stack.time_conditioning:
-            continue
-        c = stack.time_embedding(torch.zeros(1, device=model.embedding.device))
+def fold_stack(stack: Stack) -> None:
+    """Norm weights and modulations of every block into its linear maps."""
+    c = None
+    if stack.time_embedding is not None:
+        c = stack.time_embedding(torch.zeros(1, device=stack.norm.weight.device))  # type: ignore[union-attr]
+    for block in stack.blocks:
+        assert isinstance(block, Block)
+        attend, feed = modulations(block.modulation, c, 2)
+        block.qkv = folded(*fold_entry(block.norm1, attend, block.qkv))
+        block.attn_out = folded(*fold_exit(block.attn_out, attend))
+        block.mlp_in = folded(*fold_entry(block.norm2, feed, block.mlp_in))
+        block.mlp_out = folded(*fold_exit(block.mlp_out, feed))
+        block.norm1.weight = block.norm2.weight = block.modulation = None
+    if c is not None and stack.modulation is not None:
+        # what stands before the heads: folding it would change two V x D matrices and save two passes in all
+        stack.modulation = Constant(stack.modulation(c))  # type: ignore[assignment]
         stack.time_embedding = Constant(c)  # type: ignore[assignment]
-        for part in [stack, *(b for b in stack.blocks if isinstance(b, Block))]:
-            if part.modulation is not None:
-                part.modulation = Constant(part.modulation(c))  # type: ignore[assignment]
-    model.head = PaddedLinear(model.head)
-    if model.anchor_head is not None:
-        model.anchor_head = PaddedLinear(model.anchor_head)
-    return model
+
+
+def folded(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+    return linear
+
+
+class Constant(nn.Module):
+    """A network whose input never changes."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor):
+        super().__init__()
+        self.register_buffer("value", value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value
 
 
 def to_bfloat16(model: LanguageModel) -> None:
-    """Linear weights and the frozen bridge in bf16; norms, modulations, embedding and noise level stay float32."""
-    keep = {id(m) for name, part in model.named_modules() if name.endswith("time_embedding") for m in part.modules()}
+    """Linear weights and the frozen bridge in bf16; norms, modulations, embedding and noise level stay float32.
+    Parameters are replaced and not converted: a folded model shares some with its original."""
+    small = [part for name, part in model.named_modules() if name.endswith(("time_embedding", "modulation"))]
+    keep = {id(m) for part in small for m in part.modules()}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module) not in keep:
-            module.to(torch.bfloat16)
-    if model.bridge is not None:
-        model.bridge.to(torch.bfloat16)
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(p.to(torch.bfloat16), requires_grad=False))
+    if model.bridge is not None and model.bridge.frozen_matrix_DD is not None:
+        model.bridge.frozen_matrix_DD = model.bridge.frozen_matrix_DD.to(torch.bfloat16)

@@ -5,6 +5,7 @@ Letters: B rows, L positions, D width, N heads, H head width, C width of the con
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,21 +13,55 @@ from torch import Tensor, nn
 
 from adlm.schema import ModelConfig
 
+EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-6}
+
+
+class _Normalise(torch.autograd.Function):
+    """x / rms(x), for a LayerNorm after taking away the mean.
+
+    The backward pass reads the output, which the next matrix product keeps anyway, and not the input: under bf16 a
+    norm then keeps 2 bytes per number where autograd's own would keep 6.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, center: bool, epsilon: float, dtype: torch.dtype) -> Tensor:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if center:
+            wide = wide - wide.mean(-1, keepdim=True)
+        r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        y = (wide * r).to(dtype)
+        ctx.save_for_backward(y, r)
+        ctx.center, ctx.dtype = center, x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):  # type: ignore[override]
+        y, r = ctx.saved_tensors
+        g, y = grad_outputs[0].to(r.dtype), y.to(r.dtype)
+        g_x = g - y * (g * y).mean(-1, keepdim=True)
+        if ctx.center:
+            g_x = g_x - g.mean(-1, keepdim=True)
+        return (g_x * r).to(ctx.dtype), None, None, None
+
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm with a weight and no bias, always computed in at least float32."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, width: int, kind: str):
         super().__init__()
         self.kind = kind
         self.weight = nn.Parameter(torch.ones(width))
+        """None once an inference copy has put it into the weights of the map that follows."""
+
+    def normalise(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Without the weight, in the precision of the product that follows."""
+        return _Normalise.apply(x, self.kind == "layernorm", EPSILON[self.kind], dtype)  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.bfloat16, torch.float16):
-            x = x.float()
-        if self.kind == "rmsnorm":
-            return F.rms_norm(x, (x.shape[-1],), self.weight, eps=1e-6)
-        return F.layer_norm(x, (x.shape[-1],), self.weight, eps=1e-5)
+        y = self.normalise(x, torch.promote_types(x.dtype, torch.float32))
+        return y if self.weight is None else y * self.weight
 
 
 class Rotary(nn.Module):
@@ -93,7 +128,7 @@ class Block(nn.Module):
     """Attention and MLP, each behind a norm, added to the residual stream.
 
     With adaLN the conditioning vector c shifts and scales both norms and gates both branches. Without time
-    conditioning c is one row for the whole batch, so its six modulations are computed once and not per example.
+    conditioning c is one row for the whole batch, so its six modulations are vectors, folded into the weights.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -113,9 +148,9 @@ class Block(nn.Module):
         self.k_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
         self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.adaln else None
 
-    def attention(self, h_BLD: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask) -> Tensor:
-        B, L, D = h_BLD.shape
-        qkv = self.qkv(h_BLD).view(B, L, 3, self.n_heads, D // self.n_heads)
+    def attention(self, qkv_BLE: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask) -> Tensor:
+        B, L, E = qkv_BLE.shape
+        qkv = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads))
         q_BNLH, k_BNLH, v_BNLH = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if self.q_norm is not None and self.k_norm is not None:
             q_BNLH, k_BNLH = self.q_norm(q_BNLH).to(v_BNLH.dtype), self.k_norm(k_BNLH).to(v_BNLH.dtype)
@@ -126,12 +161,10 @@ class Block(nn.Module):
             k_BNLH, v_BNLH = cache.extend(k_BNLH, v_BNLH, positions_BL)
             q_BNLH = q_BNLH.to(k_BNLH.dtype)
             o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=mask)
-        return self.attn_out(o_BNLH.transpose(1, 2).reshape(B, L, D))
+        return o_BNLH.transpose(1, 2).reshape(B, L, E // 3)
 
-    def mlp(self, h_BLD: Tensor) -> Tensor:
-        h = self.mlp_in(h_BLD)
-        h = F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square()
-        return self.mlp_out(h)
+    def activate(self, h: Tensor) -> Tensor:
+        return F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square()
 
     def forward(
         self,
@@ -143,20 +176,87 @@ class Block(nn.Module):
         positions_BL: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        attend, feed = None, None  # (shift, scale, gate) of each branch
-        if self.modulation is not None and c_BC is not None:
-            modulations = self.modulation(c_BC).unsqueeze(1).chunk(6, dim=-1)
-            attend, feed = modulations[:3], modulations[3:]
-        h_BLD = pre_norm(x_BLD, self.norm1, attend)
-        x_BLD = self.add(x_BLD, self.attention(h_BLD, cos, sin, cache, positions_BL, mask), attend)
-        return self.add(x_BLD, self.mlp(pre_norm(x_BLD, self.norm2, feed)), feed)
-
-    def add(self, x_BLD: Tensor, y_BLD: Tensor, modulation: tuple[Tensor, ...] | None) -> Tensor:
-        y_BLD = F.dropout(y_BLD, self.dropout, self.training)
-        return x_BLD + (y_BLD if modulation is None else modulation[2] * y_BLD)
+        attend, feed = modulations(self.modulation, c_BC, 2)
+        qkv_BLE = enter(x_BLD, self.norm1, attend, self.qkv)
+        o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask)
+        x_BLD = x_BLD + F.dropout(leave(o_BLD, self.attn_out, attend), self.dropout, self.training)
+        h_BLF = self.activate(enter(x_BLD, self.norm2, feed, self.mlp_in))
+        return x_BLD + F.dropout(leave(h_BLF, self.mlp_out, feed), self.dropout, self.training)
 
 
-def pre_norm(x_BLD: Tensor, norm: Norm, modulation: tuple[Tensor, ...] | None) -> Tensor:
-    """The norm, then h * (1 + scale) + shift."""
-    h_BLD = norm(x_BLD)
-    return h_BLD if modulation is None else h_BLD * (1 + modulation[1]) + modulation[0]
+class Modulation(NamedTuple):
+    """What adaLN does to one branch, each [B, 1, D], or [1, 1, D] where all rows share it."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor = None  # type: ignore[assignment]
+    """Not used before a head."""
+
+
+def modulations(
+    linear: nn.Module | None, c_BC: Tensor | None, branches: int, parts: int = 3
+) -> list[Modulation | None]:
+    """The modulation of each branch, from the conditioning vector; None without adaLN."""
+    if linear is None or c_BC is None:
+        return [None] * branches
+    # tiny, and it scales every activation: not worth rounding to bf16
+    with torch.autocast(c_BC.device.type, enabled=False):
+        vectors = linear(c_BC).unsqueeze(1).chunk(branches * parts, dim=-1)
+    return [Modulation(*vectors[i * parts : (i + 1) * parts]) for i in range(branches)]
+
+
+# Modulations that all rows share are vectors, like the norm's weight: products with diagonal matrices, which can go
+# into the weights of the linear map next to them. What is left for the activations is a plain norm and a plain sum;
+# what is saved, for every vector, is its gradient's sum over all positions and the activations kept for that.
+
+
+def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> Tensor:
+    """linear(norm(x) * (1 + scale) + shift)."""
+    if norm.weight is not None and not folds(x_BLD, modulation, linear):
+        return linear(modulate(norm(x_BLD), modulation))
+    weight, bias = fold_entry(norm, modulation, linear)
+    return F.linear(norm.normalise(x_BLD, product_dtype(x_BLD, weight)), weight, bias)
+
+
+def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Tensor:
+    """gate * linear(h)."""
+    if modulation is None:
+        return linear(h_BLE)
+    if not folds(h_BLE, modulation, linear):
+        return modulation.gate * linear(h_BLE)
+    return F.linear(h_BLE, *fold_exit(linear, modulation))
+
+
+def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bool:
+    """Whether the vectors go into the weights: they must be shared, and positions outnumber rows of the matrix (a
+    decoder that reads one token at a time has fewer activations than weights)."""
+    shared = modulation is None or modulation.shift.shape[0] == 1
+    return shared and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
+
+
+def fold_entry(norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of `enter` as a map of the normalised x."""
+    if norm.weight is None:
+        return linear.weight, linear.bias
+    if modulation is None:
+        return linear.weight * norm.weight, linear.bias
+    through = (linear.weight * modulation.shift.view(-1)).sum(-1)
+    bias = through if linear.bias is None else linear.bias + through
+    return linear.weight * (norm.weight * (1 + modulation.scale.view(-1))), bias
+
+
+def fold_exit(linear: nn.Linear, modulation: Modulation | None) -> tuple[Tensor, Tensor | None]:
+    if modulation is None:
+        return linear.weight, linear.bias
+    gate_D = modulation.gate.view(-1)
+    return gate_D[:, None] * linear.weight, None if linear.bias is None else gate_D * linear.bias
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Of a linear map of x: autocast's, if it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def modulate(h_BLD: Tensor, modulation: Modulation | None) -> Tensor:
+    return h_BLD if modulation is None else h_BLD * (1 + modulation.scale) + modulation.shift

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adlm.models.layers import Block, LayerCache, Norm, Rotary, TimeEmbedding, pre_norm
+from adlm.models.layers import Block, LayerCache, Norm, Rotary, TimeEmbedding, modulate, modulations
 from adlm.schema import ModelConfig
 
 
@@ -78,7 +78,5 @@ class Stack(nn.Module):
                 x_BLD = checkpoint(block, x_BLD, c_BC, cos, sin, use_reentrant=False)  # type: ignore[assignment]
             else:
                 x_BLD = block(x_BLD, c_BC, cos, sin, layer, positions_BL, mask)
-        final = None
-        if self.modulation is not None and c_BC is not None:
-            final = self.modulation(c_BC).unsqueeze(1).chunk(2, dim=-1)
-        return Features(x_BLD, pre_norm(x_BLD, self.norm, final))
+        (final,) = modulations(self.modulation, c_BC, 1, parts=2)
+        return Features(x_BLD, modulate(self.norm(x_BLD), final))
