@@ -54,7 +54,7 @@ def ours(model, args, batch: int) -> dict:
     engine = Engine(model, slots=batch, device=args.device, compile=args.compile)
     mask = model.mask_id
     began = time.perf_counter()
-    engine.network.warm_up(Cut(temperature=False, sort=args.top_p < 1, min_p=False), args.length)
+    engine.network.warm_up(Cut(top_p=args.top_p < 1), args.length)
     warm_up = time.perf_counter() - began
     plan = make_plan(c, LogLinear())
     if args.device == "cuda":

@@ -70,6 +70,34 @@ def test_the_shortcut_through_the_best_few_changes_nothing(row, top_k, top_p, re
         categorical.ENOUGH = before
 
 
+@pytest.mark.parametrize("release", [False, True])
+def test_bisection_equals_the_ordered_prefix_with_many_ties(release):
+    """What a GPU does against what a CPU does, on logits of bf16, of which thousands are equal."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(24, 5000, generator=generator)).to(torch.bfloat16).float()
+    logits[:, ::7] = -torch.inf
+    k = torch.tensor([0, 1, 7, 600]).repeat(6)[:, None]
+    p = torch.tensor([0.2, 0.5, 0.9, 0.97, 0.999, 1.0], dtype=torch.float64).repeat_interleave(4)[:, None]
+    ordered = categorical.among_best(logits, k, p, release)
+    assert ordered is not None, "the best few decide"
+    all_kept = categorical.leading(logits, torch.ones_like(logits), torch.where(k > 0, k, 5000).double())
+    weight = (logits - logits.amax(-1, keepdim=True)).exp().masked_fill(~all_kept, 0.0)
+    need = p * weight.sum(-1, keepdim=True, dtype=torch.float64)
+    nucleus = all_kept & (categorical.leading(logits, weight, need, release) | (p >= 1))
+    assert torch.equal(nucleus, ordered)
+    assert int(ordered[8].sum()) > 30, "not a trivial case"
+
+
+def test_bisection_is_used_where_nothing_may_be_read_back(monkeypatch):
+    monkeypatch.setattr(categorical, "visible", lambda x: False)
+    monkeypatch.setattr(categorical, "among_best", None)
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
+    got = filter_logits(logits, top_k=torch.tensor([0, 3, 50]), top_p=torch.tensor([0.9, 1.0, 0.5]))
+    monkeypatch.undo()
+    expected = filter_logits(logits, top_k=torch.tensor([0, 3, 50]), top_p=torch.tensor([0.9, 1.0, 0.5]))
+    assert torch.equal(got, expected)
+
+
 def test_usual_and_release_nucleus_differ_by_the_crossing_token():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     usual, release = (filter_logits(logits, top_p=0.7, release_cut=r).exp()[0] for r in (False, True))

@@ -14,7 +14,7 @@ from toy import ToyModel
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.drawing import Cut, draw
-from adlm.engine.graphs import Graphs
+from adlm.engine.graphs import Graphs, unwrap
 from adlm.engine.prepare import fold, pad_heads, to_bfloat16
 from adlm.engine.template import parse_template
 from adlm.samplers import SAMPLERS
@@ -271,18 +271,21 @@ def test_draws_in_pieces_are_the_same(model):
 
 
 class Padded(Graphs):
-    """Static shapes as on a GPU, without the GPU: pads to fixed sizes, runs the function itself, counts shapes."""
+    """Static shapes without a GPU: the functions themselves, run twice as a capture does, and the shapes seen."""
 
     def __init__(self):
-        super().__init__(on=True, compile=False)
-        self.shapes = set()
+        super().__init__(on=False, compile=False)
+        self.on, self.shapes = True, {}
 
-    def wrap(self, function, compile=True):
-        def call(*args):
-            self.shapes.add(tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args))
-            return function(*args)
+    def capture(self, function):
+        seen = self.shapes.setdefault(function.__name__, set())
 
-        return call
+        def repeated(*args):
+            seen.add(tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor)))
+            function(*map(unwrap, args))
+            return function(*map(unwrap, args))
+
+        return repeated
 
 
 def test_padding_to_static_shapes_changes_nothing(model, monkeypatch):
@@ -292,10 +295,9 @@ def test_padding_to_static_shapes_changes_nothing(model, monkeypatch):
     monkeypatch.setattr("adlm.engine.network.Graphs", lambda on, compile: padded)
     engine = Engine(model, slots=5)
     assert rows(engine, requests) == expected
-    batches = {s[0][0] for s in padded.shapes if len(s) == 2}
-    pieces = {s[0][0] for s in padded.shapes if len(s) > 2}
-    assert batches <= {1, 2, 4, 8}
-    assert pieces <= {16, 64, 256}
+    masks, batches = ({shapes[i][-1] for shapes in padded.shapes["look"]} for i in (0, 1))
+    assert batches <= {1, 2, 4, 8} and masks == {64}
+    assert {shapes[0][-1] for shapes in padded.shapes["draw"]} <= {16, 64, 256}
 
 
 def test_the_draw_is_one_graph_without_breaks(model):
@@ -306,7 +308,7 @@ def test_the_draw_is_one_graph_without_breaks(model):
     banned[:, M] = True
     hidden = torch.randn(2, 16)
     traced = torch.compile(draw, backend="eager", fullgraph=True, dynamic=False)
-    cut = Cut(True, True, True)
+    cut = Cut(True, True, True, True)
     tokens = torch.arange(V)
     token, log_p = traced(model.head, hidden, banned, tokens, ints, floats, cut)
     plain = draw(model.head, hidden, banned, tokens, ints, floats, cut)
@@ -391,7 +393,7 @@ def test_on_the_gpu(model):
 def test_steps_on_the_gpu_do_not_wait_for_it(model):
     """Once shapes are captured, a step that ends no row reads nothing back."""
     engine = Engine(copy.deepcopy(model), slots=4, device="cuda")
-    engine.network.warm_up(Cut(False, True, False))
+    engine.network.warm_up(Cut(top_p=True))
     for seed in range(4):
         engine.submit(request(seed, sampler="remdm-cap", steps=500, eta=0.05, top_p=0.9))
     engine.step()

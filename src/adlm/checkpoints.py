@@ -13,7 +13,6 @@ from adlm.training.checkpoint import read_weights
 from adlm.training.export import CONFIG, Loaded, describe, load_folder, section
 from adlm.training.setup import parameter_count
 
-
 BOX = Path(__file__).parent / "box"
 """The exported folder that ships inside the package."""
 DEMO = Path("runs/demo")

@@ -6,6 +6,8 @@ never by looking at a tensor. Filters act in the usual order - temperature, top-
 before left.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,8 @@ def filter_logits(
         best = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0).log()
         logits = torch.where(t > 0, logits / torch.where(t > 0, t, 1.0), best)
     if top_k is not None or top_p is not None:
-        k = _per_row(0 if top_k is None else top_k, logits)
-        p = _per_row(1.0 if top_p is None else top_p, logits).double()
+        k = None if top_k is None else _per_row(top_k, logits)
+        p = None if top_p is None else _per_row(top_p, logits).double()
         logits = logits.masked_fill(~most_probable(logits, k, p, release_cut), -torch.inf)
     if min_p is not None:
         m = _per_row(min_p, logits)
@@ -63,21 +65,34 @@ def filter_logits(
     return logits.log_softmax(-1)
 
 
-def most_probable(logits: Tensor, k: Tensor, p: Tensor, release_cut: Tensor | bool = False) -> Tensor:
-    """Mask [N, V] of the tokens that top-k and then the nucleus keep; k and p broadcast to [N, 1]."""
-    everything = (k <= 0) & (p >= 1)
-    total = logits.double().logsumexp(-1, keepdim=True)
+def most_probable(logits: Tensor, k: Tensor | None, p: Tensor | None, release_cut: Tensor | bool = False) -> Tensor:
+    """Mask [N, V] of the tokens that top-k and then the nucleus keep; k and p broadcast to [N, 1], None is off."""
+    if isinstance(release_cut, Tensor):
+        release_cut = release_cut.unsqueeze(-1)
     if visible(logits) and logits.shape[-1] > ENOUGH:
-        # On a CPU sorting 50,000 numbers takes several times as long as finding the best few, which nearly always
-        # hold the nucleus; a GPU would have to wait for the answer, and sorts fast.
-        values = logits.topk(ENOUGH, sorted=True).values
-        n, mass = prefix(values, total, k, p, release_cut)
-        if not bool((everything | ((k > 0) & (k <= ENOUGH)) | ((k <= 0) & (mass >= p))).all()):
-            values = logits.sort(dim=-1, descending=True).values
-            n, _ = prefix(values, total, k, p, release_cut)
-    else:
-        values = logits.sort(dim=-1, descending=True).values
-        n, _ = prefix(values, total, k, p, release_cut)
+        # On a CPU the best few, which nearly always hold the nucleus, are found fastest.
+        kept = among_best(logits, k, p, release_cut)
+        if kept is not None:
+            return kept
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if k is not None:
+        kept = leading(logits, torch.ones_like(logits), torch.where(k > 0, k, logits.shape[-1]).double())
+    if p is not None:
+        weight = (logits - logits.amax(-1, keepdim=True)).exp().masked_fill(~kept, 0.0)
+        need = p * weight.sum(-1, keepdim=True, dtype=torch.float64)
+        kept = kept & (leading(logits, weight, need, release_cut) | (p >= 1))
+    return kept
+
+
+def among_best(logits: Tensor, k: Tensor | None, p: Tensor | None, release_cut: Tensor | bool) -> Tensor | None:
+    """`most_probable` if the ENOUGH most probable tokens decide it in every row, else None."""
+    k = torch.zeros((), dtype=torch.int64) if k is None else k
+    p = torch.ones((), dtype=torch.float64) if p is None else p
+    everything = (k <= 0) & (p >= 1)
+    values = logits.topk(ENOUGH, sorted=True).values
+    n, mass = prefix(values, logits.double().logsumexp(-1, keepdim=True), k, p, release_cut)
+    if not bool((everything | ((k > 0) & (k <= ENOUGH)) | ((k <= 0) & (mass >= p))).all()):
+        return None
     # Only values were ordered: among equals at the edge, as many as belong are taken from the smallest ids on.
     edge = values.gather(-1, n - 1)
     above, at = logits > edge, logits == edge
@@ -85,7 +100,51 @@ def most_probable(logits: Tensor, k: Tensor, p: Tensor, release_cut: Tensor | bo
     return above | (at & (at.cumsum(-1) <= room)) | everything
 
 
-def prefix(values: Tensor, total: Tensor, k: Tensor, p: Tensor, release_cut: Tensor | bool) -> tuple[Tensor, Tensor]:
+def leading(logits: Tensor, weight: Tensor, need: Tensor, short: Tensor | bool = False) -> Tensor:
+    """Mask of the shortest prefix, in descending order of logits and among equals of ids, whose weights (equal where
+    logits are) add up to `need`; where `short`, of the longest one that does not exceed it, at least one token.
+
+    Found by bisection, without sorting: 32 sums find the value at the edge bit by bit, 17 or so the last id. Each is a
+    pass over numbers that stay in a GPU's cache; a sort moves them ten times with their ids, and does not compile.
+    """
+
+    def mass(inside: Tensor) -> Tensor:
+        return torch.where(inside, weight, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+
+    edge = float_of(largest(32, lambda bits: mass(logits >= float_of(bits)) >= need, need))
+    above, at = logits > edge, logits == edge
+    each = torch.where(at, weight, 0.0).amax(-1, keepdim=True).double()
+    ties = (need - mass(above)) / each
+    none_yet = ~above.any(-1, keepdim=True)
+    at_most = torch.maximum(ties.floor(), none_yet.double())
+    room = torch.where(torch.as_tensor(short, device=logits.device), at_most, ties.ceil())
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    stop = largest(logits.shape[-1].bit_length(), lambda n: (at & (ids < n)).sum(-1, keepdim=True) <= room, need)
+    return above | (at & (ids < stop))
+
+
+def largest(bits: int, holds: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """The largest integer of so many bits for which `holds`, in each row; it holds at 0 and, once false, stays so."""
+    found = torch.zeros_like(like, dtype=torch.int64)
+    for bit in reversed(range(bits)):
+        candidate = found + (1 << bit)
+        found = torch.where(holds(candidate), candidate, found)
+    return found
+
+
+def float_of(rank: Tensor) -> Tensor:
+    """The float32 number `rank` from -inf (0) upwards; NaN, which nothing reaches, beyond +inf."""
+    pattern = (rank + BELOW_INFINITY).clamp(max=(1 << 32) - 1)
+    signed = torch.where(pattern >= 1 << 31, pattern - (1 << 31), ~pattern)
+    return signed.to(torch.int32).view(torch.float32)
+
+
+BELOW_INFINITY = (1 << 23) - 1  # bit patterns of negative NaNs, which would come before -inf
+
+
+def prefix(
+    values: Tensor, total: Tensor, k: Tensor, p: Tensor, release_cut: Tensor | bool = False
+) -> tuple[Tensor, Tensor]:
     """(how many of the descending `values` are kept, at least 1; the probability they hold together), each [N, 1].
 
     `total` is the log of the normaliser of the whole row, of which `values` may be only the largest part. float64: on
@@ -96,11 +155,7 @@ def prefix(values: Tensor, total: Tensor, k: Tensor, p: Tensor, release_cut: Ten
     v = values.double().masked_fill(~inside, -torch.inf)
     q = (v - torch.where(k > 0, v.logsumexp(-1, keepdim=True), total)).exp()
     inclusive = q.cumsum(-1)
-    usual, release = inclusive - q < p, inclusive <= p
-    if isinstance(release_cut, Tensor):
-        within = torch.where(release_cut.unsqueeze(-1), release, usual)
-    else:
-        within = release if release_cut else usual
+    within = torch.where(torch.as_tensor(release_cut, device=values.device), inclusive <= p, inclusive - q < p)
     kept = inside & (within | (p >= 1))
     return kept.sum(-1, keepdim=True).clamp(min=1), inclusive[..., -1:]
 

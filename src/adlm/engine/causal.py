@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.engine.drawing import SLOT, Drawer, Draws
+from adlm.engine.drawing import SLOT, Drawer, Draws, pieces
 from adlm.engine.graphs import Graphs
 from adlm.engine.prepare import autocast, prepare
 from adlm.engine.request import Frame, Request
@@ -125,7 +125,8 @@ class CausalEngine(Rows[Text]):
             hidden_SD = self.network(last_S[:, None], cache=self.cache).denoiser_BLD[:, 0]
         for slot, token in phrases:
             self.drawer.banned_SV[slot, token] = True
-        tokens = [d.token for _, d in self.drawer(hidden_SD[ints[SLOT]], ints, floats, sizes, draws.cut)]
+        h_ND = hidden_SD[ints[SLOT]]
+        tokens = [self.drawer(h_ND[a], ints[:, a], floats[:, a], draws.cut).token for a in pieces(sizes)]
         for slot, token in phrases:
             self.drawer.banned_SV[slot, token] = False
         return torch.cat(tokens)

@@ -27,20 +27,23 @@ LOGITS_AT_ONCE = 1 << 22  # float64 noise and its temporaries: about 200 MB
 PIECES = (16, 64, 256)  # static shapes
 
 
-def widen(array: NDArray, more: int, fill: int = 0) -> NDArray:
-    """`more` columns of `fill` at the end: np.pad, at a tenth of its cost on arrays this small (the host's share of a
-    step matters when one row is drawn at a time)."""
-    wide = np.full((*array.shape[:-1], array.shape[-1] + more), fill, dtype=array.dtype)
-    wide[..., : array.shape[-1]] = array
+def widen(array: NDArray, more: int, fill: int | tuple[int, ...] = 0) -> NDArray:
+    """`more` columns of `fill` (one number, or one per row) at the end: np.pad, at a tenth of its cost on arrays this
+    small (the host's share of a step matters when one row is drawn at a time)."""
+    width = array.shape[-1]
+    wide = np.empty((*array.shape[:-1], width + more), dtype=array.dtype)
+    wide[..., :width] = array
+    wide[..., width:] = fill if isinstance(fill, int) else np.array(fill)[:, None]
     return wide
 
 
 class Cut(NamedTuple):
     """Which filters some row of a call needs; known on the host, so that unused ones are not even compiled."""
 
-    temperature: bool
-    sort: bool
-    min_p: bool
+    temperature: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
 
 
 class Draws(NamedTuple):
@@ -84,7 +87,8 @@ class Draws(NamedTuple):
     def cut(self) -> Cut:
         return Cut(
             bool((self.floats[TEMPERATURE] != 1).any()),
-            bool((self.ints[TOP_K] > 0).any() or (self.floats[TOP_P] < 1).any()),
+            bool((self.ints[TOP_K] > 0).any()),
+            bool((self.floats[TOP_P] < 1).any()),
             bool((self.floats[MIN_P] > 0).any()),
         )
 
@@ -96,24 +100,32 @@ class Drawn(NamedTuple):
 
 def draw(
     head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, cut: Cut
-) -> tuple[Tensor, Tensor]:
-    """(tokens [N], log-probabilities [N, V] they were drawn from). Static shapes, no host sync."""
+) -> Drawn:
+    """Tokens [N], and the log-probabilities [N, V] they were drawn from. Static shapes, no host sync."""
     logits = head(hidden_ND).float().masked_fill(banned_SV[ints[SLOT]], -torch.inf)
     log_p = filter_logits(
         logits,
         temperature=floats[TEMPERATURE].float() if cut.temperature else None,
-        top_k=ints[TOP_K] if cut.sort else None,
-        top_p=floats[TOP_P] if cut.sort else None,
+        top_k=ints[TOP_K] if cut.top_k else None,
+        top_p=floats[TOP_P] if cut.top_p else None,
         min_p=floats[MIN_P].float() if cut.min_p else None,
         release_cut=ints[RELEASE] > 0,
     )
     row = ints.unsqueeze(-1)
     u = uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], token_V)
-    return gumbel_argmax(log_p, u), log_p
+    return Drawn(gumbel_argmax(log_p, u), log_p)
+
+
+def pieces(sizes: list[int]) -> Iterator[slice]:
+    """The columns of consecutive pieces."""
+    a = 0
+    for size in sizes:
+        yield slice(a, a + size)
+        a += size
 
 
 class Drawer:
-    """`draw` over any number of positions."""
+    """`draw` over any number of positions, in pieces; what a slot may not draw."""
 
     def __init__(self, head: Head, slots: int, vocab_size: int, mask_id: int, graphs: Graphs, device: torch.device):
         # Zero-masking of SUBS and banned words are one thing: tokens a slot may not draw.
@@ -121,19 +133,12 @@ class Drawer:
         self.banned_SV[:, mask_id] = True
         # A buffer and not an arange inside the step: the compiler would narrow that to 32 bits, and the noise needs 64.
         self.token_V = torch.arange(vocab_size, device=device)
-        self.mask_id, self.spare, self.graphs = mask_id, slots, graphs
+        self.head, self.mask_id, self.static = head, mask_id, graphs.on
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
+        self.draw = graphs.compile(draw)
 
-        def step(hidden_ND: Tensor, ints: Tensor, floats: Tensor, *cut: bool) -> tuple[Tensor, Tensor]:
-            return draw(head, hidden_ND, self.banned_SV, self.token_V, ints, floats, Cut(*cut))
-
-        self.unsorted = graphs.wrap(step)
-        # torch 2.11's compiler fails on the sort of a nucleus cut (and the library's own sort is the faster one)
-        self.sorted = graphs.wrap(step, compile=False)
-
-    def step(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-        """One piece, captured for its size and filters."""
-        return (self.sorted if cut.sort else self.unsorted)(hidden_ND, ints, floats, *cut)
+    def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, cut: Cut) -> Drawn:
+        return self.draw(self.head, hidden_ND, self.banned_SV, self.token_V, ints, floats, cut)
 
     def ban(self, slot: int, tokens: list[int]) -> None:
         """Exactly `tokens` and the mask are banned in `slot` from now on."""
@@ -143,17 +148,7 @@ class Drawer:
 
     def sizes(self, n: int) -> list[int]:
         """Sizes of the pieces for n draws; with static shapes the last one may hold padding."""
-        if not self.graphs.on:
+        if not self.static:
             return [min(self.most, n - a) for a in range(0, n, self.most)]
         whole, rest = divmod(n, PIECES[-1])
         return [PIECES[-1]] * whole + ([next(s for s in PIECES if s >= rest)] if rest else [])
-
-    def __call__(
-        self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, sizes: list[int], cut: Cut
-    ) -> Iterator[tuple[slice, Drawn]]:
-        """Yield (columns, Drawn) piece by piece; with graphs, a piece's log_p is overwritten by the next one."""
-        a = 0
-        for size in sizes:
-            piece = slice(a, a + size)
-            yield piece, Drawn(*self.step(hidden_ND[piece], ints[:, piece], floats[:, piece], cut))
-            a += size

@@ -2,7 +2,8 @@
 
 A network evaluation of one row is a few hundred kernels of microseconds each, so launching them one by one from Python
 costs more than running them. A captured graph replays them in one launch. Inputs are copied into the buffers the
-graph was captured with, and outputs are the graph's own: valid until the next call with the same shapes.
+graph was captured with, and outputs are the graph's own: valid until the next call with the same shapes. Capturing
+runs the function a few times, so a captured function must be one that may be repeated.
 """
 
 from collections.abc import Callable
@@ -17,37 +18,65 @@ WARM_UP = 3
 
 class Graphs:
     def __init__(self, on: bool, compile: bool):
-        self.on, self.compile = on, compile
+        self.on, self.compiling = on, on and compile
+        # One pool for all: what a graph needs only while it runs is the same memory in each of them. Safe because they
+        # run one after the other, and one that reads another's output is captured after it.
+        self.pool = torch.cuda.graph_pool_handle() if on else None
 
-    def wrap(self, function: Callable[..., Any], compile: bool = True) -> Callable[..., Any]:
-        """`function` takes tensors first, then plain hashable values, and returns tensors (a tuple, or None in it).
-        `compile` false: only captured."""
-        if self.compile and compile:
-            # The second size makes the batch dimension a variable, so a function is compiled two or three times per
-            # combination of its plain arguments, not once per shape.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            function = torch.compile(function, fullgraph=True)
-        return Captured(function) if self.on else function
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` compiled, if that is on: for the arithmetic inside a captured function."""
+        if not self.compiling:
+            return function
+        # The second size makes the batch dimension a variable, so a function is compiled two or three times per
+        # combination of its plain arguments, not once per shape.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        return torch.compile(function, fullgraph=True)
+
+    def capture(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` takes tensors, Fixed tensors and plain hashable values, and returns tensors (a tuple, or None in
+        it). It may change tensors that it holds itself."""
+        return Captured(function, self.pool) if self.on else lambda *args: function(*map(unwrap, args))
+
+
+class Fixed:
+    """A tensor whose memory stays where it is (the output of another graph): read in place, not copied."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self.place == other.place
+
+    def __hash__(self) -> int:
+        return hash(self.place)
+
+    @property
+    def place(self) -> tuple[int, torch.Size]:
+        return self.tensor.data_ptr(), self.tensor.shape
+
+
+def unwrap(x: Any) -> Any:
+    return x.tensor if isinstance(x, Fixed) else x
 
 
 class Captured:
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
+    def __init__(self, function: Callable[..., Any], pool: Any):
+        self.function, self.pool = function, pool
         self.captured: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
-        key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
+        key = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args)
         if key not in self.captured:
             self.captured[key] = self.capture(args)
         graph, inputs, outputs = self.captured[key]
         for buffer, tensor in zip(inputs, tensors):
-            buffer.copy_(tensor)
+            buffer.copy_(tensor, non_blocking=True)
         graph.replay()
         return outputs
 
     def capture(self, args: tuple[Any, ...]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Any]:
-        fixed = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        fixed = [a.clone() if isinstance(a, Tensor) else unwrap(a) for a in args]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles and allocates outside the capture
@@ -55,6 +84,6 @@ class Captured:
                 self.function(*fixed)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self.pool):
             outputs = self.function(*fixed)
-        return graph, [a for a in fixed if isinstance(a, Tensor)], outputs
+        return graph, [f for f, a in zip(fixed, args) if isinstance(a, Tensor)], outputs

@@ -14,20 +14,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule
-from adlm.engine.drawing import GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, widen
-from adlm.engine.graphs import Graphs
+from adlm.engine.drawing import GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, pieces, widen
+from adlm.engine.graphs import Fixed, Graphs
 from adlm.engine.prepare import autocast, prepare
 from adlm.errors import choose
 from adlm.models import LanguageModel
 from adlm.models.attention import choose_attention
 from adlm.samplers import Look
 
+# Static shapes: rows of a call, and positions masked again before it
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+MASK_SIZES = (64, 1024)
 
 
-def row_size(n: int) -> int:
-    """Rows of the call that holds n rows, when shapes are static."""
-    return next((s for s in ROW_SIZES if s >= n), n)
+def at_least(n: int, sizes: tuple[int, ...]) -> int:
+    """The static size that holds n; beyond the largest, multiples of it."""
+    return next((s for s in sizes if s >= n), -(-n // sizes[-1]) * sizes[-1])
 
 
 class Batch(NamedTuple):
@@ -71,8 +73,10 @@ class Network:
             choose_attention("auto", slots, model.config, self.device, backward=False)
         compiled = compile == "true" or (compile == "auto" and cuda)
         self.graphs = Graphs(on=cuda and compile != "false", compile=compiled)
-        self.forward = self.graphs.wrap(self.hidden)
         self.drawer = Drawer(self.head, slots, model.vocab_size, self.mask_id, self.graphs, self.device)
+        self.forward = self.graphs.compile(self.hidden)
+        self.read_rows = self.graphs.capture(self.look)
+        self.write_draws = self.graphs.capture(self.draw)
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor) -> tuple[Tensor, Tensor | None]:
         with autocast(self.device, self.bf16):
@@ -84,20 +88,59 @@ class Network:
         with autocast(self.device, self.bf16):
             return self.model.head(hidden_ND)
 
+    # The two halves of an evaluation, each one graph launch. Both may be repeated: they read no state they change.
+
+    def look(self, mask: Tensor, rows: Tensor, sigma_B: Tensor, L: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Mask what was masked again, and run the network: hidden states for both heads, and the rows it saw."""
+        self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
+        tokens_BL = self.canvas_SL[rows[0], :L]
+        hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
+        tokens_BL = tokens_BL.masked_fill(hide_BL, self.mask_id)
+        return *self.forward(tokens_BL, sigma_B.float()), tokens_BL
+
+    def chosen(self, denoiser_BLD: Tensor, source: Tensor, ints: Tensor, floats: Tensor, guided: bool) -> Tensor:
+        """Hidden states at the positions to draw, guidance included."""
+        h_ND = denoiser_BLD[source[0], ints[POSITION]]
+        if guided:
+            w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
+            h_ND = (1 + w) * h_ND - w * denoiser_BLD[source[1], ints[POSITION]]
+        return h_ND
+
+    def draw(
+        self,
+        denoiser_BLD: Tensor,
+        source: Tensor,
+        ints: Tensor,
+        floats: Tensor,
+        cut: Cut,
+        guided: bool,
+        looks: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        """Draw one piece and write it into the canvas; returns what the plans want to know of each draw."""
+        h_ND = self.chosen(denoiser_BLD, source, ints, floats, guided)
+        token, log_p = self.drawer(h_ND, ints, floats, cut)
+        self.canvas_SL[ints[SLOT], ints[POSITION]] = token
+        return tuple(LOOKS[name](log_p, token) for name in looks)
+
     @torch.inference_mode()
     def warm_up(self, cut: Cut, length: int = 0) -> None:
-        """Compile and capture every shape that rows of this length and these filters can need."""
+        """Compile and capture the shapes that rows of this length and these filters need, with few remasked tokens."""
         if not self.graphs.on:
             return
-        most = row_size(self.spare)
+
+        def numbers(*rows: int, columns: int) -> Tensor:
+            return torch.tensor(rows, device=self.device)[:, None].expand(-1, columns)
+
         # The largest first: it is compiled for its own size, the others share one compilation of any size.
-        for size in sorted((s for s in ROW_SIZES if s <= most), reverse=True):
-            rows = torch.full((size, length or self.length), self.mask_id, device=self.device)
-            h_BLD, _ = self.forward(rows, torch.zeros(size, device=self.device))
-        for size in PIECES:
-            ints = torch.zeros(6, size, dtype=torch.int64, device=self.device)
-            floats = torch.ones(4, size, dtype=torch.float64, device=self.device)
-            self.drawer.step(h_BLD.new_zeros(size, h_BLD.shape[-1]), ints, floats, cut)
+        for B in sorted((s for s in ROW_SIZES if s <= at_least(self.spare, ROW_SIZES)), reverse=True):
+            mask, rows = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
+            denoiser_BLD, *_ = self.read_rows(
+                mask, rows, torch.zeros(B, device=self.device).double(), length or self.length
+            )
+            for size in PIECES:
+                ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
+                source = numbers(0, 0, columns=size)
+                self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), cut, False, ())
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """Noise level of a canvas with mask share t: -log alpha, where alpha runs down to the schedule's alpha(1)."""
@@ -116,36 +159,32 @@ class Network:
     @torch.inference_mode()
     def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Look:
         """Run one batch; returns the fields of Look that were asked for, for all draws in order."""
-        L, B, N = batch.length, batch.rows.shape[1], batch.source.shape[1]
+        B, N, M = batch.rows.shape[1], batch.source.shape[1], batch.mask.shape[1]
         sizes = self.drawer.sizes(N)
-        more_rows, more = (row_size(B) if self.graphs.on else B) - B, sum(sizes) - N
+        more, more_rows, more_masks = sum(sizes) - N, 0, 0
+        if self.graphs.on:
+            more_rows, more_masks = at_least(B, ROW_SIZES) - B, at_least(M, MASK_SIZES) - M
         draws = batch.draws.padded(more, self.spare)
-        # What the padding draws lands in the spare slot.
-        mask, source, ints, rows = self.upload(
-            batch.mask,
+        # What the padding masks and draws lands in the spare slot.
+        mask, rows, source, ints, sigma_B, floats = self.upload(
+            widen(batch.mask, more_masks, (self.spare, 0)),
+            widen(batch.rows, more_rows, (self.spare, 0)),
             widen(batch.source, more),
             draws.ints,
-            widen(batch.rows, more_rows, self.spare),
+            widen(self.sigma(batch.t), more_rows),
+            draws.floats,
         )
-        sigma, floats = self.upload(widen(self.sigma(batch.t), more_rows), draws.floats)
-
-        self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
-        tokens_BL = self.canvas_SL[rows[0], :L]
-        hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
-        denoiser_BLD, anchor_BLD = self.forward(tokens_BL.masked_fill(hide_BL, self.mask_id), sigma.float())
-
-        h_ND = denoiser_BLD[source[0], ints[POSITION]]
-        if (batch.draws.floats[GUIDANCE] > 0).any():
-            w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
-            h_ND = (1 + w) * h_ND - w * denoiser_BLD[source[1], ints[POSITION]]
-        look: dict[str, list[Tensor]] = {name: [] for name in looks - {"anchor", "normaliser"}}
-        for piece, (token, log_p) in self.drawer(h_ND, ints, floats, sizes, draws.cut):
-            self.canvas_SL[ints[SLOT, piece], ints[POSITION, piece]] = token
-            for name, parts in look.items():
-                parts.append(LOOKS[name](log_p, token))
-        found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in look.items()}
+        guided = bool((batch.draws.floats[GUIDANCE] > 0).any())
+        names = tuple(sorted(looks & LOOKS.keys()))
+        denoiser_BLD, anchor_BLD, tokens_BL = self.read_rows(mask, rows, sigma_B, batch.length)
+        seen: list[tuple[Tensor, ...]] = []
+        for piece in pieces(sizes):
+            columns = source[:, piece], ints[:, piece], floats[:, piece]
+            values = self.write_draws(Fixed(denoiser_BLD), *columns, draws.cut, guided, names)
+            seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
+        found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in zip(names, zip(*seen))}
         if "normaliser" in looks:
-            found["normaliser"] = self.normaliser_look(h_ND[:N])
+            found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, ints, floats, guided)[:N])
         if "anchor" in looks:
             assert anchor_BLD is not None
             with autocast(self.device, self.bf16):
@@ -153,10 +192,11 @@ class Network:
         return Look(**found)
 
     def upload(self, *arrays: NDArray) -> list[Tensor]:
-        """Several small arrays of one type in one copy that the host does not wait for."""
-        flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(self.device, non_blocking=True)
-        parts = flat.split([a.size for a in arrays])
-        return [part.view(a.shape) for part, a in zip(parts, arrays)]
+        """Several small arrays of 8-byte numbers in one copy that the host does not wait for."""
+        flat = np.concatenate([a.view(np.int64).ravel() for a in arrays])
+        parts = torch.from_numpy(flat).to(self.device, non_blocking=True).split([a.size for a in arrays])
+        kinds = (torch.float64 if a.dtype == np.float64 else torch.int64 for a in arrays)
+        return [part.view(kind).view(a.shape) for part, kind, a in zip(parts, kinds, arrays)]
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
         """For each draw, the mean of e^logit over all tokens but the mask, before any cut."""
