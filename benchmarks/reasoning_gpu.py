@@ -209,9 +209,10 @@ def plot(path: Path, events: dict[str, list[dict[str, Any]]]) -> None:
         task, _, method = name.partition("-")
         for axis, kind, key in zip(axes[task], ("train", "valid"), ("nll", "accuracy")):
             points = [(event["step"], event[key]) for event in those if event["kind"] == kind]
-            axis.plot(*zip(*points), label=method, marker="." if kind == "valid" else "")
+            if points:
+                axis.plot(*zip(*points), label=method, marker="." if kind == "valid" else "")
+                axis.legend()
             axis.set(title=f"{task}: {key}, {kind}", xlabel="step")
-            axis.legend()
     figure.savefig(path, dpi=90)
 
 
