@@ -1,6 +1,7 @@
 """The release's own command lines, typed as in its README apart from tiny sizes and local files, run to the end."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_compat_overrides import README_TRAIN
+from test_compat_overrides import README_SAMPLE, README_TRAIN
+from test_evaluate import save_gpt2
 
 from adlm.compat.release import export_release, load_release
 
@@ -52,3 +54,40 @@ def test_its_model_goes_to_the_release_and_back(run):
     ours, back = load_folder(folder / "adlm" / "export"), load_release(path, tokenizer="bytes")
     x = torch.randint(0, ours.model.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours.model.log_probs(x), back.model.log_probs(x))
+
+
+def test_the_sampling_line_runs_and_writes_its_json(run):
+    """As typed, with a small judge and local text. Reference values: the same samples, measured by hand."""
+    from adlm.evaluation.judge import open_judge, read_row, score_rows
+    from adlm.evaluation.quality import entropy
+
+    folder, _ = run
+    export_release(folder / "adlm", folder / "ckpts" / "tiny.ckpt")
+    save_gpt2(folder / "judge")
+    line = (
+        f"{README_SAMPLE} eval.checkpoint_path=ckpts/tiny.ckpt sampling.num_sample_batches=3 sampling.steps=8 "
+        f"eval.gen_ppl_eval_model_name_or_path={folder / 'judge'} data.path={folder / 'docs.jsonl'} "
+        "data.tokenizer=bytes eval.mauve=false"
+    )
+    env = {**os.environ, "ADLM_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-u", "-m", "adlm_main", *shlex.split(line)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "outputs" / "adlm_samples-10_seed-5.json").read_text())
+    assert list(found) == ["gen_ppl", "entropy", "MAUVE", "entropies", "text_samples"]
+    results = json.loads((folder / "outputs" / "adlm_samples-10_seed-5" / "results.json").read_text())
+    (entry,) = results["settings"]
+    assert (entry["sampler"], entry["sampling"]["parity"], entry["top_p"]) == ("remdm-loop", "release", 0.9)
+    assert results["judge"]["rule"].startswith("release: ")
+    lines = (folder / "outputs" / "adlm_samples-10_seed-5" / "samples" / entry["file"]).read_text().splitlines()
+    samples = [json.loads(text) for text in lines]
+    assert [x["seed"] for x in samples] == [5, 6, 7]
+    tokenizer = load_release(folder / "ckpts" / "tiny.ckpt", tokenizer="bytes").tokenizer
+    judge = open_judge(str(folder / "judge"), torch.device("cpu"))
+    alone = [score_rows(judge, [read_row(judge, "release", tokenizer, x["tokens"], 32)], 1) for x in samples]
+    nats, tokens = sum(s.nats_N[0] for s in alone), sum(s.tokens_N[0] for s in alone)
+    assert found["gen_ppl"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+    assert found["entropies"] == pytest.approx([entropy(x["tokens"]) for x in samples])
+    assert found["entropy"] == pytest.approx(sum(found["entropies"]) / 3)
+    assert found["text_samples"] == [tokenizer.decode(x["tokens"]) for x in samples]
+    assert found["MAUVE"] is None

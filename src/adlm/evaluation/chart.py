@@ -45,6 +45,14 @@ class Axis:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
+    def wider(self, share: float) -> "Axis":
+        """With room at both ends."""
+        if self.log:
+            margin = (self.high / self.low) ** share
+            return Axis(self.low / margin, self.high * margin, True)
+        margin = (self.high - self.low) * share
+        return Axis(self.low - margin, self.high + margin, False)
+
     def ticks(self) -> list[float]:
         found = log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
         slack = 1e-9
@@ -82,8 +90,7 @@ def make_axis(values: Sequence[float], log: bool, tight: bool) -> Axis:
     if tight:
         return Axis(low, high, log)
     if log:
-        margin = (high / low) ** 0.04
-        return Axis(low / margin, high * margin, True)
+        return Axis(low, high, True).wider(0.04)
     step = linear_step(low, high)
     return Axis(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, False)
 
@@ -114,7 +121,8 @@ def line_chart(
     require(bool(series), f"chart {title!r} has no points that can be drawn")
     ends = [v for s in series for pair in s.interval or () for v in pair]
     sides = [v for s in series for pair in s.x_interval or () for v in pair]
-    x_axis = make_axis([x for s in series for x, _ in s.points] + sides, log_x, tight=not scatter)
+    x_axis = make_axis([x for s in series for x, _ in s.points] + sides, log_x, tight=True)
+    x_axis = x_axis.wider(0.04) if scatter else x_axis
     y_axis = make_axis([y for s in series for _, y in s.points] + ends, log_y, tight=False)
 
     def place(x: float, y: float) -> str:

@@ -36,16 +36,16 @@ def build_report(results: dict[str, Any], texts: dict[str, list[str]], reveals: 
         "Samples per setting": results["samples"],
         "Settings": len(points),
         **{
-            MEASURES[m][0].capitalize(): Html(f"{figure(first, m)}<br><small>{first['label']}</small>")
+            title(MEASURES[m][0]): Html(f"{figure(first, m)}<br><small>{first['label']}</small>")
             for m in DRAWN
             if m in first["metrics"]
         },
     }
-    notes = [paragraph(tag("strong", "Note: "), note) for note in results.get("notes", ())]
+    notes = [paragraph(note) for note in results.get("notes", ())]
     return page(
         f"Samples of {results['checkpoint']}",
         tiles(facts),
-        *([section("What is missing", *notes)] if notes else []),
+        *([section("Notes", *notes)] if notes else []),
         *frontiers([p for p in points if "gen_ppl" in p["metrics"]], data),
         *knobs(points),
         *costs(points),
@@ -57,6 +57,10 @@ def build_report(results: dict[str, Any], texts: dict[str, list[str]], reveals: 
         subtitle=f"{results['algo'].upper()}, {results['parameters']:,} parameters, step {results.get('step')}: "
         "generative perplexity alone is easily fooled, so every number stands beside the others.",
     )
+
+
+def title(words: str) -> str:
+    return words[0].upper() + words[1:]
 
 
 def value(point: Point, measure: str) -> float:
@@ -196,9 +200,7 @@ def charts_against(
             at = [(p[x], value(p, measure)) for p in group]
             said = [p["label"] for p in group]
             series.append(Series(label, at, [ends(p, measure) for p in group], True, None, said))
-        charts.append(
-            line_chart(words.capitalize() if words[0].islower() else words, series, x_label, words, log_x, log_y, True)
-        )
+        charts.append(line_chart(title(words), series, x_label, words, log_x, log_y, scatter=True))
     return charts
 
 

@@ -10,8 +10,10 @@ release  the public release's: the whole row decoded with its end tokens by name
          padded with end tokens; scored are the second token and all further ones except end tokens after the first
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -229,11 +231,9 @@ def own_judge(name: str, place: str, device: torch.device) -> Judge:
 def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
 
     from adlm.data.hub import notice_missing_network
 
-    transformers_logging.disable_progress_bar()
     file = Path(place)
     where: dict[str, Any] = {"pretrained_model_name_or_path": place}
     if file.is_file():
@@ -245,8 +245,9 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     elif not file.exists():
         notice_missing_network()
     try:
-        tok: Any = AutoTokenizer.from_pretrained(**where)
-        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of its own; what fails is raised
+            tok: Any = AutoTokenizer.from_pretrained(**where)
+            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         problem = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise ValueError(
