@@ -38,8 +38,10 @@ def readable_model(folder: Path, **options) -> Path:
 
 
 @contextlib.contextmanager
-def serving(models: dict[str, LanguageModel], key: str = "", **settings) -> Iterator[SimpleNamespace]:
-    """Serve from a thread; gives url, service and the server. `settings` are fields of ServeConfig."""
+def serving(
+    models: dict[str, LanguageModel], key: str = "", wait: bool = True, **settings
+) -> Iterator[SimpleNamespace]:
+    """Serve from a thread, ready unless not waited for. `settings` are fields of ServeConfig."""
     from adlm.serving.app import make_app
     from adlm.serving.metrics import server_metrics
     from adlm.serving.models import Service
@@ -50,7 +52,7 @@ def serving(models: dict[str, LanguageModel], key: str = "", **settings) -> Iter
     server = make_server(make_app(service, key), service)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    wait_until(lambda: server.started and service.ready)
+    wait_until(lambda: server.started and (service.ready or not wait))
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield SimpleNamespace(url=f"http://127.0.0.1:{port}", port=port, service=service, server=server, thread=thread)

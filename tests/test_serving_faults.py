@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -277,6 +278,24 @@ def test_an_engine_that_fails_answers_500_and_goes_on(lm, monkeypatch, caplog):
         again = httpx.post(running.url + "/v1/infill", json={"length": 8, "seed": 1}, timeout=30)
         assert again.json()["choices"][0]["tokens"] == lm.generate(length=8, seed=1, steps=8)[0].tokens
         wait_until(idle(running), 10)
+
+
+def test_before_the_engine_is_ready_the_server_says_so(lm, monkeypatch):
+    from adlm.serving.worker import Worker
+
+    go, warm_up = threading.Event(), Worker.warm_up
+    monkeypatch.setattr(Worker, "warm_up", lambda self: go.wait(30) and warm_up(self))
+    with serving({"tiny": LanguageModel(lm.loaded)}, wait=False) as running:
+        for path, body in (("/v1/infill", {}), ("/v1/score", {"text": "a"}), ("/v1/completions", {"stream": True})):
+            refused = httpx.post(running.url + path, json=body)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
+        assert [httpx.get(running.url + p).status_code for p in ("/readyz", "/healthz", "/v1/models")] == [
+            503,
+            200,
+            200,
+        ]
+        go.set()
+        wait_until(lambda: httpx.get(running.url + "/readyz").status_code == 200)
 
 
 def test_a_bug_in_a_route_is_answered_in_the_one_shape(lm, monkeypatch):

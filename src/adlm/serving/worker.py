@@ -115,10 +115,15 @@ class Worker:
     def in_use(self) -> int:
         return 0 if self.engine is None else sum(s is not None for s in self.engine.slots)
 
+    def running(self) -> Engine | CausalEngine:
+        """The engine, if it runs."""
+        if self.engine is None or not self.thread.is_alive():
+            raise Problem(503, "the model is not ready", "not_ready", headers={"Retry-After": "5"})
+        return self.engine
+
     def reserve(self, rows: int) -> None:
         """Take places, or refuse: what may wait is bounded."""
-        if not self.ready:
-            raise Problem(503, "the model is not ready", "not_ready", headers={"Retry-After": "5"})
+        self.running()
         if self.taken + rows > self.slots + self.waiting:
             message = f"the queue is full (serve.queue={self.waiting}); try again later"
             raise Problem(429, message, "queue_full", headers={"Retry-After": "1"})
@@ -126,9 +131,9 @@ class Worker:
 
     def check(self, requests: Iterable[Request]) -> None:
         """ValueError for what the engine would refuse; from any thread."""
-        assert self.engine is not None
+        engine = self.running()
         for request in requests:
-            self.engine.check(request)
+            engine.check(request)
 
     def submit(self, job: Job) -> None:
         """Queue the rows of a job; its updates follow. The caller must `cancel` a job that it gives up."""
