@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,3 +127,8 @@ def test_paired_differences_see_what_intervals_hide():
     assert paired(exact, a, 0) is None and paired(a, a, 0) is None
     table = Comparison([b, exact, a], "adlm", Config())
     assert [e.algo for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
+
+
+def test_every_algorithm_has_its_recipe_in_the_docs():
+    text = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    assert all(f"| `adlm train algo={name}` |" in text for name in group_choices("algo"))
