@@ -5,24 +5,9 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
+from adlm.bench.dense import dense_logits
 from adlm.models import LanguageModel
 from adlm.objectives import Task
-
-
-def dense_logits(model: LanguageModel, tokens_BL, sigma_B=None):
-    """(denoiser logits, anchor logits or None), the anchor logits formed and projected back to the width."""
-    x = F.embedding(tokens_BL, model.embedding)
-    anchor_logits = None
-    if model.anchor is not None:
-        stream, normed = model.anchor(x, sigma_B)
-        anchor_logits = F.linear(normed, model.anchor_head.weight, model.anchor_head.bias)
-        if model.bridge is not None:
-            projected = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
-            x = projected if model.config.bridge == "collapsed" else stream + projected
-        else:
-            x = stream
-    hidden = model.denoiser(x, sigma_B).normed_BLD
-    return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
 
 
 def dense_log_probs(logits, z_BL, mask_id):

@@ -86,6 +86,12 @@ COMMANDS: dict[str, Command] = {
         defaults=("experiment=compare",),
         sections=("", "model", "data", "optim", "train", "eval"),
     ),
+    "bench": Command(
+        "adlm.bench.command:run_bench",
+        "train | sample: how fast this machine is, beside a dense twin that computes the same",
+        rest=True,
+        sections=("bench", "model", "train", "sampling"),
+    ),
     "zeroshot": Command(
         "adlm.evaluation.zeroshot:run_zeroshot",
         "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",

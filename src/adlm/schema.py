@@ -398,6 +398,28 @@ class ServeConfig:
 
 
 @dataclass
+class BenchConfig:
+    """How fast this machine is (`adlm bench`); model, optimizer, sampler and precision come from their sections."""
+
+    batches: str = "16"
+    """Rows of a step, one measurement each: 1,16,64."""
+    steps: int = 20
+    """train: optimizer steps timed."""
+    warmup: int = 5
+    """Steps (train) or network evaluations (sample) before the clock starts."""
+    evaluations: int = 60
+    """sample: network evaluations timed (0: rows are drawn to their end)."""
+    dense: bool = True
+    """Also time the dense twin, and print the ratio."""
+    dense_steps: int = 3
+    """Steps of the dense twin timed."""
+    vocab_size: int = 50258
+    """Vocabulary, mask included (50258: GPT-2's)."""
+    out: str = ""
+    """File that the JSON line is appended to; empty: only printed."""
+
+
+@dataclass
 class TrackConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder."""
@@ -432,6 +454,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reason: ReasonConfig = field(default_factory=ReasonConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
 

@@ -1,0 +1,80 @@
+"""`adlm bench train | sample`: a table for people, one JSON line for programs."""
+
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from adlm.bench.sample import measure_sample
+from adlm.bench.train import measure_train
+from adlm.errors import choose, require
+from adlm.schema import Config
+from adlm.training.loop import command_line
+from adlm.training.parallel import pick_device
+
+BENCHMARKS = {"train": measure_train, "sample": measure_sample}
+SPEED = {"train": "ms", "sample": "ms_per_step"}
+
+
+def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
+    require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
+    name = choose("benchmark", args[0], tuple(BENCHMARKS))
+    batches = [read_size(word) for word in cfg.bench.batches.split(",")]
+    results = {}
+    for batch in batches:
+        entry: dict[str, Any] = {}
+        for which in ("dense", "ours") if cfg.bench.dense else ("ours",):
+            print(f"{name}, {batch} rows: {which}", file=sys.stderr, flush=True)
+            entry[which] = alone(name, cfg, batch, which)
+        if all(SPEED[name] in entry.get(which, ()) for which in ("dense", "ours")):
+            entry["speedup"] = entry["dense"][SPEED[name]] / entry["ours"][SPEED[name]]
+        results[str(batch)] = entry
+    device = pick_device(cfg.train.device)
+    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    line = {"benchmark": name, "device": on, "torch": torch.__version__, "command": command_line(), "rows": results}
+    Console(stderr=True).print(table(name, on, results))
+    print(json.dumps(line))
+    if cfg.bench.out:
+        with Path(cfg.bench.out).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    return line
+
+
+def read_size(word: str) -> int:
+    require(word.strip().isdigit() and int(word) > 0, f"bench.batches wants numbers of rows like 1,16,64; got {word!r}")
+    return int(word)
+
+
+def alone(name: str, cfg: Config, batch: int, which: str) -> dict[str, Any]:
+    """In a fresh process: nothing of one measurement is left in memory for the next. Out of memory is a result."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(BENCHMARKS[name], cfg, batch, which).result()
+        except (torch.OutOfMemoryError, BrokenProcessPool) as problem:
+            return {"failed": "out of memory" if isinstance(problem, torch.OutOfMemoryError) else "the process died"}
+
+
+def table(name: str, on: str, results: dict[str, Any]) -> Table:
+    rate = "tokens_per_s" if name == "train" else "sequences_per_s"
+    out = Table(title=f"{name}, {on}")
+    for heading in ("rows", "", SPEED[name].replace("_", " "), rate.replace("_per_", " / "), "peak GiB", "speedup"):
+        out.add_column(heading, justify="right")
+    for batch, entry in results.items():
+        for which in ("dense", "ours"):
+            if which not in entry:
+                continue
+            r = entry[which]
+            if "failed" in r:
+                out.add_row(batch, which, r["failed"], "", "", "")
+                continue
+            memory = f"{r['peak_gib']:.2f}" if "peak_gib" in r else ""
+            ratio = f"{entry['speedup']:.1f}x" if which == "ours" and "speedup" in entry else ""
+            out.add_row(batch, which, f"{r[SPEED[name]]:,.2f}", f"{r[rate]:,.4g}", memory, ratio)
+    return out

@@ -1,0 +1,58 @@
+"""The slow, obvious twins of the fast paths: every position, every logit, the bridge as the paper draws it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adlm.diffusion.absorbing import remasking_posterior
+from adlm.diffusion.categorical import filter_logits
+from adlm.models import LanguageModel
+from adlm.objectives import Task
+
+
+def dense_logits(
+    model: LanguageModel, tokens_BL: Tensor, sigma_B: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(denoiser logits, anchor logits or None), the anchor logits formed and projected back to the width."""
+    x = F.embedding(tokens_BL, model.embedding)
+    anchor_logits = None
+    if model.anchor is not None and model.anchor_head is not None:
+        stream, normed = model.anchor(x, sigma_B)
+        anchor_logits = F.linear(normed, model.anchor_head.weight, model.anchor_head.bias)
+        x = stream
+        if model.bridge is not None:
+            projected = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
+            x = projected if model.config.bridge == "collapsed" else stream + projected
+    hidden = model.denoiser(x, sigma_B).normed_BLD
+    return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
+
+
+def dense_loss(model: LanguageModel, task: Task) -> Tensor:
+    """The loss of a task from all logits; weights are zero where there is no loss."""
+    z, V = task.tokens_BL, model.vocab_size
+    logits, anchor_logits = dense_logits(model, z, task.sigma_B)
+    total = torch.zeros((), device=z.device)
+    for term in task.terms.values():
+        values = logits if term.head == "denoiser" else anchor_logits
+        assert values is not None
+        values = values.float().view(-1, V)
+        if term.exclude is not None:
+            values = values.clone()
+            values[:, term.exclude] -= 1e6
+        weight = torch.zeros(z.numel(), device=z.device).index_put((term.rows_N,), term.weights_N)
+        target = torch.zeros(z.numel(), dtype=torch.long, device=z.device).index_put((term.rows_N,), term.targets_N)
+        log_p = values.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
+        total = total - term.scale * (log_p * weight).sum()
+    return total
+
+
+def dense_step(
+    model: LanguageModel, z_BL: Tensor, alpha_s: float, alpha_t: float, sigma: float, top_p: float, noise: Tensor
+) -> Tensor:
+    """One step of Eq. 6 as a loop takes it: distribution, cut and float64 noise at every position of every row."""
+    logits, _ = dense_logits(model, z_BL)
+    logits = logits.float()
+    logits[..., model.mask_id] = -1e6
+    p = filter_logits(logits, top_p=top_p if top_p < 1 else None).exp()
+    q = remasking_posterior(z_BL, p, alpha_s, alpha_t, sigma, model.mask_id)
+    return (q.double() / (1e-10 - torch.log(noise + 1e-10))).argmax(-1)

@@ -1,0 +1,112 @@
+"""One step of a sampler, ours and the dense twin's, with random weights.
+
+Ours: the engine - positions first, head and draw only there, steps that reveal nothing skipped. The twin: what a
+step-by-step loop does, at every position and every step. A step is one of the T steps of the sampler: ours has fewer
+network evaluations than steps (`nfe`), and its time per step is the time of a whole row over T.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from adlm.bench.dense import dense_step
+from adlm.bench.train import synchronize
+from adlm.diffusion.schedules import make_schedule
+from adlm.engine import Engine, Request
+from adlm.engine.drawing import Cut
+from adlm.errors import require
+from adlm.models import LanguageModel, build_model
+from adlm.samplers import make_plan
+from adlm.samplers.scheduled import Scheduled
+from adlm.schema import Config
+from adlm.training.parallel import pick_device
+
+
+def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
+    """`which`: ours or dense."""
+    torch.manual_seed(cfg.seed)
+    device = pick_device(cfg.train.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    elif cfg.train.num_threads > 0:
+        torch.set_num_threads(cfg.train.num_threads)
+    model = build_model(cfg.model, cfg.bench.vocab_size, cfg.bench.vocab_size - 1)
+    for weight in (p for n, p in model.named_parameters() if ".modulation." in n):
+        torch.nn.init.normal_(weight, std=0.02)  # a model at its start is the identity, and some kernels know zeros
+    # logits with a spread of 4: as peaked as a trained model's, so that a nucleus is a small part of the vocabulary
+    torch.nn.init.normal_(model.head.weight, std=4 / cfg.model.hidden_size**0.5)
+    model = model.to(device).eval().requires_grad_(False)
+    return (engine_steps if which == "ours" else dense_steps)(cfg, model, batch, device)
+
+
+def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
+    """A batch of rows to the end, or for bench.evaluations network evaluations."""
+    s, schedule = cfg.sampling, make_schedule(cfg.noise)
+    length = s.length or cfg.model.length
+    compile = {"block": "true"}.get(cfg.train.compile, cfg.train.compile)
+    engine = Engine(model, schedule, slots=batch, device=device, compile=compile)
+    began = time.perf_counter()
+    engine.network.warm_up(Cut(s.temperature != 1, s.top_k > 0, s.top_p < 1, s.min_p > 0), length)
+    synchronize(device)
+    warm_up = time.perf_counter() - began
+    for seed in range(batch):
+        engine.submit(Request([model.mask_id] * length, s, seed=seed))
+    for _ in range(cfg.bench.warmup):
+        engine.step()
+    synchronize(device)
+    evaluations, began = 0, time.perf_counter()
+    while engine.busy and (not cfg.bench.evaluations or evaluations < cfg.bench.evaluations):
+        engine.step()
+        evaluations += 1
+    synchronize(device)
+    seconds = time.perf_counter() - began
+    require(evaluations > 0, f"bench.warmup={cfg.bench.warmup} leaves no evaluation of {s.steps} steps to time")
+    nfe = sum(1 for _ in make_plan(s, schedule).trajectory(np.arange(length), 0))
+    whole = seconds / evaluations * nfe
+    result = {
+        "ms_per_evaluation": 1e3 * seconds / evaluations,
+        "ms_per_step": 1e3 * whole / s.steps,
+        "sequences_per_s": batch / whole,
+        "nfe": nfe,
+        "warm_up_s": warm_up,
+    }
+    return result | peak_gib(device)
+
+
+@torch.inference_mode()
+def dense_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
+    """Steps from the middle of the process."""
+    s = cfg.sampling
+    length = s.length or cfg.model.length
+    plan = make_plan(s, make_schedule(cfg.noise))
+    require(
+        isinstance(plan, Scheduled),
+        f"sampling.sampler={s.sampler!r} has no dense twin to compare with; use bench.dense=false",
+    )
+    assert isinstance(plan, Scheduled)
+    generator = torch.Generator(device).manual_seed(0)
+    half = torch.rand(batch, length, device=device, generator=generator) < 0.5
+    z = torch.randint(0, model.mask_id, (batch, length), device=device, generator=generator)
+    z = torch.where(half, model.mask_id, z)
+    middle, alpha_t = len(plan.t) // 2, 0.5
+
+    def step(i: int) -> None:
+        remask, reveal = plan.rates.remask[i].item(), plan.rates.reveal[i].item()
+        noise = torch.rand(batch, length, model.vocab_size, device=device, dtype=torch.float64, generator=generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            dense_step(model, z, reveal * (1 - alpha_t) + (1 - remask) * alpha_t, alpha_t, remask, s.top_p, noise)
+
+    step(middle)
+    synchronize(device)
+    began = time.perf_counter()
+    for i in range(cfg.bench.dense_steps):
+        step(middle + i)
+    synchronize(device)
+    seconds = (time.perf_counter() - began) / cfg.bench.dense_steps
+    return {"ms_per_step": 1e3 * seconds, "sequences_per_s": batch / (seconds * s.steps)} | peak_gib(device)
+
+
+def peak_gib(device: torch.device) -> dict[str, float]:
+    return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}

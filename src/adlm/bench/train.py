@@ -1,0 +1,96 @@
+"""One optimizer step - network, loss, gradients, clipping, update, average - ours and the dense twin's.
+
+Ours is the step of `adlm train` with the same settings. The twin has the same weights and noise, forms the anchor
+logits and projects them back, sends every position through both heads, and is neither compiled nor chunked.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adlm.bench.dense import dense_loss
+from adlm.models import LanguageModel, build_model
+from adlm.models.flops import count_flops, peak_flops
+from adlm.objectives import Rows, make_objective
+from adlm.schema import Config
+from adlm.training.draw import ahead
+from adlm.training.metrics import peak_memory_gib
+from adlm.training.optim import Ema, apply_updates, build_optimizers, clip_gradients
+from adlm.training.parallel import Step, World, parallelise, world
+
+BATCHES = 8  # different ones, in turn
+
+
+def text_like(shape: tuple[int, ...], vocab_size: int) -> Tensor:
+    """Tokens with frequencies like text's (1 / rank), so that the share of anchors is like text's."""
+    frequency = 1 / (torch.arange(vocab_size - 1, dtype=torch.float64) + 10)
+    n = torch.Size(shape).numel()
+    return torch.multinomial(frequency, n, replacement=True, generator=torch.Generator().manual_seed(0)).view(shape)
+
+
+def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
+    """`which`: ours or dense. In a process of its own, since peak memory is a property of a process."""
+    with world(cfg.train) as ranks:
+        return measure(cfg, batch, which, ranks)
+
+
+def measure(cfg: Config, batch: int, which: str, ranks: World) -> dict[str, Any]:
+    torch.manual_seed(cfg.seed)
+    device, V, L = ranks.device, cfg.bench.vocab_size, cfg.model.length
+    cfg.train.global_batch_size = cfg.train.batch_size = batch
+    model = build_model(cfg.model, V, V - 1).to(device).train()
+    step_module = Step(model)
+    if which == "ours":
+        parallelise(step_module, cfg.train, ranks)
+    objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
+    optimizers, ema = build_optimizers(cfg.optim, step_module), Ema(step_module, cfg.optim.ema)
+    skip, parameters = torch.zeros((), device=device), list(model.parameters())
+    data = text_like((BATCHES, batch, L), V).to(device)
+    example = torch.arange(batch, device=device)
+
+    def step(number: int) -> Tensor:
+        rows = Rows(data[number % BATCHES], example, batch)
+        (task,) = ahead(device, lambda: [objective.draw(rows, number, 1.0)])
+        with ranks.autocast():
+            total = step_module(task).total if which == "ours" else dense_loss(model, task)
+        (total / task.count).backward()
+        clip_gradients(parameters, cfg.optim.clip)
+        apply_updates(optimizers, skip)
+        ema.update()
+        return total.detach() / task.count
+
+    steps = cfg.bench.steps if which == "ours" else cfg.bench.dense_steps
+    losses = [step(i) for i in range(cfg.bench.warmup)]
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    losses += [step(cfg.bench.warmup + i) for i in range(steps)]
+    synchronize(device)
+    seconds = (time.perf_counter() - began) / steps
+    rows = Rows(data[0], example, batch)
+    flops = training_flops(cfg, model, {k: len(t.rows_N) for k, t in objective.draw(rows, 0, 1.0).terms.items()}, batch)
+    result = {
+        "ms": 1e3 * seconds,
+        "tokens_per_s": batch * L / seconds,
+        "peak_gib": peak_memory_gib(device),
+        "losses": [round(x.item(), 4) for x in losses[:3]],
+    }
+    peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    return result | ({"mfu": flops / seconds / peak} if peak else {})
+
+
+def training_flops(cfg: Config, model: LanguageModel, scored: dict[str, int], batch: int) -> float:
+    """Of one step, counting only the positions whose heads are needed."""
+    tokens = batch * cfg.model.length
+    anchors = scored.pop("anchor", 0) / tokens
+    share = sum(scored.values()) / tokens
+    flops = count_flops(cfg.model, model.vocab_size, cfg.model.length, scored=share, anchors_scored=anchors)
+    return flops.training_per_token * tokens
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,88 @@
+"""Benchmarks compare two ways to compute one thing: they must agree, and what is printed must be usable."""
+
+import copy
+import json
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from adlm import config
+from adlm.bench import command
+from adlm.bench.dense import dense_loss, dense_step
+from adlm.bench.sample import measure_sample
+from adlm.bench.train import measure_train, text_like
+from adlm.objectives import Rows, loss, make_objective
+from adlm.schema import NoiseConfig, ObjectiveConfig
+
+TINY = (
+    "model=nano", "model.hidden_size=16", "model.n_heads=2", "model.n_blocks=1", "model.n_denoiser_blocks=1",
+    "model.length=16", "model.cond_dim=8", "model.dropout=0", "bench.vocab_size=40", "bench.batches=2,3",
+    "bench.steps=2", "bench.warmup=1", "bench.dense_steps=2", "sampling.steps=8", "train.device=cpu",
+)  # fmt: skip
+
+
+def settings(*more):
+    return config.load([*TINY, *more])
+
+
+@pytest.mark.parametrize("options", [{}, {"bridge": "residual"}, {"anchored": False}])
+def test_the_dense_loss_is_our_loss(options):
+    model = tiny_model(dtype=torch.float64, **options)
+    name = "anelbo" if model.config.anchored else "nelbo"
+    goal = ObjectiveConfig(name=name, gamma=0.3, gamma_warmup=0.0, tau=2)
+    objective = make_objective(goal, NoiseConfig(), model.mask_id, 0)
+    task = objective.draw(Rows(text_like((3, 12), 11), torch.arange(3), 3), 0, 1.0)
+    torch.testing.assert_close(dense_loss(model, task).double(), loss(model, task).total.double())
+
+
+def test_the_dense_step_reveals_and_remasks():
+    model, noise = tiny_model(), torch.rand(2, 12, 11, dtype=torch.float64)
+    z = torch.full((2, 12), model.mask_id)
+    assert (dense_step(model, z, 1.0, 0.5, 0.0, 1.0, noise) != model.mask_id).all()
+    assert (dense_step(model, torch.zeros_like(z), 0.5, 0.5, 1.0, 0.9, noise) == model.mask_id).all()
+
+
+def test_both_ways_of_a_training_step_measure_the_same_losses():
+    ours, dense = (measure_train(copy.deepcopy(settings()), 2, which) for which in ("ours", "dense"))
+    assert ours["losses"] == dense["losses"]
+    assert ours["tokens_per_s"] == pytest.approx(2 * 16 / ours["ms"] * 1e3)
+
+
+def test_sampling_counts_whole_rows():
+    ours = measure_sample(settings("sampling.sampler=remdm-loop", "bench.evaluations=3"), 2, "ours")
+    assert 1 < ours["nfe"] <= 9
+    assert ours["ms_per_step"] == pytest.approx(ours["ms_per_evaluation"] * ours["nfe"] / 8)
+    assert measure_sample(settings("sampling.top_p=0.9"), 2, "dense")["ms_per_step"] > 0
+    with pytest.raises(ValueError, match=r"no dense twin .* bench.dense=false"):
+        measure_sample(settings("sampling.sampler=first-hitting"), 2, "dense")
+    with pytest.raises(ValueError, match=r"bench.warmup=50 leaves no evaluation"):
+        measure_sample(settings("bench.warmup=50"), 2, "ours")
+
+
+def test_the_command_prints_one_line_of_json(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(
+        command, "alone", lambda name, cfg, batch, which: command.BENCHMARKS[name](copy.deepcopy(cfg), batch, which)
+    )
+    command.run_bench(settings(f"bench.out={tmp_path / 'lines.jsonl'}"), ["train"])
+    captured = capsys.readouterr()
+    line = json.loads(captured.out)
+    assert line["rows"].keys() == {"2", "3"} and line["rows"]["3"]["speedup"] > 0
+    assert json.loads((tmp_path / "lines.jsonl").read_text()) == line
+    assert "speedup" in captured.err
+
+
+def test_out_of_memory_is_a_result_and_bad_words_are_refused(monkeypatch, capsys):
+    def measured(name, cfg, batch, which):
+        return {"failed": "out of memory"} if which == "dense" else BENCHMARK
+
+    BENCHMARK = {"ms": 1.0, "tokens_per_s": 5.0, "peak_gib": 1.0}
+    monkeypatch.setattr(command, "alone", measured)
+    line = command.run_bench(settings("bench.batches=4"), ["train"])
+    assert "speedup" not in line["rows"]["4"] and "out of memory" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="one word, train or sample; got none"):
+        command.run_bench(settings(), [])
+    with pytest.raises(ValueError, match=r"benchmark.*'tran'.*train"):
+        command.run_bench(settings(), ["tran"])
+    with pytest.raises(ValueError, match=r"bench.batches wants numbers of rows"):
+        command.run_bench(settings("bench.batches=0"), ["train"])
