@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from adlm.training.metrics import read_metrics
 
+pytestmark = pytest.mark.timeout(1800)  # several processes each, on a machine that may be busy
+
 
 def launch(folder: Path, ranks: int, name: str, *more: str, **changes: object) -> Path:
     """Train under torchrun with `ranks` processes (1: alone) and return the run folder."""
@@ -29,7 +31,7 @@ def launch(folder: Path, ranks: int, name: str, *more: str, **changes: object) -
             *arguments,
         ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
