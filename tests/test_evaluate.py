@@ -76,8 +76,8 @@ def test_a_sweep_is_the_product_of_its_lists():
     e = EvalConfig(samplers="mdlm, first-hitting", steps="4,8", temperatures="0.5,1")
     found = [label(c) for c in settings_of(e, SamplingConfig(top_p=0.9))]
     assert found == [
-        "mdlm-T4-temperature0.5-p0.9", "mdlm-T4-temperature1-p0.9", "mdlm-T8-temperature0.5-p0.9",
-        "mdlm-T8-temperature1-p0.9", "first-hitting-temperature0.5-p0.9", "first-hitting-temperature1-p0.9",
+        "mdlm-T4-temp0.5-p0.9", "mdlm-T4-temp1-p0.9", "mdlm-T8-temp0.5-p0.9",
+        "mdlm-T8-temp1-p0.9", "first-hitting-temp0.5-p0.9", "first-hitting-temp1-p0.9",
     ]  # fmt: skip
     assert settings_of(EvalConfig(), SamplingConfig()) == [SamplingConfig()]
     assert items("1, ,2", int, "eval.steps") == [1, 2]
@@ -366,3 +366,50 @@ def test_killed_in_stage_two_and_run_again(home, tmp_path):
     assert {p: p.read_bytes() for p in (tmp_path / "samples").iterdir()} == drawn
     assert {p: p.stat().st_mtime_ns for p in judged} == judged
     assert len(list(tmp_path.rglob("0*.npz"))) == 15
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    try:
+        locate("smollm2")
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    return open_judge("smollm2", CPU)
+
+
+def cut(judge, text: str, tokens: int) -> Row:
+    ids = [judge.start_id, *judge.encode(text)[:tokens]]
+    return Row(ids, [False] + [True] * (len(ids) - 1))
+
+
+@pytest.mark.slow
+def test_a_real_judge_from_a_gguf_file(smollm2):
+    """SmolLM2 knows English: a sentence is far likelier than its words in another order, and a capital is known."""
+    words = "The capital of France is Paris, and the capital of Germany is Berlin."
+    shuffled = "and Berlin. is capital the of is Germany capital Paris, The France of"
+    plain, mixed = score_rows(smollm2, [cut(smollm2, t, 40) for t in (words, shuffled)], 2).nats_N
+    assert plain < 0.7 * mixed
+    assert smollm2.start_id == 0, "what separates documents in pre-training, not the chat token"
+
+
+@pytest.mark.slow
+def test_mauve_of_real_text_against_itself_and_against_shuffled_words(smollm2, assets):
+    pytest.importorskip("mauve")
+    import lzma
+    import random
+
+    from adlm.evaluation.mauve import mauve
+
+    with lzma.open(assets / "data" / "openwebtext_1000.jsonl.xz", "rt", encoding="utf8") as file:
+        texts = [json.loads(x)["text"] for x in file]
+    rng = random.Random(0)
+    rng.shuffle(texts)
+    one, two = texts[:200], texts[200:400]
+    mixed = [" ".join(rng.sample(words, len(words))) for words in (t.split()[:40] for t in two)]
+    a, b, c = (score_rows(smollm2, [cut(smollm2, t, 32) for t in some], 16).features_ND for some in (one, two, mixed))
+    assert mauve(a, a).score.value > 0.99
+    halves, shuffled = mauve(a, b).score, mauve(a, c).score
+    assert halves.value > 0.9
+    assert shuffled.value < 0.6 and shuffled.high < halves.low

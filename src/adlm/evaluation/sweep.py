@@ -45,4 +45,4 @@ def items(text: str, kind: type, key: str) -> list:
 def label(c: SamplingConfig) -> str:
     """What a setting is called in files and tables."""
     steps = "" if c.sampler in STEPLESS else f"-T{c.steps}"
-    return f"{c.sampler}{steps}-temperature{c.temperature:g}-p{c.top_p:g}"
+    return f"{c.sampler}{steps}-temp{c.temperature:g}-p{c.top_p:g}"
