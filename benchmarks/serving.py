@@ -13,6 +13,7 @@ server's memory is watched. Weights are random. It fails if an answer is wrong, 
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -157,6 +158,12 @@ def ready(port: int) -> bool:
         return False
 
 
+def cpu_seconds(pid: int) -> float:
+    """Time the process has used, all threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def memory_mib(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return round(int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 1024, 1)
@@ -168,7 +175,7 @@ def main() -> int:
     p.add_argument("--model", choices=MODELS, default="short")
     p.add_argument("--causal", action="store_true", help="an autoregressive model of that size")
     p.add_argument("--device", default="cpu")
-    p.add_argument("--lengths", type=int, nargs="+", default=[16, 24, 32])
+    p.add_argument("--lengths", type=int, nargs="+", default=[8, 12, 16])
     p.add_argument("--steps", type=int, nargs="+", default=[16, 32, 64])
     p.add_argument("--slots", type=int, default=64)
     p.add_argument("--pool", type=int, default=200, help="different requests")
@@ -198,9 +205,13 @@ def run(args: argparse.Namespace, path: str) -> dict:
         while not ready(port):
             time.sleep(0.1)
         asyncio.run(load_with(port, pool, texts, min(args.concurrency), 600, most=max(args.concurrency)))  # warm-up
-        runs = [asyncio.run(load_with(port, pool, texts, n, args.seconds)) for n in (1, *args.concurrency)]
-        for r in runs:
-            print(json.dumps(r), file=sys.stderr)
+        runs = []
+        for n in (1, *args.concurrency):
+            before = cpu_seconds(server.pid)
+            runs.append(asyncio.run(load_with(port, pool, texts, n, args.seconds)))
+            # unlike the clock, this does not change when other programs want the cores too
+            runs[-1]["cpu_ms_per_request"] = round(1000 * (cpu_seconds(server.pid) - before) / runs[-1]["answers"], 2)
+            print(json.dumps(runs[-1]), file=sys.stderr)
         memory = [memory_mib(server.pid)]
         for _ in range(4 if args.requests else 0):
             part = load_with(port, pool, texts, min(args.concurrency), 3600, most=args.requests // 4)
@@ -218,6 +229,10 @@ def run(args: argparse.Namespace, path: str) -> dict:
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else f"cpu, {torch.get_num_threads()}",
         "torch": torch.__version__,
         "runs": runs[: 1 + len(args.concurrency)],
+        "cpu_speedup": [
+            round(runs[0]["cpu_ms_per_request"] / r["cpu_ms_per_request"], 2)
+            for r in runs[1 : 1 + len(args.concurrency)]
+        ],
         "speedup": [round(r["requests_per_s"] / one, 2) for r in runs[1 : 1 + len(args.concurrency)]],
         "memory_mib": memory,
         "exit_status": status,
