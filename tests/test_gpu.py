@@ -3,10 +3,11 @@
 import pytest
 import torch
 from dense import dense_anelbo
-from tiny import random_tokens, tiny_model
+from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
 from adlm.models import build_model
+from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
 from adlm.training.optim import Ema, Guard, apply_updates, build_optimizers, clip_gradients
@@ -58,3 +59,40 @@ def test_a_step_never_waits_for_the_device():
             ema.update()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_kernel_equals_the_plain_chunk(dtype):
+    from adlm.models.kernels import cross_entropy_rows
+
+    torch.manual_seed(0)
+    z, bias = (4 * torch.randn(33, 50304, device="cuda")).to(dtype), torch.randn(50304, device="cuda")
+    bias[50257:] = -torch.inf
+    target, weight = torch.randint(0, 50257, (33,), device="cuda"), torch.rand(33, device="cuda")
+    expected = cross_entropy_chunk(z.float(), bias, target, weight)
+    loss_n, gradient = cross_entropy_rows(z.clone(), bias, target, weight)
+    torch.testing.assert_close(loss_n, expected[0], rtol=1e-5, atol=1e-5)
+    rough = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
+    torch.testing.assert_close(gradient.float(), expected[1], **rough)
+
+
+@pytest.mark.parametrize("variant", [{}, MODERN], ids=["published", "modern"])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
+    cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=128, cond_dim=16, **variant)
+    torch.manual_seed(0)
+    model = build_model(cfg, 211, 210).cuda()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens = torch.randint(0, 211, (4, 128), device="cuda")
+
+    def gradients() -> list[torch.Tensor]:
+        hidden = model.eval()(tokens)
+        parameters = [p for n, p in model.named_parameters() if "head" not in n]
+        return list(torch.autograd.grad(hidden.denoiser_BLD.square().mean(), parameters, allow_unused=True))
+
+    eager = gradients()
+    model.compile()
+    for a, b in zip(gradients(), eager):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)

@@ -1,5 +1,9 @@
 """The chunked head loss against the dense one: values, every gradient, and what it never allocates."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,3 +112,27 @@ def test_bad_shapes(change, message):
     with pytest.raises(ValueError) as error:
         linear_cross_entropy(*change(*problem(torch.float32)))
     assert message in str(error.value)
+
+
+INTERPRETED = """
+import torch
+from adlm.models.kernels import cross_entropy_rows
+from adlm.models.linear_cross_entropy import cross_entropy_chunk
+generator = torch.Generator().manual_seed(0)
+for n, V in ((5, 5000), (3, 4096), (4, 300), (0, 9)):
+    z, bias = 4 * torch.randn(n, V, generator=generator), torch.randn(V, generator=generator)
+    bias[3] = bias[-2:] = -torch.inf  # an excluded class, and padding
+    target, weight = torch.randint(4, max(5, V - 2), (n,), generator=generator), torch.rand(n, generator=generator)
+    expected = cross_entropy_chunk(z.clone(), bias, target, weight)
+    got = cross_entropy_rows(z.clone(), bias, target, weight)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+"""
+
+
+def test_the_kernel_equals_the_plain_chunk():
+    """Interpreted on the CPU; tests/test_gpu.py runs it for real."""
+    pytest.importorskip("triton", reason="triton comes with torch's CUDA builds")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -43,9 +43,16 @@ ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
 
 
 @functools.cache
-def compiled(chunk_loss: ChunkLoss) -> ChunkLoss:
-    """One kernel or two instead of a dozen passes over the chunk; the number of rows may vary."""
-    return torch.compile(chunk_loss, dynamic=True)
+def on_gpu(chunk_loss: ChunkLoss, dtype: torch.dtype) -> ChunkLoss:
+    """Our kernel where there is one, else compiled: a kernel or two instead of a dozen passes over the chunk."""
+    if chunk_loss is cross_entropy_chunk and dtype == torch.float32:
+        try:
+            from adlm.models.kernels import cross_entropy_rows
+        except ImportError:  # a build of torch without triton
+            pass
+        else:
+            return cross_entropy_rows
+    return torch.compile(chunk_loss, dynamic=True)  # the number of rows varies
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -65,23 +72,25 @@ class _ChunkedHead(torch.autograd.Function):
         if exclude is not None:
             b[exclude : exclude + 1].fill_(-torch.inf)  # b[exclude] = ... would copy from the host, and wait
 
-        per_chunk = compiled(chunk_loss) if h_ND.is_cuda else chunk_loss
+        per_chunk = on_gpu(chunk_loss, accumulate) if h_ND.is_cuda else chunk_loss
         total = h_ND.new_zeros((), dtype=accumulate)
         grad_h = torch.zeros_like(h_ND) if gradients else None
-        grad_w = weight_VD.new_zeros(columns, D, dtype=accumulate) if gradients else None
+        grad_w: Tensor | None = None
         grad_b = b.new_zeros(columns) if gradients and bias_V is not None else None
         for start in range(0, h_ND.shape[0], chunk_rows):
             part = slice(start, start + chunk_rows)
             h = h_ND[part].to(dtype)
             loss, g = per_chunk(h @ w.t(), b, target_N[part], weight_N[part].to(accumulate))
             total += loss.sum()
-            if grad_h is not None and grad_w is not None:
+            if grad_h is not None:
                 grad_h[part] = g @ w
-                add_product(grad_w, g, h)
+                grad_w = add_product(grad_w, g, h, accumulate)
                 if grad_b is not None:
                     grad_b += g.sum(0, dtype=accumulate)
         if gradients:
-            ctx.save_for_backward(grad_h, grad_w[:V], None if grad_b is None else grad_b[:V])  # type: ignore[index]
+            no_rows = grad_w is None
+            grad_w = torch.zeros_like(weight_VD, dtype=accumulate) if no_rows else grad_w[:V]
+            ctx.save_for_backward(grad_h, grad_w, None if grad_b is None else grad_b[:V])
         return total
 
     @staticmethod
@@ -92,14 +101,15 @@ class _ChunkedHead(torch.autograd.Function):
         return grad_h * scale.to(grad_h.dtype), grad_w * scale, grad_b, *[None] * 7
 
 
-def add_product(out_VD: Tensor, g_nV: Tensor, h_nD: Tensor) -> None:
-    """out += g^T h, accumulated in out's precision."""
-    if out_VD.dtype == g_nV.dtype:
-        out_VD.addmm_(g_nV.t(), h_nD)
-    elif out_VD.is_cuda and out_VD.dtype == torch.float32:
-        out_VD += torch.mm(g_nV.t(), h_nD, out_dtype=torch.float32)  # the product of bf16 factors, not rounded to bf16
+def add_product(out_VD: Tensor | None, g_nV: Tensor, h_nD: Tensor, dtype: torch.dtype) -> Tensor:
+    """out + g^T h, summed in `dtype`; out is None before the first chunk, and changed in place after it."""
+    if dtype == g_nV.dtype:
+        return g_nV.t() @ h_nD if out_VD is None else out_VD.addmm_(g_nV.t(), h_nD)
+    if g_nV.is_cuda and dtype == torch.float32:
+        product = torch.mm(g_nV.t(), h_nD, out_dtype=torch.float32)  # of bf16 factors, not rounded to bf16
     else:
-        out_VD += g_nV.t() @ h_nD
+        product = (g_nV.t() @ h_nD).to(dtype)
+    return product if out_VD is None else out_VD.add_(product)
 
 
 def linear_cross_entropy(
