@@ -3,16 +3,25 @@
 import asyncio
 import dataclasses
 import json
+import tempfile
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from served import load_tiny, serving
 
 from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig
 
 openai = pytest.importorskip("openai", reason="the official client (extra 'test')")
+# Built once and not by a fixture: hypothesis calls its test many times.
+with tempfile.TemporaryDirectory() as folder:
+    TINY_LM = load_tiny(Path(folder) / "tiny")
+# Bytes, often those of characters of several bytes, and ends of text
+ANY_TOKEN = st.one_of(st.integers(0, 255), st.sampled_from("\u20ac\u00e9\U0001f642".encode()), st.just(257))
 MIXED = [
     ("mdlm", {}), ("remdm-cap", {"eta": 0.1}), ("remdm-loop", {}), ("first-hitting", {}), ("confidence", {}),
     ("anchor-first", {}), ("autoregressive", {}), ("remdm-conf", {}), ("entropy", {"threshold": 0.5}), ("dfm", {}),
@@ -20,8 +29,8 @@ MIXED = [
 
 
 @pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return load_tiny(tmp_path_factory.mktemp("serving") / "tiny")
+def lm():
+    return TINY_LM
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +197,34 @@ def test_logprobs_are_the_shares_of_the_bound(http, lm):
     assert all(choice["text"][o:].startswith(t) for o, t in zip(shown["text_offset"], shown["tokens"]))
 
 
+@given(
+    tokens=st.lists(ANY_TOKEN, min_size=1, max_size=24),
+    stops=st.lists(st.text("ab\u20ac\ufffd", min_size=1, max_size=3), max_size=3),
+    cut=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_text_that_settles_bit_by_bit_adds_up_to_the_whole(tokens, stops, cut, data):
+    """Half characters, stops across pieces, ends of text: in whatever order positions are filled."""
+    from adlm.serving.openai import Text
+
+    mask, row = TINY_LM.tokenizer.mask_id, [256, 97, *tokens]
+    request = dataclasses.replace(TINY_LM.request(length=4, stop=cut), tokens=[256, 97, *[mask] * len(tokens)])
+    whole = Text(TINY_LM, request, stops).grow(row, final=True)
+    assert whole.reason is not None
+    growing, told, canvas = Text(TINY_LM, request, stops), "", list(request.tokens)
+    for position in data.draw(st.permutations(range(2, len(row)))):
+        canvas[position] = row[position]
+        part = growing.grow(canvas, final=False)
+        told += part.text
+        if part.reason is not None:
+            break
+    else:
+        part = growing.grow(row, final=True)
+        told += part.text
+    assert (told, part.reason) == whole
+
+
 # ---- Our own routes
 
 
@@ -221,6 +258,31 @@ def test_frames_without_anchors_and_with_a_random_seed(http, lm):
     (_, start), *frames, (_, end) = events(http, length=16, anchors=False)
     assert not any(frame["anchors"] for _, frame in frames)
     assert end["tokens"] == lm.generate(length=16, seed=start["seed"], steps=8)[0].tokens
+
+
+def test_rows_longer_than_the_model_come_window_by_window(lm):
+    from adlm.api import LanguageModel
+
+    asked = {"length": 56, "seed": 4, "stride": 12, "steps": 6}
+    expected = lm.generate(prompt="ab", **asked)[0]
+    with (
+        serving({"tiny": LanguageModel(lm.loaded)}, max_length=64) as running,
+        httpx.Client(base_url=running.url) as http,
+    ):
+        (_, start), *frames, (_, end) = events(http, prompt="ab", **asked)
+        canvas = list(start["tokens"])
+        for _, frame in frames:
+            for position, token, _ in frame["set"]:
+                canvas[position] = token
+            for position in frame["unset"]:
+                canvas[position] = None
+        assert canvas == end["tokens"] == expected.tokens
+        body = {"prompt": "ab", "max_tokens": 53, "seed": 4, "stride": 12, "steps": 6, "stop": False}
+        whole = ok(http.post("/v1/completions", json=body))["choices"][0]["text"]
+        assert whole == expected.text[2:]
+        lines = http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
+        chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        assert "".join(c["text"] for c in chunks) == whole and len(chunks) > 2
 
 
 def test_infill_templates_tokens_and_words(http, lm):

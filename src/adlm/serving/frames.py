@@ -62,7 +62,9 @@ class Film:
             [g.position, g.tokens[0], self.served.piece(g.tokens[0]), round(g.probabilities[0], 4)]
             for g in update.guesses or []
         ]
-        return self.change(update.frame.tokens, update.frame.nfe, guesses)
+        # Rows longer than the model come window by window: what is not reached yet is as it was.
+        seen = update.frame.tokens
+        return self.change([*seen, *self.request.tokens[len(seen) :]], update.frame.nfe, guesses)
 
     def change(self, tokens: list[int], nfe: int, guesses: list[list[Any]]) -> str:
         changed = [(l, t) for l, (was, t) in enumerate(zip(self.canvas, tokens)) if was != t]
