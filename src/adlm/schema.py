@@ -183,7 +183,8 @@ class TrainConfig:
     attention: str = "auto"
     """Attention kernel on a GPU: auto (timed at the start), flash, cudnn or any (torch's own choice)."""
     compile: str = "auto"
-    """auto (on a GPU), true, false, or block (compile one block and reuse it: starts sooner, runs a little slower)."""
+    """auto (on a GPU), true, false, block (compile one block and reuse it: starts sooner, runs a little slower) or max
+    (kernels chosen by timing them: starts minutes later)."""
     checkpoint_activations: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more time."""
     strategy: str = "ddp"

@@ -45,7 +45,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
     """A batch of rows to the end, or for bench.evaluations network evaluations."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
     length = s.length or cfg.model.length
-    compile = {"block": "true"}.get(cfg.train.compile, cfg.train.compile)
+    compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile)
     began = time.perf_counter()
     engine.network.warm_up(Cut(s.temperature != 1, s.top_k > 0, s.top_p < 1, s.min_p > 0), length)

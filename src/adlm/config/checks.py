@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.name": ("adamw", "muon"),
     "optim.schedule": ("constant", "cosine", "linear"),
     "train.precision": ("auto", "fp32", "bf16"),
-    "train.compile": ("auto", "true", "false", "block"),
+    "train.compile": ("auto", "true", "false", "block", "max"),
     "train.residual": ("fp32", "bf16"),
     "train.attention": ("auto", "flash", "cudnn", "any"),
     "train.strategy": ("ddp", "fsdp"),

@@ -40,9 +40,9 @@ def orthogonalise(g_KRC: Tensor) -> Tensor:
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for a, b, c in NEWTON_SCHULZ:
+    for a, b, c in NEWTON_SCHULZ:  # x <- a x + (b G + c G G) x with G = x x^T; sums inside the products
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.mT).to(g_KRC.dtype)
 
 
@@ -53,7 +53,6 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float):
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
-        self.compiled = orthogonalise
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]
@@ -77,12 +76,12 @@ class Muon(torch.optim.Optimizer):
             grads = [torch.where(self.found_inf > 0, buffer, grad) for buffer, grad in zip(buffers, grads)]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)  # a skipped step moves the buffer towards itself
         nesterov = torch._foreach_lerp(grads, buffers, momentum)
-        update_KRC = self.compiled(torch.stack([whole(g) for g in nesterov]))
+        update_KRC = orthogonalise(torch.stack([whole(g) for g in nesterov]))
         scale = 0.2 * math.sqrt(max(update_KRC.shape[-2:]))
-        for p, update in zip(params, update_KRC.unbind(0)):
-            if weight_decay:
-                p.mul_(1 - keep * lr * weight_decay)
-            p.add_(like(update, p) * (-lr * scale * keep))
+        if weight_decay:
+            torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
+        updates = (update_KRC * (-lr * scale * keep)).unbind(0)
+        torch._foreach_add_(params, [like(update, p) for update, p in zip(updates, params)])
 
 
 def whole(x: Tensor) -> Tensor:

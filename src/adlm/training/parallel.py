@@ -22,7 +22,7 @@ from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 
 STRATEGIES = ("ddp", "fsdp")
-COMPILE = ("auto", "true", "false", "block")
+COMPILE = ("auto", "true", "false", "block", "max")
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
@@ -91,7 +91,7 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     precision = cfg.precision if cfg.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
     compiling = {"auto": "model" if device.type == "cuda" else "none", "true": "model", "false": "none"}
     mode = compiling.get(cfg.compile, cfg.compile)
-    if cfg.strategy == "fsdp" and mode == "model":
+    if cfg.strategy == "fsdp" and mode in ("model", "max"):
         mode = "block"  # sharded blocks gather their weights outside the compiled graph
     try:
         yield World(rank, size, device, precision, mode)
@@ -143,8 +143,8 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         for stack in stacks:
             for block in stack.blocks:
                 block.compile()
-    elif world.compile == "model":
-        model.compile()
+    elif world.compile in ("model", "max"):
+        model.compile(mode="max-autotune-no-cudagraphs" if world.compile == "max" else None)
     if cfg.strategy == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
