@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from adlm import config
-from adlm.data.tokenizers import train_bpe
 from adlm.reasoning.command import run_reason
-from adlm.reasoning.examples import Example, whole_text
+from adlm.reasoning.examples import Example
 from adlm.reasoning.networks import without_quantisation
+from adlm.reasoning.runs import word_tokenizer
 from adlm.reasoning.tasks import TASKS, generate
 from adlm.reasoning.training import train
 from adlm.training.metrics import read_metrics
@@ -124,10 +124,10 @@ def prepare(task: str, data: Path, folder: Path, base: str, tiny: bool) -> list[
     sizes = SMALLEST[task] if tiny else SIZES[task]
     published = data / task / f"{task}_test.json"
     names = ("train", "valid", "generated")
-    parts = dict(zip(names, split(questions(task, sum(sizes)), sizes)))
-    for name, examples in parts.items():
+    sets = dict(zip(names, split(questions(task, sum(sizes)), sizes)))
+    for name, examples in sets.items():
         (folder / f"{task}-{name}.json").write_text(json.dumps([example._asdict() for example in examples]))
-    train_bpe(map(whole_text, parts["train"]), 1024).save(folder / f"{task}-tokenizer.json")
+    word_tokenizer(sets["train"]).save(folder / f"{task}-tokenizer.json")
     tests = [folder / f"{task}-generated.json", *([published] if published.is_file() else [])]
     return [
         f"reason.train_path={folder / f'{task}-train.json'}", f"reason.valid_path={folder / f'{task}-valid.json'}",

@@ -20,6 +20,7 @@ from adlm.reasoning.methods import (
     row_length,
     written_length,
 )
+from adlm.reasoning.runs import word_tokenizer
 from adlm.reasoning.tasks import TASKS, generate
 from adlm.schema import ReasonConfig
 
@@ -243,6 +244,21 @@ def test_anchor_labels_stand_in_the_trace(gpt2):
         trace = [t for step in encoded.steps for t in step]
         for anchor in encoded.anchors:
             assert any(trace[i : i + len(anchor)] == anchor for i in range(len(trace)))
+
+
+def test_a_word_is_one_token_wherever_it_stands():
+    """The vocabulary of a network from scratch: a name at the start of a question, inside it, in a step, as anchor."""
+    examples = generate(TASKS["prosqa"], 200, 1)
+    tokenizer = word_tokenizer(examples)
+    for example, encoded in zip(examples, encode(examples, tokenizer)):
+        words = {*map(str.strip, example.anchors)}
+        parts = [encoded.question, *encoded.steps, encoded.answer]
+        used = {tokenizer.token(t) for part in parts for t in part}
+        assert {f" {word}" for word in words} <= used
+        assert not words & used
+        assert [len(anchor) for anchor in encoded.anchors] == [1] * len(example.anchors)
+        texts = [tokenizer.decode(part, skip_special=True).strip() for part in parts]
+        assert texts == [example.question, *example.steps, f"### {example.answer}"]
 
 
 def test_markers_do_not_come_from_text(gpt2):

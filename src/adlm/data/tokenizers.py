@@ -158,11 +158,14 @@ def _byte_characters() -> list[str]:
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
-def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
-    """Byte-level BPE with at most `size` entries, [BOS] [EOS] [PAD] [MASK] = 0..3 included; same text, same result."""
+def train_bpe(documents: Iterable[str], size: int, prefix_space: bool = False) -> Tokenizer:
+    """Byte-level BPE with at most `size` entries, [BOS] [EOS] [PAD] [MASK] = 0..3 included; same text, same result.
+
+    With `prefix_space` the first word of a text is the token that it is anywhere else.
+    """
     require(size >= 260, f"data.tokenizer=bpe-{size} is too small; byte-level BPE needs at least 260 entries")
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)  # pyright: ignore
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
         vocab_size=size,

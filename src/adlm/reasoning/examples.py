@@ -36,8 +36,13 @@ def answer_text(example: Example) -> str:
     return f"{MARK} {example.answer}"
 
 
+def parts(example: Example) -> list[str]:
+    """The texts that are encoded one by one."""
+    return [question_text(example), *map(step_text, example.steps), answer_text(example)]
+
+
 def whole_text(example: Example) -> str:
-    return question_text(example) + "".join(map(step_text, example.steps)) + answer_text(example)
+    return "".join(parts(example))
 
 
 def written_answer(text: str) -> str | None:

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from adlm.errors import require
 from adlm.models import build_model
-from adlm.reasoning.examples import Example, whole_text
+from adlm.reasoning.examples import Example, parts, whole_text
 from adlm.reasoning.methods import add_markers
 from adlm.reasoning.networks import HuggingFaceNetwork, OwnNetwork, load_hugging_face
 from adlm.schema import Config, ReasonConfig
 from adlm.training import export
 
 EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
-DEFAULT_TOKENIZER = "bpe-1024"
+VOCABULARY = 1024
 
 
 class Run(NamedTuple):
@@ -35,9 +35,18 @@ def build(cfg: Config, train: list[Example]) -> tuple[OwnNetwork | HuggingFaceNe
     torch.manual_seed(cfg.seed)
     if cfg.reason.base:
         return load_hugging_face(cfg.reason.base, add_markers)
-    name = cfg.data.tokenizer or DEFAULT_TOKENIZER
-    tokenizer = add_markers(load_tokenizer(name, map(whole_text, train), cfg.data.root))
+    if cfg.data.tokenizer:
+        tokenizer = load_tokenizer(cfg.data.tokenizer, map(whole_text, train), cfg.data.root)
+    else:
+        tokenizer = word_tokenizer(train)
+    tokenizer = add_markers(tokenizer)
     return OwnNetwork(build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)), tokenizer
+
+
+def word_tokenizer(train: list[Example]) -> Tokenizer:
+    """A BPE of the training examples. A word is one token wherever it stands, also at the start of a question or a
+    step: else a network from scratch must learn for every name that "Tom" and " Tom" are the same."""
+    return train_bpe((text for example in train for text in parts(example)), VOCABULARY, prefix_space=True)
 
 
 def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
