@@ -10,7 +10,7 @@ from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning import generators, gsm8k, logic
 from adlm.reasoning.examples import Example, whole_text, written_answer
 from adlm.reasoning.generators import Shape
-from adlm.reasoning.statistics import describe, side_by_side, statements
+from adlm.reasoning.statistics import BLIND, blind_guesses, describe, side_by_side, statements
 from adlm.reasoning.tasks import TASKS, generate, load_held_out, load_splits
 from adlm.schema import ReasonConfig
 
@@ -171,30 +171,6 @@ def candidates(example):
     return match["who"], right, match["two"] if right == match["one"] else match["one"], statements(example)
 
 
-def depth(facts, kind):
-    """Fewest statements from any individual."""
-    roots = {f.who for f in facts if f.who[0].isupper()}
-    return min(found[kind] for root in roots if kind in (found := logic.distances(facts, root)))
-
-
-BLIND = {  # guesses that never look at who is asked about: a score per candidate, the higher one is taken
-    "deeper": lambda e, facts, kind: depth(facts, kind),
-    "told later": lambda e, facts, kind: [f.what for f in facts].index(kind),
-    "more parents": lambda e, facts, kind: sum(f.what == kind for f in facts),
-    "named first": lambda e, facts, kind: -e.question.rindex(f" {kind}"),
-}
-
-
-def guessed(examples, rule):
-    """Share of right guesses; a tie is worth half."""
-    total = 0.0
-    for example in examples:
-        _, right, wrong, facts = candidates(example)
-        one, two = (rule(example, facts, kind) for kind in (right, wrong))
-        total += 1.0 if one > two else 0.5 if one == two else 0.0
-    return total / len(examples)
-
-
 @pytest.mark.parametrize("shape", [Shape(hops=2, nodes=7, words=10, balanced=True), Shape(balanced=True)])
 def test_balanced_questions_cannot_be_answered_without_the_name(shape):
     examples = generate(TASKS["prosqa"], 300, seed=8, shape=shape)
@@ -202,16 +178,29 @@ def test_balanced_questions_cannot_be_answered_without_the_name(shape):
         who, right, wrong, facts = candidates(example)
         others = {f.who for f in facts if f.who[0].isupper()} - {who}
         assert logic.distances(facts, who)[right] in {logic.distances(facts, other).get(wrong) for other in others}
-    for name, rule in BLIND.items():  # four standard errors of a fair coin
-        assert abs(guessed(examples, rule) - 0.5) <= 4 * 0.5 / 300**0.5, name
+    for name, right in blind_guesses(examples).items():  # four standard errors of a fair coin
+        assert abs(right - 0.5) <= 4 * 0.5 / 300**0.5, name
 
 
 def test_published_questions_can_be_guessed_by_depth(assets):
     """Why `balanced` exists; the generator, fitted to the published files, has the same flaw to the same degree."""
-    published = guessed(logic.read(assets / "data/prosqa/prosqa_test.json"), BLIND["deeper"])
-    made = guessed(generate(TASKS["prosqa"], 500, seed=8), BLIND["deeper"])
-    assert published > 0.7
-    assert abs(published - made) < 0.1
+    published = blind_guesses(logic.read(assets / "data/prosqa/prosqa_test.json"))
+    made = blind_guesses(generate(TASKS["prosqa"], 500, seed=8))
+    assert published["the deeper"] > 0.7
+    assert all(abs(published[rule] - made[rule]) < 0.1 for rule in BLIND)
+
+
+def test_blind_guesses_by_hand():
+    question = (
+        "Tom is a terpus. Every terpus is a lempus. Bob is a rempus. Bob is a wumpus. {} is a rempus. Is Tom a {}?"
+    )
+    later = Example(question.format("Every wumpus", "lempus or rempus"), (), "Tom is a lempus.", ())
+    assert blind_guesses([later]) == {
+        "the first named": 1.0, "the deeper": 1.0, "the one with more parents": 0.0, "the one told of later": 0.0,
+    }  # fmt: skip
+    swapped = Example(question.format("Every wumpus", "rempus or lempus"), (), "Tom is a lempus.", ())
+    assert blind_guesses([later, swapped])["the first named"] == 0.5
+    assert blind_guesses(generate(TASKS["prontoqa"], 2, 1)) == {}
 
 
 def test_words_limit_the_vocabulary():

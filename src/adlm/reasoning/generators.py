@@ -96,6 +96,11 @@ def random_graph(rng: random.Random, nodes: int) -> Graph:
     side, depth = [1, 2], [0, 0]
     for _ in range(2, nodes):
         k, draw = poisson(rng, 1.5), rng.random()
+        if k == 0:
+            parents.append([])
+            side.append(0)
+            depth.append(0)
+            continue
         wanted = 1 if draw < 0.35 else 2 if draw < 0.7 else None
         weights = {i: 1 + 1.5 * depth[i] if s else 0.5 for i, s in enumerate(side) if wanted in (None, s)}
         chosen = weighted_sample(rng, weights, k)

@@ -4,10 +4,11 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.reasoning.examples import Example, whole_text
-from adlm.reasoning.logic import EITHER_OR, Fact, read_fact, sentences
+from adlm.reasoning.logic import EITHER_OR, Fact, distances, read_fact, sentences
 from adlm.reasoning.methods import encode
 
 WORD = re.compile(r"[A-Za-z]+")
@@ -52,18 +53,55 @@ def describe_facts(examples: list[Example]) -> dict[str, str]:
     }
     total = parents.total()
     rows |= {f"nodes told of {n} times": share(parents[n], total) for n in (1, 2, 3)}
-    first = [first_is_right(e) for e in examples]
-    rows["right answer named first, or True"] = share(sum(first), len(first))
-    return rows
+    guesses = blind_guesses(examples) or {"True": sum(e.answer == "True" for e in examples) / len(examples)}
+    return rows | {f"guess: {name}": f"{100 * value:.1f} %" for name, value in guesses.items()}
 
 
 def statements(example: Example) -> list[Fact]:
     return [read_fact(s) for s in sentences(example.question)[:-1] if s.endswith(".")]
 
 
-def first_is_right(example: Example) -> bool:
+class Choice(NamedTuple):
+    """Two kinds to choose from, in the order in which the question names them."""
+
+    kinds: tuple[str, str]
+    right: int
+    facts: list[Fact]
+
+
+def choice(example: Example) -> Choice | None:
+    """None: a question of true or false."""
     match = EITHER_OR.search(example.question)
-    return example.answer == "True" if match is None else example.answer.endswith(f" {match['one']}.")
+    if match is None:
+        return None
+    return Choice((match["one"], match["two"]), int(example.answer.endswith(f" {match['two']}.")), statements(example))
+
+
+def depth(facts: list[Fact], kind: str) -> int:
+    """Fewest statements from any individual to a kind."""
+    roots = {f.who for f in facts if f.who[0].isupper()}
+    return min(found[kind] for found in (distances(facts, root) for root in roots) if kind in found)
+
+
+# Rules that never look at whom a question is about: each scores a candidate, and the higher score is the guess.
+BLIND: dict[str, Callable[[Choice, int], int]] = {
+    "the first named": lambda c, i: -i,
+    "the deeper": lambda c, i: depth(c.facts, c.kinds[i]),
+    "the one with more parents": lambda c, i: sum(f.what == c.kinds[i] for f in c.facts),
+    "the one told of later": lambda c, i: max(at for at, f in enumerate(c.facts) if f.what == c.kinds[i]),
+}
+
+
+def blind_guesses(examples: list[Example]) -> dict[str, float]:
+    """Share of either-or questions that each blind rule answers rightly; a tie is worth half."""
+    choices = [c for c in map(choice, examples) if c is not None]
+    if not choices:
+        return {}
+    found = {}
+    for name, score in BLIND.items():
+        leads = [score(c, c.right) - score(c, 1 - c.right) for c in choices]
+        found[name] = sum(1.0 if lead > 0 else 0.5 if lead == 0 else 0.0 for lead in leads) / len(leads)
+    return found
 
 
 def spread(values: list[int]) -> str:
