@@ -315,6 +315,18 @@ def test_published_test_questions_are_kept_out_of_training(tmp_path):
     assert len(splits.train) == 60
 
 
+def test_easier_questions_are_for_training_only():
+    options = {"nodes": 6, "words": 8, "balanced": True, "easier": 0.25}
+    splits = load_splits(ReasonConfig(**{**vars(SMALL), **options}), seed=1)
+    assert Counter(len(e.steps) for e in splits.train) == {2: 45, 1: 15}
+    assert {len(e.steps) for part in (splits.valid, splits.tests["generated"]) for e in part} == {2}
+    assert all(logic.derivable_answers(e.question) == {e.answer} for e in splits.train)
+    plain = load_splits(ReasonConfig(**{**vars(SMALL), **options, "easier": 0.0}), seed=1)
+    assert (plain.valid, plain.tests) == (splits.valid, splits.tests)
+    with pytest.raises(ValueError, match=r"reason\.easier=0\.5 takes away a hop"):
+        load_splits(ReasonConfig(**{**vars(SMALL), "hops": 0, "easier": 0.5}), seed=1)
+
+
 def test_several_test_files(tmp_path):
     records = [e._asdict() for e in load_splits(SMALL, seed=2).train[:5]]
     for name in ("one", "two"):

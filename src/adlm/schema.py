@@ -340,6 +340,9 @@ class ReasonConfig:
     """Generated ProsQA: different kinds, and at most as many names, that questions draw from (0: all 38 and 17)."""
     balanced: bool = False
     """Generated ProsQA: the wrong answer is as deep as the right one (in the published files depth often tells)."""
+    easier: float = 0.0
+    """Generated ProsQA: share of the training questions with one hop less than reason.hops, in a graph of two nodes less:
+    a curriculum by mixing. Held-out questions all have reason.hops."""
     epochs: int = 50
     """Passes over the training examples, all stages together."""
     epochs_per_stage: int = 5

@@ -54,6 +54,14 @@ def shape_of(cfg: ReasonConfig) -> Shape:
     return Shape(cfg.hops, cfg.nodes, cfg.words, cfg.balanced)
 
 
+def easier_shape(cfg: ReasonConfig) -> Shape:
+    require(
+        cfg.hops > 1 and cfg.nodes > 5,
+        f"reason.easier={cfg.easier} takes away a hop and two nodes: give reason.hops above 1 and reason.nodes above 5",
+    )
+    return shape_of(cfg)._replace(hops=cfg.hops - 1, nodes=cfg.nodes - 2)
+
+
 def generate(
     task: TaskSpec, n: int, seed: int, shape: Shape = PUBLISHED, seen: set[str] | None = None
 ) -> list[Example]:
@@ -115,8 +123,12 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
         f"reason.task={cfg.task} has no generator: give the published training file as reason.train_path",
     )
     n_train = cfg.n_train or task.published_size
+    n_easier = round(cfg.easier * n_train)
     seed = fold(seed, Stream.ORDER)
-    return Splits(generate(task, n_train, seed, shape_of(cfg), held_out), valid, tests)
+    train = generate(task, n_train - n_easier, seed, shape_of(cfg), held_out)
+    if n_easier:
+        train += generate(task, n_easier, fold(seed, Stream.ORDER), easier_shape(cfg), held_out)
+    return Splits(train, valid, tests)
 
 
 def read_file(task: TaskSpec, path: str, key: str, n: int = 0) -> list[Example]:
