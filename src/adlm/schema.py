@@ -341,8 +341,8 @@ class ReasonConfig:
     balanced: bool = False
     """Generated ProsQA: the wrong answer is as deep as the right one (in the published files depth often tells)."""
     easier: float = 0.0
-    """Generated ProsQA: share of the training questions with one hop less than reason.hops, in a graph of two nodes less:
-    a curriculum by mixing. Held-out questions all have reason.hops."""
+    """Generated ProsQA: share of the training questions with one hop less than reason.hops and two nodes less than
+    reason.nodes, a curriculum by mixing; held-out questions all have reason.hops."""
     epochs: int = 50
     """Passes over the training examples, all stages together."""
     epochs_per_stage: int = 5

@@ -92,7 +92,8 @@ RANGES = {
     "serve.timeout": _POSITIVE, "serve.read_timeout": _POSITIVE, "serve.grace": _NOT_NEGATIVE,
     "reason.n_train": _NOT_NEGATIVE, "reason.n_valid": _COUNT, "reason.n_test": _NOT_NEGATIVE,
     "reason.hops": _NOT_NEGATIVE, "reason.nodes": _NOT_NEGATIVE, "reason.words": _NOT_NEGATIVE,
-    "reason.easier": _SHARE, "reason.epochs": _COUNT, "reason.epochs_per_stage": _COUNT, "reason.slots": _NOT_NEGATIVE, "reason.slots_per_stage": _COUNT,
+    "reason.easier": _SHARE, "reason.epochs": _COUNT, "reason.epochs_per_stage": _COUNT,
+    "reason.slots": _NOT_NEGATIVE, "reason.slots_per_stage": _COUNT,
     "reason.gamma": _NOT_NEGATIVE, "reason.valid_every": _COUNT, "reason.minutes": _NOT_NEGATIVE,
     "reason.max_new_tokens": _NOT_NEGATIVE, "reason.eval_batch_size": _COUNT,
 }  # fmt: skip
