@@ -1,11 +1,16 @@
 """Shared by all tests: where real data may lie, and one thread per worker (the suite runs in parallel)."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# The same examples in every run: what is tested does not depend on luck. To look for more: HYPOTHESIS_PROFILE=default
+settings.register_profile("repeatable", derandomize=True, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 

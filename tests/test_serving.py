@@ -225,6 +225,25 @@ def test_text_that_settles_bit_by_bit_adds_up_to_the_whole(tokens, stops, cut, d
     assert (told, part.reason) == whole
 
 
+@pytest.mark.parametrize(
+    ("text", "stops"), [("xab\u20acy", ["ab\u20ac", "b"]), ("xaby", ["ab\u20ac", "b"]), ("\u00c2", ["\ufffd"])]
+)
+def test_a_stop_is_not_taken_before_an_earlier_one_is_ruled_out(text, stops):
+    from adlm.serving.openai import Text
+
+    tokens = list(text.encode())
+    row, mask = [256, 97, *tokens], TINY_LM.tokenizer.mask_id
+    request = dataclasses.replace(TINY_LM.request(length=4, stop=False), tokens=[256, 97, *[mask] * len(tokens)])
+    whole = Text(TINY_LM, request, stops).grow(row, final=True)
+    growing, told = Text(TINY_LM, request, stops), ""
+    for n in range(1, len(tokens) + 1):
+        part = growing.grow([*row[: 2 + n], *[mask] * (len(tokens) - n)], final=n == len(tokens))
+        told += part.text
+        if part.reason is not None:
+            break
+    assert (told, part.reason) == whole
+
+
 # ---- Our own routes
 
 

@@ -56,13 +56,15 @@ class Text:
         over = final or (end is not None and end < len(tokens) and tokens[end] == self.request.stop_id)
         known = tokens[: self.after if end is None else end]
         text = self.lm.text(known)[len(self.prompt) :]
+        if not over:
+            text = text.rstrip(HALF)
+        settled = len(text) if over else len(text) - self.held(text)
         cut = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
-        if cut is not None:
+        if cut is not None and cut <= settled:  # else a longer stop may turn out to begin before this one
             return Ended(text[:cut], "stop")
         if over:
             return Ended(text, "stop" if end is not None else "length")
-        text = text.rstrip(HALF)
-        return Ended(text[: len(text) - self.held(text)], None)
+        return Ended(text[:settled], None)
 
     def held(self, text: str) -> int:
         """Characters at the end that may be the beginning of a stop."""
