@@ -7,9 +7,10 @@ examples and steps.
 
 DATA holds the published files: prosqa/prosqa_test.json, prontoqa/prontoqa_test.json, gsm8k/{train.jsonl.xz,test.jsonl}.
 Training and test questions are generated once, by all cores, for all methods; the vocabulary is a BPE of the training
-questions. `minutes` is shared by the runs left to do: a run that has used its share is tested as it stands, and says
-so. REPORT receives table.txt, results.json (accuracies, intervals, tokens, times), metrics.jsonl of all runs and, with
-matplotlib, curves.png. A run whose results are there is not repeated: the same command goes on after an interruption.
+questions. A few steps are timed, and then all runs train on that share of the examples with which they end in `minutes`
+(a run that is late all the same is tested as it stands, and says so). REPORT receives table.txt, metrics.jsonl of all
+runs, results.json (accuracies, intervals, tokens, times) and, with matplotlib, curves.png. A run whose results are
+there is not repeated: the same command goes on after an interruption.
 """
 
 import json
@@ -29,15 +30,21 @@ from adlm.reasoning.examples import Example
 from adlm.reasoning.networks import without_quantisation
 from adlm.reasoning.runs import word_tokenizer
 from adlm.reasoning.tasks import TASKS, generate
-from adlm.reasoning.training import train
+from adlm.reasoning.thoughts import batch_loss
+from adlm.reasoning.training import Classroom, train
+from adlm.schema import ReasonConfig
 from adlm.training.metrics import read_metrics
+from adlm.training.optim import apply_updates, build_optimizers
+from adlm.training.parallel import Step, world
 
 RUNS = (
-    "prosqa:no-cot", "prosqa:cot", "prosqa:acot", "prosqa:icot", "prosqa:coconut", "prontoqa:cot", "prontoqa:acot",
+    "prosqa:no-cot", "prosqa:cot", "prosqa:acot", "prosqa:icot", "prontoqa:cot", "prontoqa:acot",
     "gsm8k:cot", "gsm8k:acot",
 )  # fmt: skip
-# Share of the time that a run may take, relative to others: rows, trace and reads per step differ.
-WEIGHTS = {"prosqa": 1.0, "prontoqa": 0.6, "gsm8k": 1.0}
+COST = {"coconut": 2.5}
+"""Time of a method over that of plain chain of thought, where it is much more: thoughts are read one by one."""
+WARM_UP, TIMED = 5, 10
+"""Steps that measure the speed."""
 AROUND = 12.0
 """Seconds of a run beside its training: reading, encoding, testing, exporting."""
 FROM_SCRATCH = (
@@ -46,7 +53,7 @@ FROM_SCRATCH = (
     "train.attention=flash",
 )  # fmt: skip
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "prosqa": (*FROM_SCRATCH, "reason.epochs=9", "reason.epochs_per_stage=1"),
+    "prosqa": (*FROM_SCRATCH, "reason.epochs=10", "reason.epochs_per_stage=1"),
     "prontoqa": (*FROM_SCRATCH, "reason.epochs=12", "reason.epochs_per_stage=1"),
     # rows are short: no micro-batches. Three epochs for each of acot's stages.
     "gsm8k": ("algo=ar", "reason.epochs=9", "reason.epochs_per_stage=3", "reason.n_valid=200", "optim.schedule=linear",
@@ -72,32 +79,71 @@ def main(argv: list[str]) -> None:
     tiny, data, out = options["tiny"] == "true", Path(options["data"]), Path(options["out"])
     report = Path(options["report"] or out)
     runs = options["runs"].split(",") if options["runs"] else [r for r in RUNS if options["base"] or "gsm8k" not in r]
-    began, deadline = time.monotonic(), time.monotonic() + 60 * float(options["minutes"])
+    began = time.monotonic()
+    deadline = began + 60 * float(options["minutes"])
     report.mkdir(parents=True, exist_ok=True)
-    prepared: dict[str, list[str]] = {}
-    for i, run in enumerate(runs):
+    left = [run for run in runs if not (out / run.replace(":", "-") / "results.json").is_file()]
+    settings, cost = {}, {}
+    for task in dict.fromkeys(run.split(":")[0] for run in left):
+        settings[task] = [
+            f"task={task}", *SETTINGS[task], *ALWAYS, *(TINY if tiny else ()),
+            *prepare(task, data, out / "data", options["base"], tiny),
+            *([f"reason.epochs={epochs[task]}"] if epochs[task] else []),
+            *(f"{key}={value}" for key, value in words.items()),
+        ]  # fmt: skip
+        cost[task], speed = seconds_of_a_run(settings[task])
+        say(began, f"{task}: ready, {speed:.0f} examples/s, {cost[task]:.0f} s for all examples and epochs")
+    needed = {run: cost[run.split(":")[0]] * COST.get(run.split(":")[1], 1.0) for run in left}
+    share = min(1.0, max(0.01, (deadline - time.monotonic() - AROUND * len(left)) / max(1.0, sum(needed.values()))))
+    say(began, f"{share:.0%} of the training examples fit into the time")
+    while left:
+        run = left.pop(0)
         task, method = run.split(":")
         folder = out / run.replace(":", "-")
-        if not (folder / "results.json").is_file():
-            if task not in prepared:
-                prepared[task] = prepare(task, data, out / "data", options["base"], tiny)
-                say(began, f"{task}: questions, vocabulary and base are ready")
-            share = WEIGHTS[task] / sum(WEIGHTS[r.split(":")[0]] for r in runs[i:])
-            seconds = share * (deadline - time.monotonic() - AROUND * (len(runs) - i))
-            cfg = config.load(
-                [
-                    f"task={task}", f"method={method}", *SETTINGS[task], *ALWAYS, *(TINY if tiny else ()),
-                    *prepared[task], *([f"reason.epochs={epochs[task]}"] if epochs[task] else []),
-                    *(f"{key}={value}" for key, value in words.items()),
-                    f"reason.minutes={max(1.0, seconds) / 60:.4f}", f"out={folder}",
-                ]
-            )  # fmt: skip
-            start = time.monotonic()
-            result = train(cfg)
-            (folder / "seconds.json").write_text(json.dumps({"seconds": round(time.monotonic() - start, 1)}))
-            say(began, f"{run}: {result.step} steps, finished: {result.finished}, {result.tests}")
-            torch.cuda.empty_cache()
+        cfg = config.load([*settings[task], f"method={method}", f"out={folder}"])
+        cfg.reason.n_train = max(cfg.train.global_batch_size, int(share * examples_of(cfg.reason)))
+        later = sum(AROUND + share * needed[other] for other in left)
+        cfg.reason.minutes = max(5.0, deadline - time.monotonic() - AROUND - later) / 60
+        start = time.monotonic()
+        result = train(cfg)
+        (folder / "seconds.json").write_text(json.dumps({"seconds": round(time.monotonic() - start, 1)}))
+        say(began, f"{run}: {result.step} steps, finished: {result.finished}, {result.tests}")
+        torch.cuda.empty_cache()
         write_report(report, out, runs)
+
+
+def examples_of(reason: ReasonConfig) -> int:
+    return reason.n_train or len(TASKS[reason.task].read(Path(reason.train_path)))
+
+
+def seconds_of_a_run(overrides: list[str]) -> tuple[float, float]:
+    """Estimate for a plain chain of thought over all examples and epochs, and examples a second, from some steps."""
+    cfg = config.load([*overrides, "method=cot"])
+    examples = examples_of(cfg.reason)
+    cfg.reason.n_train = cfg.train.global_batch_size * (WARM_UP + TIMED)
+    with world(cfg.train) as ranks:
+        room = Classroom(cfg, ranks)
+        step_module = Step(room.network.train(), batch_loss)
+        optimizers = build_optimizers(cfg.optim, step_module)
+        batch = cfg.train.global_batch_size
+        start, seen = 0.0, 0
+        for step in range(room.schedule.per_epoch):
+            if step == min(WARM_UP, room.schedule.per_epoch - 1):
+                synchronise()
+                start, seen = time.monotonic(), 0
+            for part in room.batches(step, cfg.train.batch_size or batch):
+                with ranks.autocast():
+                    step_module(part).total.backward()
+            apply_updates(optimizers, torch.zeros((), device=ranks.device))
+            seen += len(room.schedule.examples(step))
+        synchronise()
+    speed = seen / (time.monotonic() - start)
+    return cfg.reason.epochs * examples / speed, speed
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def say(began: float, text: str) -> None:
