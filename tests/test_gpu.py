@@ -3,6 +3,7 @@
 import pytest
 import torch
 from dense import dense_anelbo
+from draw_cases import check_draws
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
@@ -69,11 +70,16 @@ def test_the_loss_kernel_equals_the_plain_chunk(dtype):
     z, bias = (4 * torch.randn(33, 50304, device="cuda")).to(dtype), torch.randn(50304, device="cuda")
     bias[50257:] = -torch.inf
     target, weight = torch.randint(0, 50257, (33,), device="cuda"), torch.rand(33, device="cuda")
-    expected = cross_entropy_chunk(z.float(), bias, target, weight)
+    expected = cross_entropy_chunk(z.float().clone(), bias, target, weight)  # which works in place
     loss_n, gradient = cross_entropy_rows(z.clone(), bias, target, weight)
     torch.testing.assert_close(loss_n, expected[0], rtol=1e-5, atol=1e-5)
     rough = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
     torch.testing.assert_close(gradient.float(), expected[1], **rough)
+
+
+@pytest.mark.parametrize("vocab_size", [300, 50258])
+def test_the_draw_kernel_draws_what_the_plain_draw_draws(vocab_size):
+    check_draws(vocab_size, "cuda")
 
 
 @pytest.mark.parametrize("variant", [{}, MODERN], ids=["published", "modern"])

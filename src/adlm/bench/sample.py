@@ -15,7 +15,6 @@ from adlm.bench.dense import dense_step
 from adlm.bench.train import synchronize
 from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Engine, Request
-from adlm.engine.drawing import Cut
 from adlm.errors import require
 from adlm.models import LanguageModel, build_model
 from adlm.samplers import make_plan
@@ -48,7 +47,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile)
     began = time.perf_counter()
-    engine.network.warm_up(Cut(s.temperature != 1, s.top_k > 0, s.top_p < 1, s.min_p > 0), length)
+    engine.network.warm_up(length)
     synchronize(device)
     warm_up = time.perf_counter() - began
     for seed in range(batch):

@@ -8,7 +8,7 @@ windows.py  what a request asks for, canvas by canvas: strides, banned phrases, 
 network.py  the device side: canvases, one evaluation
 prepare.py  the model as the engine runs it: precision, constants folded
 drawing.py  head, cut and draw at chosen positions, in bounded pieces
-graphs.py   torch.compile and CUDA graphs
+graphs.py   CUDA graphs
 template.py text with holes
 """
 

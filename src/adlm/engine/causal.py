@@ -50,7 +50,7 @@ class CausalEngine(Rows[Text]):
         self.network, self.bf16 = prepare(model, self.device, precision)
         dtype = torch.bfloat16 if self.bf16 else None
         self.cache = self.network.make_cache(slots, model.config.length, dtype)
-        plain = Graphs(on=False, compile=False)
+        plain = Graphs(on=False)
         self.drawer = Drawer(self.head, slots, model.vocab_size, model.mask_id, plain, self.device)
 
     def head(self, hidden_ND: Tensor) -> Tensor:

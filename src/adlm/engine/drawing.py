@@ -5,6 +5,7 @@ The pieces hold at most `budget` logits, whatever the vocabulary; on a GPU they 
 each can be one CUDA graph. Padding columns belong to a slot nobody reads.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -98,6 +99,21 @@ class Drawn(NamedTuple):
     log_p: Tensor
 
 
+ANY = Cut()  # what a piece drawn by the kernel needs: there settings are numbers, not code
+
+
+def on_gpu(head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, cut: Cut):
+    """`draw` with everything after the head in one kernel."""
+    from adlm.engine.kernels import draw_rows
+
+    return Drawn(*draw_rows(head(hidden_ND), banned_SV, ints, floats))
+
+
+def has_kernel() -> bool:
+    """Whether this build of torch brings triton."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def draw(
     head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, cut: Cut
 ) -> Drawn:
@@ -135,10 +151,15 @@ class Drawer:
         self.token_V = torch.arange(vocab_size, device=device)
         self.head, self.mask_id, self.static = head, mask_id, graphs.on
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
-        self.draw = graphs.compile(draw)
+        self.fused = graphs.on and device.type == "cuda" and has_kernel()
+        self.draw = on_gpu if self.fused else draw
 
     def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, cut: Cut) -> Drawn:
         return self.draw(self.head, hidden_ND, self.banned_SV, self.token_V, ints, floats, cut)
+
+    def cut(self, draws: Draws) -> Cut:
+        """What has to be compiled in for these draws."""
+        return ANY if self.fused else draws.cut
 
     def ban(self, slot: int, tokens: list[int]) -> None:
         """Exactly `tokens` and the mask are banned in `slot` from now on."""

@@ -1,4 +1,4 @@
-"""torch.compile and CUDA graphs behind one switch: off, a function is itself; on, each input shape is one graph launch.
+"""CUDA graphs behind one switch: off, a function is itself; on, each input shape is one graph launch.
 
 A network evaluation of one row is a few hundred kernels of microseconds each, so launching them one by one from Python
 costs more than running them. A captured graph replays them in one launch. Inputs are copied into the buffers the
@@ -10,27 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 WARM_UP = 3
 
 
 class Graphs:
-    def __init__(self, on: bool, compile: bool):
-        self.on, self.compiling = on, on and compile
+    def __init__(self, on: bool):
+        self.on = on
         # One pool for all: what a graph needs only while it runs is the same memory in each of them. Safe because they
         # run one after the other, and one that reads another's output is captured after it.
         self.pool = torch.cuda.graph_pool_handle() if on else None
-
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` compiled, if that is on: for the arithmetic inside a captured function."""
-        if not self.compiling:
-            return function
-        # The second size makes the batch dimension a variable, so a function is compiled two or three times per
-        # combination of its plain arguments, not once per shape.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        return torch.compile(function, fullgraph=True)
 
     def capture(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` takes tensors, Fixed tensors and plain hashable values, and returns tensors (a tuple, or None in

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule
-from adlm.engine.drawing import GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, pieces, widen
+from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, pieces, widen
 from adlm.engine.graphs import Fixed, Graphs
-from adlm.engine.prepare import autocast, prepare
+from adlm.engine.prepare import autocast, compile_blocks, prepare
 from adlm.errors import choose
 from adlm.models import LanguageModel
 from adlm.models.attention import choose_attention
@@ -72,9 +72,10 @@ class Network:
         if cuda and self.bf16:
             choose_attention("auto", slots, model.config, self.device, backward=False)
         compiled = compile == "true" or (compile == "auto" and cuda)
-        self.graphs = Graphs(on=cuda and compile != "false", compile=compiled)
+        self.graphs = Graphs(on=cuda and compile != "false")
+        if compiled and self.graphs.on:
+            compile_blocks(self.model)
         self.drawer = Drawer(self.head, slots, model.vocab_size, self.mask_id, self.graphs, self.device)
-        self.forward = self.graphs.compile(self.hidden)
         self.read_rows = self.graphs.capture(self.look)
         self.write_draws = self.graphs.capture(self.draw)
 
@@ -96,7 +97,7 @@ class Network:
         tokens_BL = self.canvas_SL[rows[0], :L]
         hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
         tokens_BL = tokens_BL.masked_fill(hide_BL, self.mask_id)
-        return *self.forward(tokens_BL, sigma_B.float()), tokens_BL
+        return *self.hidden(tokens_BL, sigma_B.float()), tokens_BL
 
     def chosen(self, denoiser_BLD: Tensor, source: Tensor, ints: Tensor, floats: Tensor, guided: bool) -> Tensor:
         """Hidden states at the positions to draw, guidance included."""
@@ -123,8 +124,8 @@ class Network:
         return tuple(LOOKS[name](log_p, token) for name in looks)
 
     @torch.inference_mode()
-    def warm_up(self, cut: Cut, length: int = 0) -> None:
-        """Compile and capture the shapes that rows of this length and these filters need, with few remasked tokens."""
+    def warm_up(self, length: int = 0) -> None:
+        """Compile and capture the shapes that rows of this length need, with few remasked tokens and no guidance."""
         if not self.graphs.on:
             return
 
@@ -140,7 +141,7 @@ class Network:
             for size in PIECES:
                 ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
                 source = numbers(0, 0, columns=size)
-                self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), cut, False, ())
+                self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """Noise level of a canvas with mask share t: -log alpha, where alpha runs down to the schedule's alpha(1)."""
@@ -175,12 +176,12 @@ class Network:
             draws.floats,
         )
         guided = bool((batch.draws.floats[GUIDANCE] > 0).any())
-        names = tuple(sorted(looks & LOOKS.keys()))
+        cut, names = self.drawer.cut(draws), tuple(sorted(looks & LOOKS.keys()))
         denoiser_BLD, anchor_BLD, tokens_BL = self.read_rows(mask, rows, sigma_B, batch.length)
         seen: list[tuple[Tensor, ...]] = []
         for piece in pieces(sizes):
             columns = source[:, piece], ints[:, piece], floats[:, piece]
-            values = self.write_draws(Fixed(denoiser_BLD), *columns, draws.cut, guided, names)
+            values = self.write_draws(Fixed(denoiser_BLD), *columns, cut, guided, names)
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
         found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in zip(names, zip(*seen))}
         if "normaliser" in looks:

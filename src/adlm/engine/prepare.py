@@ -9,6 +9,7 @@ import copy
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,6 +35,14 @@ def prepare(model: LanguageModel, device: torch.device, precision: str) -> tuple
         to_bfloat16(low)
         low.residual_dtype = torch.bfloat16
     return low, bf16
+
+
+def compile_blocks(model: LanguageModel) -> None:
+    """One block at a time and not the whole model: blocks are alike, so one compilation serves them all."""
+    # The second size makes the batch dimension a variable: two or three compilations in all, not one per shape.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for block in [m for m in model.modules() if isinstance(m, Block)]:
+        block.compile(fullgraph=True)
 
 
 @torch.no_grad()

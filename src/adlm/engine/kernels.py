@@ -1,0 +1,167 @@
+"""The draw of `drawing.draw` as one kernel: cut and Gumbel noise of a position in one program. Imported on a GPU only.
+
+Everything between the logits and the token - ban, temperature, top-k, nucleus, min-p, noise - is a few dozen passes
+over a row of V numbers that stay in cache. Launched one by one they cost more than the network at small batches, and
+compiled together they take the compiler minutes; here a program owns a row. Settings are numbers of the row and not
+part of the code, so rows of any mixture share one launch.
+
+top-k and the nucleus both keep a *prefix* of the row in descending order of logits, among equals in ascending order of
+ids. A prefix is (edge, stop): every token above the edge, and those at the edge with an id below `stop`. The edge is
+found by bisection over the bits of float32, without sorting (see `categorical.leading`, the slow twin).
+"""
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+from adlm.diffusion.uniforms import _GOLDEN, _MIX_1, _MIX_2, Stream
+
+BLOCK, WARPS = 8192, 16  # numbers of a pass that are in flight together
+NOISE_BLOCK = 4096  # fewer where 64-bit hashes and logarithms need the registers
+GOLDEN, MIX_1, MIX_2 = tl.constexpr(_GOLDEN), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
+TOKEN_STREAM = tl.constexpr(int(Stream.TOKEN))
+LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _absorb(h, counter):
+    """uniforms._absorb: one step of the counter-based hash, in int64 with logical shifts."""
+    x = h - (~counter) * GOLDEN
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _order(z):
+    """float32 -> int32 in the same order."""
+    bits = z.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def _mass(row, V, peak, low, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the tokens of the prefix (edge, stop) whose order is at least `low`: e^(logit - peak) added up, or how many."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for at in range(0, V, BLOCK):
+        z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
+        order = _order(z)
+        inside = (order >= low) & ((order > edge) | ((order == edge) & (at + lane < stop))) & (at + lane < V)
+        each = tl.full((BLOCK,), 1.0, tl.float32) if COUNT else tl.exp(z - peak)
+        total += tl.where(inside, each, 0.0).to(tl.float64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _shorten(row, V, peak, need, short, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """`categorical.leading` within the prefix (edge, stop): the new prefix."""
+    found = tl.zeros((), tl.int64)
+    for i in range(32):
+        candidate = found + (tl.full((), 1, tl.int64) << (31 - i))
+        heavy = _mass(row, V, peak, (candidate + LOWEST).to(tl.int32), edge, stop, COUNT, BLOCK) >= need
+        found = tl.where(heavy, candidate, found)
+    new_edge = (found + LOWEST).to(tl.int32)
+    above = _mass(row, V, peak, new_edge + 1, edge, stop, COUNT, BLOCK)
+    each = tl.full((), 1.0, tl.float64)
+    if not COUNT:
+        bits = tl.where(new_edge >= 0, new_edge, new_edge ^ 0x7FFFFFFF)
+        each = tl.exp(bits.to(tl.float32, bitcast=True) - peak).to(tl.float64)
+    ties = (need - above) / each
+    none_yet = tl.where(above > 0, 0.0, 1.0).to(tl.float64)
+    room = tl.where(short, tl.maximum(tl.floor(ties), none_yet), tl.ceil(ties))
+    room = tl.minimum(room, 1.0 * V).to(tl.int32)
+    # the id after the last of `room` tokens at the edge
+    lane = tl.arange(0, BLOCK)
+    seen = tl.zeros((), tl.int32)
+    new_stop = tl.zeros((), tl.int32)
+    for start in range(0, V, BLOCK):
+        z = tl.load(row + start + lane, mask=start + lane < V, other=-float("inf"))
+        at = ((_order(z) == new_edge) & (start + lane < V)).to(tl.int32)
+        rank = seen + tl.cumsum(at, 0)
+        taken = (at > 0) & (rank <= room)
+        new_stop = tl.maximum(new_stop, tl.max(tl.where(taken, start + lane + 1, 0), 0))
+        seen += tl.sum(at, 0)
+    # inside a prefix whose own edge is cut, the shorter of the two
+    new_stop = tl.where(new_edge == edge, tl.minimum(new_stop, stop), new_stop)
+    return new_edge, new_stop
+
+
+@triton.jit
+def _draw_rows(logits, stride, banned, ints, floats, N, token, log_p, V, BLOCK: tl.constexpr, NOISE: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    slot, position = tl.load(ints + n), tl.load(ints + N + n)
+    seed, step = tl.load(ints + 2 * N + n), tl.load(ints + 3 * N + n)
+    k, short = tl.load(ints + 4 * N + n), tl.load(ints + 5 * N + n) > 0
+    temperature, p = tl.load(floats + n).to(tl.float32), tl.load(floats + N + n)
+    min_p = tl.load(floats + 2 * N + n).to(tl.float32)
+    greedy = temperature <= 0  # the best token alone: as the limit it is, not as a division by zero
+    k = tl.where(greedy, 1, k)
+    temperature = tl.where(greedy, 1.0, temperature)
+
+    lane = tl.arange(0, BLOCK)
+    row = log_p + n * V
+    peaks = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for at in range(0, V, BLOCK):
+        inside = at + lane < V
+        z = tl.load(logits + n * stride + at + lane, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+        never = tl.load(banned + slot * V + at + lane, mask=inside, other=1) != 0
+        z = tl.where(never, -float("inf"), z) + 0.0  # no -0, which would be another order than 0
+        tl.store(row + at + lane, z, mask=inside)
+        peaks = tl.maximum(peaks, z)
+    peak = tl.max(peaks, 0)
+    tl.debug_barrier()  # later passes read what other threads have written
+
+    edge, stop = tl.full((), LOWEST, tl.int32), tl.zeros((), tl.int32) + V
+    if k > 0:
+        need = tl.minimum(k, V).to(tl.float64)
+        edge, stop = _shorten(row, V, peak, need, False, edge, stop, True, BLOCK)
+    if p < 1:
+        need = p * _mass(row, V, peak, tl.full((), LOWEST, tl.int32), edge, stop, False, BLOCK)
+        edge, stop = _shorten(row, V, peak, need, short, edge, stop, False, BLOCK)
+    floor = peak + tl.log(min_p)
+
+    total = tl.zeros((BLOCK,), tl.float64)
+    for at in range(0, V, BLOCK):
+        z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
+        order = _order(z)
+        kept = ((order > edge) | ((order == edge) & (at + lane < stop))) & (z >= floor)
+        total += tl.where(kept, tl.exp(z - peak), 0.0).to(tl.float64)
+    normaliser = peak + tl.log(tl.sum(total, 0)).to(tl.float32)
+
+    h = _absorb(_absorb(_absorb(seed, tl.full((), TOKEN_STREAM, tl.int64)), step), position)
+    lane = tl.arange(0, NOISE)
+    best = tl.full((NOISE,), -float("inf"), tl.float64)
+    best_id = tl.zeros((NOISE,), tl.int32)
+    for at in range(0, V, NOISE):
+        inside = at + lane < V
+        z = tl.load(row + at + lane, mask=inside, other=-float("inf"))
+        order = _order(z)
+        kept = ((order > edge) | ((order == edge) & (at + lane < stop))) & (z >= floor) & inside
+        value = tl.where(kept, z - normaliser, -float("inf"))
+        bits = (_absorb(h, (at + lane).to(tl.int64)) >> 12) & 0xFFFFFFFFFFFFF
+        u = (bits.to(tl.float64) + 0.5) * (1.0 / 4503599627370496.0)
+        score = value.to(tl.float64) - tl.log(-tl.log(u))
+        better = score > best
+        best_id = tl.where(better, at + lane, best_id)
+        best = tl.where(better, score, best)
+        tl.store(row + at + lane, value, mask=inside)
+    winner = tl.max(best, 0)
+    tl.store(token + n, tl.min(tl.where(best == winner, best_id, V - 1), 0).to(tl.int64))
+
+
+def draw_rows(logits_NV: Tensor, banned_SV: Tensor, ints: Tensor, floats: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [N] and the float32 log-probabilities [N, V] they were drawn from; logits float32 or bf16."""
+    N, V = logits_NV.shape
+    assert logits_NV.stride(1) == 1 and banned_SV.is_contiguous()
+    ints, floats = ints.contiguous(), floats.contiguous()
+    token_N = torch.empty(N, dtype=torch.int64, device=logits_NV.device)
+    log_p_NV = torch.empty(N, V, dtype=torch.float32, device=logits_NV.device)
+    launch = _draw_rows[(N,)]  # type: ignore[index]
+    block = min(BLOCK, triton.next_power_of_2(V))
+    launch(
+        logits_NV, logits_NV.stride(0), banned_SV.view(torch.uint8), ints, floats, N, token_N, log_p_NV, V, block, min(NOISE_BLOCK, block),
+        num_warps=WARPS,
+    )  # fmt: skip
+    return token_N, log_p_NV
