@@ -77,6 +77,16 @@ def test_the_loss_kernel_equals_the_plain_chunk(dtype):
     torch.testing.assert_close(gradient.float(), expected[1], **rough)
 
 
+def test_the_gelu_inside_the_product():
+    from adlm.engine.prepare import linear_gelu
+
+    x, weight, bias = (torch.randn(*shape, device="cuda") for shape in ((2, 24, 64), (256, 64), (256,)))
+    got = linear_gelu(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).float()
+    args = (t.bfloat16().float() for t in (x, weight, bias))
+    expected = torch.nn.functional.gelu(torch.nn.functional.linear(*args), approximate="tanh")
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("vocab_size", [300, 50258])
 def test_the_draw_kernel_draws_what_the_plain_draw_draws(vocab_size):
     check_draws(vocab_size, "cuda")

@@ -83,6 +83,18 @@ def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant
         torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_has_a_gradient_when_traced(dtype):
+    """Some versions of the tracer drop the gradient of a function that ends in a conversion to the type it has."""
+    norm, grad = Norm(8, "rmsnorm"), torch.randn(5, 8)
+    traced = torch.compile(lambda x: norm.normalise(x, dtype), backend="eager")
+    x = torch.randn(5, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(norm.normalise(x, dtype), x, grad.to(dtype))
+    (got,) = torch.autograd.grad(traced(x), x, grad.to(dtype))
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_gradient_of_the_norm(kind):
     norm = Norm(6, kind).double()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adlm.diffusion.uniforms import _GOLDEN, _MIX_1, _MIX_2, Stream
 
-BLOCK, WARPS = 8192, 16  # numbers of a pass that are in flight together
+BLOCK, WARPS = 8192, 32  # numbers of a pass that are in flight together
 NOISE_BLOCK = 4096  # fewer where 64-bit hashes and logarithms need the registers
 GOLDEN, MIX_1, MIX_2 = tl.constexpr(_GOLDEN), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
 TOKEN_STREAM = tl.constexpr(int(Stream.TOKEN))
@@ -41,28 +41,52 @@ def _order(z):
 
 
 @triton.jit
+def _weight(z, peak, COUNT: tl.constexpr):
+    return tl.full(z.shape, 1.0, tl.float32) if COUNT else tl.exp(z - peak)
+
+
+@triton.jit
 def _mass(row, V, peak, low, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens of the prefix (edge, stop) whose order is at least `low`: e^(logit - peak) added up, or how many."""
+    """Of the tokens of the prefix (edge, stop) whose order is at least `low`: e^(logit - peak) added up, or how many.
+    A lane adds up a few numbers in float32, the lanes are added in float64."""
     lane = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64)
+    total = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, V, BLOCK):
         z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
         order = _order(z)
         inside = (order >= low) & ((order > edge) | ((order == edge) & (at + lane < stop))) & (at + lane < V)
-        each = tl.full((BLOCK,), 1.0, tl.float32) if COUNT else tl.exp(z - peak)
-        total += tl.where(inside, each, 0.0).to(tl.float64)
-    return tl.sum(total, 0)
+        total += tl.where(inside, _weight(z, peak, COUNT), 0.0)
+    return tl.sum(total.to(tl.float64), 0)
+
+
+@triton.jit
+def _masses(row, V, peak, low, more, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """`_mass` from low + more, low + 2 more and low + 3 more, in one pass: two bits of the edge at a time."""
+    lane = tl.arange(0, BLOCK)
+    low1, low2, low3 = (low + more).to(tl.int32), (low + 2 * more).to(tl.int32), (low + 3 * more).to(tl.int32)
+    total1 = tl.zeros((BLOCK,), tl.float32)
+    total2 = tl.zeros((BLOCK,), tl.float32)
+    total3 = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, V, BLOCK):
+        z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
+        order = _order(z)
+        inside = ((order > edge) | ((order == edge) & (at + lane < stop))) & (at + lane < V)
+        weight = tl.where(inside, _weight(z, peak, COUNT), 0.0)
+        total1 += tl.where(order >= low1, weight, 0.0)
+        total2 += tl.where(order >= low2, weight, 0.0)
+        total3 += tl.where(order >= low3, weight, 0.0)
+    return tl.sum(total1.to(tl.float64), 0), tl.sum(total2.to(tl.float64), 0), tl.sum(total3.to(tl.float64), 0)
 
 
 @triton.jit
 def _shorten(row, V, peak, need, short, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """`categorical.leading` within the prefix (edge, stop): the new prefix."""
-    found = tl.zeros((), tl.int64)
-    for i in range(32):
-        candidate = found + (tl.full((), 1, tl.int64) << (31 - i))
-        heavy = _mass(row, V, peak, (candidate + LOWEST).to(tl.int32), edge, stop, COUNT, BLOCK) >= need
-        found = tl.where(heavy, candidate, found)
-    new_edge = (found + LOWEST).to(tl.int32)
+    found = tl.full((), LOWEST, tl.int64)
+    for i in range(16):
+        more = tl.full((), 1, tl.int64) << (30 - 2 * i)
+        mass1, mass2, mass3 = _masses(row, V, peak, found, more, edge, stop, COUNT, BLOCK)
+        found += more * ((mass1 >= need).to(tl.int64) + (mass2 >= need).to(tl.int64) + (mass3 >= need).to(tl.int64))
+    new_edge = found.to(tl.int32)
     above = _mass(row, V, peak, new_edge + 1, edge, stop, COUNT, BLOCK)
     each = tl.full((), 1.0, tl.float64)
     if not COUNT:
@@ -122,13 +146,13 @@ def _draw_rows(logits, stride, banned, ints, floats, N, token, log_p, V, BLOCK: 
         edge, stop = _shorten(row, V, peak, need, short, edge, stop, False, BLOCK)
     floor = peak + tl.log(min_p)
 
-    total = tl.zeros((BLOCK,), tl.float64)
+    total = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, V, BLOCK):
         z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
         order = _order(z)
         kept = ((order > edge) | ((order == edge) & (at + lane < stop))) & (z >= floor)
-        total += tl.where(kept, tl.exp(z - peak), 0.0).to(tl.float64)
-    normaliser = peak + tl.log(tl.sum(total, 0)).to(tl.float32)
+        total += tl.where(kept, tl.exp(z - peak), 0.0)
+    normaliser = peak + tl.log(tl.sum(total.to(tl.float64), 0)).to(tl.float32)
 
     h = _absorb(_absorb(_absorb(seed, tl.full((), TOKEN_STREAM, tl.int64)), step), position)
     lane = tl.arange(0, NOISE)
@@ -160,8 +184,7 @@ def draw_rows(logits_NV: Tensor, banned_SV: Tensor, ints: Tensor, floats: Tensor
     log_p_NV = torch.empty(N, V, dtype=torch.float32, device=logits_NV.device)
     launch = _draw_rows[(N,)]  # type: ignore[index]
     block = min(BLOCK, triton.next_power_of_2(V))
-    launch(
-        logits_NV, logits_NV.stride(0), banned_SV.view(torch.uint8), ints, floats, N, token_N, log_p_NV, V, block, min(NOISE_BLOCK, block),
-        num_warps=WARPS,
-    )  # fmt: skip
+    shape = {"V": V, "BLOCK": block, "NOISE": min(NOISE_BLOCK, block)}
+    banned = banned_SV.view(torch.uint8)
+    launch(logits_NV, logits_NV.stride(0), banned, ints, floats, N, token_N, log_p_NV, **shape, num_warps=WARPS)
     return token_N, log_p_NV

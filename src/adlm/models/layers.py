@@ -29,7 +29,11 @@ class _Normalise(torch.autograd.Function):
         if center:
             wide = wide - wide.mean(-1, keepdim=True)
         r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        y = (wide * r).to(dtype)
+        y = wide * r
+        if (
+            y.dtype != dtype
+        ):  # torch 2.11 compiles a function that returns a conversion to the same type without gradient
+            y = y.to(dtype)
         ctx.save_for_backward(y, r)
         ctx.center, ctx.dtype = center, x.dtype
         return y
@@ -164,6 +168,8 @@ class Block(nn.Module):
         return o_BNLH.transpose(1, 2).reshape(B, L, E // 3)
 
     def activate(self, h: Tensor) -> Tensor:
+        if self.activation == "done":  # by the linear map before it, in an inference copy
+            return h
         return F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square()
 
     def forward(
@@ -212,7 +218,9 @@ def modulations(
 
 def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> Tensor:
     """linear(norm(x) * (1 + scale) + shift)."""
-    if norm.weight is not None and not folds(x_BLD, modulation, linear):
+    if norm.weight is None:  # an inference copy: everything is in the weights of the map already
+        return linear(norm.normalise(x_BLD, product_dtype(x_BLD, linear.weight)))
+    if not folds(x_BLD, modulation, linear):
         return linear(modulate(norm(x_BLD), modulation))
     weight, bias = fold_entry(norm, modulation, linear)
     return F.linear(norm.normalise(x_BLD, product_dtype(x_BLD, weight)), weight, bias)
@@ -236,8 +244,7 @@ def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bo
 
 def fold_entry(norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of `enter` as a map of the normalised x."""
-    if norm.weight is None:
-        return linear.weight, linear.bias
+    assert norm.weight is not None
     if modulation is None:
         return linear.weight * norm.weight, linear.bias
     through = (linear.weight * modulation.shift.view(-1)).sum(-1)

@@ -78,5 +78,8 @@ class Stack(nn.Module):
                 x_BLD = checkpoint(block, x_BLD, c_BC, cos, sin, use_reentrant=False)  # type: ignore[assignment]
             else:
                 x_BLD = block(x_BLD, c_BC, cos, sin, layer, positions_BL, mask)
+        return Features(x_BLD, self.finish(x_BLD, c_BC))
+
+    def finish(self, x_BLD: Tensor, c_BC: Tensor | None) -> Tensor:
         (final,) = modulations(self.modulation, c_BC, 1, parts=2)
-        return Features(x_BLD, modulate(self.norm(x_BLD), final))
+        return modulate(self.norm(x_BLD), final)
