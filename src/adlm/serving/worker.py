@@ -197,6 +197,8 @@ class Worker:
     def warm_up(self) -> Engine | CausalEngine:
         """The engine, after one row: on a GPU this is where the compiling is done."""
         engine = self.lm.engine(self.slots)
+        if isinstance(engine, Engine):
+            engine.network.warm_up()
         request = self.lm.request(steps=2) if not self.lm.model.config.causal else self.lm.request(length=2)
         list(engine.run([request]))
         return engine
