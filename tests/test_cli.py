@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,14 @@ def test_the_shims_run_from_the_repository(program):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 1
     assert done.stderr.startswith("adlm: error: mode='trian' is unknown (did you mean 'train'?)")
+
+
+@pytest.mark.parametrize(
+    ("command", "key"), [("train", "out"), ("sample", "sampling.out"), ("evaluate", "eval.out"), ("bench", "bench.out")]
+)
+def test_out_is_where_the_command_writes(command, key, monkeypatch):
+    """`adlm evaluate RUN out=X` used to set the run folder, which evaluate does not read."""
+    seen = {}
+    monkeypatch.setattr(cli, "_target", lambda command: lambda cfg, **arguments: seen.update(cfg=cfg))
+    assert cli.main([command, "out=somewhere"]) == 0
+    assert attrgetter(key)(seen["cfg"]) == "somewhere"

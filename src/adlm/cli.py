@@ -38,6 +38,8 @@ class Command:
     """`--name` -> what it does; handed over as name=True."""
     defaults: tuple[str, ...] = ()
     """Overrides that the command line may override again."""
+    out: str = "out"
+    """The key that `out=` stands for: where this command writes."""
     short: str = ""
     """Section whose keys may be typed without its name: `adlm serve port=8000`."""
     sections: tuple[str, ...] = ()
@@ -62,6 +64,7 @@ COMMANDS: dict[str, Command] = {
         "draw texts from a model: free, after a prompt or into a template; a rerun goes on with the file",
         words=("eval.checkpoint",),
         flags={"watch": "show one text appearing, live in the terminal"},
+        out="sampling.out",
         sections=("sampling", "eval"),
     ),
     "data": Command(
@@ -75,6 +78,7 @@ COMMANDS: dict[str, Command] = {
         "perplexity of a checkpoint with confidence intervals, on its own validation split or on data=NAME",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint",),
+        out="eval.out",
         sections=("eval", "data", "train"),
     ),
     "compare": Command(
@@ -90,6 +94,7 @@ COMMANDS: dict[str, Command] = {
         "adlm.bench.command:run_bench",
         "train | sample: how fast this machine is, beside a dense twin that computes the same",
         rest=True,
+        out="bench.out",
         sections=("bench", "model", "train", "sampling"),
     ),
     "zeroshot": Command(
@@ -97,6 +102,7 @@ COMMANDS: dict[str, Command] = {
         "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",
         words=("eval.checkpoint",),
         rest=True,
+        out="eval.out",
         sections=("eval", "data", "train"),
     ),
     "anchors": Command(
@@ -106,6 +112,7 @@ COMMANDS: dict[str, Command] = {
         words=("eval.checkpoint",),
         required=1,
         rest=True,
+        out="eval.out",
         sections=("eval",),
     ),
     "evaluate": Command(
@@ -114,6 +121,7 @@ COMMANDS: dict[str, Command] = {
         " report of frontiers. A rerun does only what is missing",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint", "sampling.n=128"),
+        out="eval.out",
         sections=("eval", "sampling", "data", "train"),
     ),
     "import": Command(
@@ -223,6 +231,7 @@ def _run(argv: list[str]) -> int:
         raise UsageError(str(error)) from None
     command = COMMANDS[name]
     overrides, words, flags = _sort(command, argv[1:])
+    overrides = [command.out + o[3:] if o.startswith("out=") else o for o in overrides]
     overrides = [f"{command.short}.{o}" if f"{command.short}.{o.partition('=')[0]}" in keys() else o for o in overrides]
     if "help" in flags:
         print_help(name, command)
