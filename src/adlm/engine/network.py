@@ -124,8 +124,9 @@ class Network:
         return tuple(LOOKS[name](log_p, token) for name in looks)
 
     @torch.inference_mode()
-    def warm_up(self, length: int = 0) -> None:
-        """Compile and capture the shapes that rows of this length need, with few remasked tokens and no guidance."""
+    def warm_up(self, length: int = 0, least: int = 1) -> None:
+        """Compile and capture the shapes that `least` rows or more of this length need, with few remasked tokens and
+        without guidance."""
         if not self.graphs.on:
             return
 
@@ -133,7 +134,8 @@ class Network:
             return torch.tensor(rows, device=self.device)[:, None].expand(-1, columns)
 
         # The largest first: it is compiled for its own size, the others share one compilation of any size.
-        for B in sorted((s for s in ROW_SIZES if s <= at_least(self.spare, ROW_SIZES)), reverse=True):
+        sizes = [s for s in ROW_SIZES if at_least(least, ROW_SIZES) <= s <= at_least(self.spare, ROW_SIZES)]
+        for B in reversed(sizes):
             mask, rows = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
             denoiser_BLD, *_ = self.read_rows(
                 mask, rows, torch.zeros(B, device=self.device).double(), length or self.length
