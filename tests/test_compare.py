@@ -32,15 +32,15 @@ def compared(tmp_path_factory):
 
 def test_every_algorithm_has_its_line(compared):
     document = json.loads((compared / "run" / "table.json").read_text())
-    entries = {e["algo"]: e for e in document["entries"]}
-    assert set(entries) == set(ALGOS) and document["entries"][-1]["algo"] == "ar", "exact likelihoods stand last"
-    assert [e["kind"] for e in entries.values() if e["algo"] in ("ar", "adlm")].count("exact") == 1
+    entries = {e["name"]: e for e in document["entries"]}
+    assert set(entries) == set(ALGOS) and document["entries"][-1]["name"] == "ar", "exact likelihoods stand last"
+    assert [e["kind"] for e in entries.values() if e["name"] in ("ar", "adlm")].count("exact") == 1
     for name, entry in entries.items():
         estimate = entry["estimate"]
         assert estimate["rows"] == 10 and estimate["nats_interval"] is not None
         assert sum(entry["row_nats"]) / sum(entry["row_tokens"]) == pytest.approx(estimate["nats_per_token"])
         assert entry["tokens_per_s"] > 0 and entry["training_tokens"] == 3 * 8 * 32
-        assert json.loads((compared / "run" / name / "compared.json").read_text())["algo"] == name
+        assert json.loads((compared / "run" / name / "compared.json").read_text())["name"] == name
     assert entries["adlm"]["parameters"] > entries["mdlm"]["parameters"]
     assert set(document["differences"]) == {"mdlm", "sedd", "d3pm"}
     text = (compared / "run" / "table.md").read_text()
@@ -49,7 +49,7 @@ def test_every_algorithm_has_its_line(compared):
 
 def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     """A causal model scores all but the first token of a row; SEDD the masked half, exactly as MDLM."""
-    entries = {e["algo"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}
+    entries = {e["name"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}
     D, V, length, blocks = 16, 260, 32, 2
     block = 2 * 12 * D * D
     ar = 3 * (blocks * (block + 4 * D * length / 2) + 2 * D * V * 1.0)
@@ -70,7 +70,7 @@ def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert all(f" {name} " in said for name in ALGOS)
     assert cli.main([*line(compared), "mdlm", "ar"]) == 0
-    assert {e["algo"] for e in json.loads((compared / "run" / "table.json").read_text())["entries"]} == {"mdlm", "ar"}
+    assert {e["name"] for e in json.loads((compared / "run" / "table.json").read_text())["entries"]} == {"mdlm", "ar"}
     with pytest.raises(AssertionError, match="mdlm is trained again"):
         cli.main([*line(compared, "eval.draws=3"), "mdlm"])  # other settings: another number
 
@@ -126,9 +126,24 @@ def test_paired_differences_see_what_intervals_hide():
     exact = entry("ar", base, tokens - 1, "exact")
     assert paired(exact, a, 0) is None and paired(a, a, 0) is None
     table = Comparison([b, exact, a], "adlm", Config())
-    assert [e.algo for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
+    assert [e.name for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
 
 
 def test_every_algorithm_has_its_recipe_in_the_docs():
     text = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
     assert all(f"| `adlm train algo={name}` |" in text for name in group_choices("algo"))
+
+
+def test_variants_are_algorithms_with_changes(compared, capsys):
+    """Named by what was changed; the plain algorithm's run is taken as it is."""
+    assert cli.main([*line(compared), "mdlm", "mdlm+seed=7", "mdlm+train.steps=2"]) == 0
+    document = json.loads((compared / "run" / "table.json").read_text())
+    entries = {e["name"]: e for e in document["entries"]}
+    assert set(entries) == {"mdlm", "mdlm+seed=7", "mdlm+train.steps=2"}
+    assert entries["mdlm+seed=7"]["config"]["seed"] == 7 and entries["mdlm"]["config"]["seed"] == 1
+    assert entries["mdlm+seed=7"]["row_nats"] != entries["mdlm"]["row_nats"]
+    assert "unless its name says otherwise" in (compared / "run" / "table.md").read_text()
+    assert set(document["differences"]) == {"mdlm+seed=7", "mdlm+train.steps=2"}
+    for wrong, message in (("mdlm+seed", "+key=value"), ("mdml+seed=1", "mdlm"), ("mdlm+sed=1", "seed")):
+        assert cli.main([*line(compared), wrong]) == 1
+        assert message in capsys.readouterr().err

@@ -84,7 +84,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         "adlm.compare:run_compare",
         "train algorithms on one corpus with one budget, and set bound, size, arithmetic and speed side by side:"
-        " adlm compare [algo ...]; a rerun does what is missing",
+        " adlm compare adlm mdlm adlm+objective.gamma=0.1+seed=2 ...; a rerun does what is missing",
         rest=True,
         line=True,
         defaults=("experiment=compare",),
@@ -261,7 +261,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _sort(command: Command, argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """argv -> overrides, words, flags. A word that names a file is a word even if it holds an equals sign."""
+    """argv -> overrides, words, flags. A word may hold an equals sign: the name of a file, or a variant such as
+    `adlm+seed=2`."""
     overrides, words, flags = [], [], []
     for text in argv:
         if text.startswith("-") and len(text) > 1 and "=" not in text:
@@ -270,7 +271,7 @@ def _sort(command: Command, argv: Sequence[str]) -> tuple[list[str], list[str], 
                 known = ", ".join(f"--{f}" for f in (*command.flags, "json", "help"))
                 raise UsageError(f"unknown flag {text!r}; this command knows {known}")
             flags.append(flag.removeprefix("--"))
-        elif "=" in text and not os.path.exists(text):
+        elif "=" in text and "+" not in text.partition("=")[0].lstrip("+") and not os.path.exists(text):
             overrides.append(text)
         else:
             words.append(text)

@@ -1,6 +1,7 @@
-"""`adlm compare [algo ...]`: train algorithms on one corpus with one budget, and set them side by side.
+"""`adlm compare [algo[+key=value...] ...]`: train algorithms, and variants of them, on one corpus with one budget, and
+set them side by side.
 
-Each algorithm is a run folder of its own below `out`, composed from the same command line with another `algo=`, so
+Each is a run folder of its own below `out`, composed from the same command line with another `algo=`, so
 that any of them can be looked at, sampled from or trained further. What is finished is not done again: a rerun trains
 what is missing, goes on with what was interrupted, and rebuilds the table, which is written after every run.
 """
@@ -30,30 +31,38 @@ REFERENCE = "adlm"
 
 def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> dict[str, Any]:
     """`line`: the overrides of the command line, from which each algorithm's settings are composed."""
-    names = [choose("algo", name, group_choices("algo")) for name in dict.fromkeys(args)] or list(group_choices("algo"))
+    names = list(dict.fromkeys(args)) or list(group_choices("algo"))
     folder = Path(cfg.out)
     # all of them before the first is trained: a mistake must not wait for hours
-    runs = [config.load([*line, f"algo={name}", f"out={folder / name}"]) for name in names]
+    runs = {name: config.load([*line, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
     require(
         cfg.eval.estimator == "continuous" and not cfg.eval.chain_rows,
         "adlm compare sets one number beside another: eval.estimator=continuous eval.chain_rows=0",
     )
-    entries = {run.algo: entry for run in runs if (entry := read_entry(run)) is not None}
-    for run in (run for run in runs if run.algo not in entries):
-        print(f"{run.algo}: {len(entries)} of {len(runs)} are done", flush=True)
+    entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}
+    for name, run in [(n, r) for n, r in runs.items() if n not in entries]:
+        print(f"{name}: {len(entries)} of {len(runs)} are done", flush=True)
         if not train(run).finished:
             break
         with world(run.train) as ranks:
-            entries[run.algo] = measure_run(run, ranks)
+            entries[name] = measure_run(name, run, ranks)
             if ranks.is_main:
-                write_atomically(Path(run.out) / ENTRY, json.dumps(asdict(entries[run.algo])) + "\n")
+                write_atomically(Path(run.out) / ENTRY, json.dumps(asdict(entries[name])) + "\n")
         show(list(entries.values()), cfg, folder)
     return show(list(entries.values()), cfg, folder, tell=True) if entries else {}
 
 
+def variant(name: str) -> list[str]:
+    """`adlm+seed=2+recipe=fast` -> the overrides it stands for."""
+    algo, *changes = name.split("+")
+    choose("algo", algo, group_choices("algo"))
+    require(all("=" in change for change in changes), f"{name!r}: after the algorithm, +key=value for each change")
+    return [f"algo={algo}", *changes]
+
+
 def show(entries: list[Entry], cfg: Config, folder: Path, tell: bool = False) -> dict[str, Any]:
     """Write table.md and table.json; print the table if it is the last."""
-    reference = REFERENCE if any(e.algo == REFERENCE for e in entries) else entries[0].algo
+    reference = REFERENCE if any(e.name == REFERENCE for e in entries) else entries[0].name
     comparison = Comparison(entries, reference, cfg)
     document = {"command": command_line(), **comparison.as_dict()}
     if os.environ.get("RANK", "0") == "0":

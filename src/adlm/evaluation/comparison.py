@@ -40,7 +40,8 @@ COLUMNS = (
 class Entry:
     """One line of the table."""
 
-    algo: str
+    name: str
+    """The algorithm, with what was changed in it."""
     kind: str
     """exact (a likelihood), or the estimator of the bound."""
     estimate: dict[str, Any]
@@ -57,7 +58,7 @@ class Entry:
     config: dict[str, Any]
 
 
-def measure_run(cfg: Config, ranks: World) -> Entry:
+def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
     """The entry of a finished run: its averaged weights on the validation split it was trained beside."""
     run = Path(cfg.out)
     data = setup.prepare_data(cfg, ranks)
@@ -69,7 +70,7 @@ def measure_run(cfg: Config, ranks: World) -> Entry:
     flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors)
     speeds = [event["tokens_per_s"] for event in read_metrics(run) if event["kind"] == "train"]
     return Entry(
-        cfg.algo,
+        name,
         kind,
         estimate.as_dict(),
         estimate.row_nats.tolist(),
@@ -109,27 +110,27 @@ class Comparison:
     def __init__(self, entries: list[Entry], reference: str, cfg: Config):
         self.entries = sorted(entries, key=lambda e: (e.kind == "exact", e.estimate["nats_per_token"]))
         self.cfg, self.reference = cfg, reference
-        by_name = {entry.algo: entry for entry in entries}
+        by_name = {entry.name: entry for entry in entries}
         self.differences: dict[str, tuple[str, Estimate]] = {}
         for entry in self.entries:
             # causal runs are set against ar, where it is there
             to = by_name.get("ar" if entry.kind == "exact" else reference)
             if to and (found := paired(entry, to, cfg.eval.seed)) is not None:
-                self.differences[entry.algo] = (to.algo, found)
+                self.differences[entry.name] = (to.name, found)
 
     def rows(self) -> list[list[str]]:
         lines = []
         for e in self.entries:
             ends = e.estimate["nats_interval"]
             difference = ""
-            if e.algo in self.differences:
-                to, d = self.differences[e.algo]
+            if e.name in self.differences:
+                to, d = self.differences[e.name]
                 assert d.interval is not None
                 difference = f"{d.nats:+.3f} [{d.interval[0]:+.3f}, {d.interval[1]:+.3f}]"
                 difference += f" to {to}" if e.kind == "exact" else ""
             lines.append(
                 [
-                    e.algo,
+                    e.name,
                     f"{e.estimate['nats_per_token']:.3f}" + (" exact" if e.kind == "exact" else " bound"),
                     "" if ends is None else f"{ends[0]:.3f} - {ends[1]:.3f}",
                     f"{e.estimate['perplexity']:,.1f}",
@@ -159,9 +160,11 @@ class Comparison:
         lines += [f"| {' | '.join(line)} |" for line in self.rows()]
         t, m = self.cfg.train, self.cfg.model
         tokens = t.steps * t.global_batch_size * m.length
+        alike = all(entry.training_tokens == tokens for entry in self.entries)
         budget = (
-            f"Budget of each: {t.steps:,} steps of {t.global_batch_size} rows of {m.length} tokens ({tokens:,} tokens)"
-            f" of {self.cfg.data.name}, seed {self.cfg.seed}. Evaluated on {self.entries[0].estimate['rows']} held-out"
+            f"Budget of each{'' if alike else ', unless its name says otherwise'}: {t.steps:,} steps of"
+            f" {t.global_batch_size} rows of {m.length} tokens ({tokens:,} tokens) of {self.cfg.data.name}, seed"
+            f" {self.cfg.seed}. Evaluated on {self.entries[0].estimate['rows']} held-out"
             f" rows, {self.cfg.eval.draws} draws of noise for bounds. {hardware()}."
         )
         return "\n".join([*lines, "", budget, ""])
