@@ -2,9 +2,9 @@
 
 The methods of the paper start from pretrained GPT-2, which can already look up in its context what was said of a word.
 A network from scratch has to form that circuit first, and a question asks for one or two lookups among tokens that need
-none: it stays at a coin's accuracy for thousands of steps. Here every statement is a lookup. A story is a few unrelated
-statements and the row tells it again in another order; there is no question, no chain and no answer in it, so that what
-the stages teach is still theirs to teach.
+none: it stays at a coin's accuracy for thousands of steps. Here every statement is a lookup. A story is a few
+statements drawn at random and the row tells it again in another order. Nothing is asked and nothing is concluded in it:
+that is left to the stages.
 """
 
 import random
