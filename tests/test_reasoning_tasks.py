@@ -207,6 +207,9 @@ def test_words_limit_the_vocabulary():
     examples = generate(TASKS["prosqa"], 100, seed=8, shape=Shape(hops=2, nodes=7, words=9))
     used = {name for e in examples for f in statements(e) for name in (f.who, f.what)}
     assert used == {*generators.PROSQA_CONCEPTS[:9], *generators.PROSQA_NAMES[:9]}
+    examples = generate(TASKS["prosqa"], 100, seed=8, shape=Shape(hops=2, nodes=7, words=9, names=4))
+    used = {name for e in examples for f in statements(e) for name in (f.who, f.what)}
+    assert used == {*generators.PROSQA_CONCEPTS[:9], *generators.PROSQA_NAMES[:4]}
 
 
 def test_examples_are_functions_of_seed_and_number():
@@ -259,10 +262,12 @@ def test_bad_shapes_are_refused():
         generators.prosqa(rng, Shape(nodes=99))
     with pytest.raises(ValueError, match=r"reason\.words=5 must be in reason\.nodes=6"):
         generators.prosqa(rng, Shape(nodes=6, words=5))
-    with pytest.raises(ValueError, match=r"reason\.words and reason\.balanced shape prosqa only"):
+    with pytest.raises(ValueError, match=r"reason\.balanced shape prosqa only"):
         generators.prontoqa(rng, Shape(words=9))
     with pytest.raises(ValueError, match=r"reason\.hops"):
         generators.prosqa(rng, Shape(hops=9))
+    with pytest.raises(ValueError, match=r"reason\.names=1 leaves"):
+        generators.prosqa(rng, Shape(names=1))
     with pytest.raises(ValueError, match=r"reason\.hops"):
         generators.prontoqa(rng, Shape(hops=7))
     with pytest.raises(ValueError, match=r"raise reason\.nodes"):

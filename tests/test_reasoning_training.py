@@ -1,6 +1,7 @@
 """Staged training: schedule, loss falls, resume in the middle of a stage, commands."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from adlm import cli, config
 from adlm.config.checks import CHOICES
 from adlm.reasoning import training
 from adlm.reasoning.command import PAPER
-from adlm.reasoning.generators import Shape
+from adlm.reasoning.generators import PROSQA_NAMES, Shape
+from adlm.reasoning.logic import read_fact, sentences
 from adlm.reasoning.methods import METHODS
+from adlm.reasoning.recital import FACTS, retold
 from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.stages import Schedule
 from adlm.reasoning.tasks import TASKS, generate
@@ -21,7 +24,7 @@ from tests.test_reasoning_networks import make_folder
 
 TINY = [
     "algo=ar", "model=nano", "task=prosqa-2hop", "model.hidden_size=32", "model.n_blocks=1", "model.n_heads=2",
-    "reason.n_train=40", "reason.n_valid=8", "reason.n_test=8", "reason.slots=2", "reason.epochs=8",
+    "reason.recite=0", "reason.n_train=40", "reason.n_valid=8", "reason.n_test=8", "reason.slots=2", "reason.epochs=8",
     "reason.epochs_per_stage=2", "reason.valid_every=4", "train.global_batch_size=16", "train.log_every=1",
     "train.device=cpu", "optim.warmup=0", "data.tokenizer=bpe-420",
 ]  # fmt: skip
@@ -62,6 +65,32 @@ def test_too_few_epochs_are_refused(tmp_path):
 
 
 # ---- learning
+
+
+def test_stories_are_told_twice():
+    rng = random.Random(1)
+    for _ in range(50):
+        told = retold(rng, Shape(words=8, names=4))
+        first, second = (sentences(text) for text in (told.question, told.answer))
+        assert sorted(first) == sorted(second) and len(set(first)) == 2 * FACTS
+        facts = [read_fact(sentence) for sentence in first]
+        assert len({fact.who for fact in facts}) == len({fact.what for fact in facts}) == 2 * FACTS
+        assert {fact.who for fact in facts if fact.who[0].isupper()} <= set(PROSQA_NAMES[:4])
+        assert not (told.steps or told.anchors)
+
+
+def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
+    """The warm-up changes where the stages start, is a function of the seed, and is refused where it has no words."""
+    options = ("method=no-cot", "reason.epochs=1", "train.global_batch_size=8", "reason.n_train=8", "data.tokenizer=")
+    weights = []
+    for name, recite in (("none", 0), ("one", 3), ("two", 3)):
+        train(settings(tmp_path / name, *options, f"reason.recite={recite}"))
+        weights.append(load_run(str(tmp_path / name), torch.device("cpu")).network.state_dict())
+    none, one, two = weights
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert any(not torch.equal(none[key], one[key]) for key in one)
+    with pytest.raises(ValueError, match=r"reason\.recite=3 tells stories of 3 names"):
+        train(settings(tmp_path / "few", *options, "reason.recite=3", "reason.names=2"))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -92,6 +92,7 @@ RANGES = {
     "serve.timeout": _POSITIVE, "serve.read_timeout": _POSITIVE, "serve.grace": _NOT_NEGATIVE,
     "reason.n_train": _NOT_NEGATIVE, "reason.n_valid": _COUNT, "reason.n_test": _NOT_NEGATIVE,
     "reason.hops": _NOT_NEGATIVE, "reason.nodes": _NOT_NEGATIVE, "reason.words": _NOT_NEGATIVE,
+    "reason.names": _NOT_NEGATIVE, "reason.recite": _NOT_NEGATIVE, "reason.recite_rate": _POSITIVE,
     "reason.easier": _SHARE, "reason.epochs": _COUNT, "reason.epochs_per_stage": _COUNT,
     "reason.slots": _NOT_NEGATIVE, "reason.slots_per_stage": _COUNT,
     "reason.gamma": _NOT_NEGATIVE, "reason.valid_every": _COUNT, "reason.minutes": _NOT_NEGATIVE,

@@ -55,6 +55,8 @@ class Shape(NamedTuple):
     """ProsQA: nodes drawn per graph."""
     words: int = 0
     """ProsQA: different kinds, and different names, that questions draw from."""
+    names: int = 0
+    """ProsQA: different names, if not as many as `words` allows."""
     balanced: bool = False
     """ProsQA: the wrong answer is as deep as the right one."""
 
@@ -118,15 +120,23 @@ def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     require(4 <= nodes <= most, f"reason.nodes={nodes} must be in 4..{most}")
     require(nodes <= words <= most, f"reason.words={words} must be in reason.nodes={nodes}..{most}")
     require(0 <= hops <= MOST_HOPS, f"reason.hops={hops} must be in 0..{MOST_HOPS} for prosqa")
+    names, kinds = vocabulary(shape)
+    require(len(names) > 1, f"reason.names={shape.names} leaves fewer than two individuals")
     for _ in range(ATTEMPTS):
         graph = random_graph(rng, nodes)
         inner = {p for chosen in graph.parents for p in chosen}
         individuals = sum(i in inner and not chosen for i, chosen in enumerate(graph.parents))
         leaves = [i for i in range(2, nodes) if i not in inner and graph.side[i] in (1, 2)]
         pair = (equally_deep_pair if shape.balanced else published_pair)(rng, graph, leaves, hops)
-        if pair and individuals <= min(words, len(PROSQA_NAMES)):
-            return write_prosqa(rng, graph, *pair, words)
+        if pair and individuals <= len(names):
+            return write_prosqa(rng, graph, *pair, names, kinds)
     raise ValueError(f"no graph of reason.nodes={nodes} has a derivation of reason.hops={hops}; raise reason.nodes")
+
+
+def vocabulary(shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names and the kinds that questions of a shape draw from."""
+    words = shape.words or len(PROSQA_CONCEPTS)
+    return PROSQA_NAMES[: shape.names or words], PROSQA_CONCEPTS[:words]
 
 
 def is_wanted(depth: int, hops: int) -> bool:
@@ -160,12 +170,14 @@ def equally_deep_pair(rng: random.Random, graph: Graph, leaves: list[int], hops:
     return (one, two) if rng.random() < 0.5 else (two, one)
 
 
-def write_prosqa(rng: random.Random, graph: Graph, target: int, other: int, words: int) -> Example:
+def write_prosqa(
+    rng: random.Random, graph: Graph, target: int, other: int, names: tuple[str, ...], kinds: tuple[str, ...]
+) -> Example:
     """Name the nodes (those without parents are individuals), say every edge, shuffle, ask."""
     edges = [(p, i) for i, chosen in enumerate(graph.parents) for p in chosen]
     used = sorted({i for edge in edges for i in edge})
-    names, concepts = (iter(rng.sample(s[:words], len(s[:words]))) for s in (PROSQA_NAMES, PROSQA_CONCEPTS))
-    called = {i: next(concepts) if graph.parents[i] else next(names) for i in used}
+    free_names, free_kinds = (iter(rng.sample(words, len(words))) for words in (names, kinds))
+    called = {i: next(free_kinds if graph.parents[i] else free_names) for i in used}
 
     def say(parent: int, child: int) -> str:
         who = f"Every {called[parent]}" if graph.parents[parent] else called[parent]
@@ -197,7 +209,7 @@ def prontoqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     hops = shape.hops or 5
     require(
         shape == Shape(hops=shape.hops),
-        "reason.nodes, reason.words and reason.balanced shape prosqa only; prontoqa is shaped by reason.hops",
+        "reason.nodes, reason.words, reason.names and reason.balanced shape prosqa only; prontoqa has reason.hops",
     )
     most = (len(PRONTOQA_CONCEPTS) - 4) // 2
     require(1 <= hops <= most, f"reason.hops={hops} must be in 1..{most} for prontoqa")

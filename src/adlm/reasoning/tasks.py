@@ -51,7 +51,7 @@ def task_spec(name: str) -> TaskSpec:
 
 
 def shape_of(cfg: ReasonConfig) -> Shape:
-    return Shape(cfg.hops, cfg.nodes, cfg.words, cfg.balanced)
+    return Shape(cfg.hops, cfg.nodes, cfg.words, cfg.names, cfg.balanced)
 
 
 def easier_shape(cfg: ReasonConfig) -> Shape:
@@ -80,7 +80,7 @@ def generate(
             found.append(example)
     raise ValueError(
         f"only {len(found)} different questions of reason.hops={shape.hops} reason.nodes={shape.nodes}"
-        f" reason.words={shape.words} were found, not {n};"
+        f" reason.words={shape.words} reason.names={shape.names} were found, not {n};"
         " ask for fewer or larger ones"
     )
 

@@ -20,6 +20,7 @@ from adlm.reasoning.answers import Score, evaluate
 from adlm.reasoning.examples import Example
 from adlm.reasoning.methods import Encoded, Plan, encode, lay_out, markers_of, row_length, written_length
 from adlm.reasoning.networks import OwnNetwork
+from adlm.reasoning.recital import recite
 from adlm.reasoning.runs import build, export_run, parameter_count, write_results
 from adlm.reasoning.stages import Progress, Schedule
 from adlm.reasoning.tasks import Splits, load_splits, task_spec
@@ -144,13 +145,19 @@ def train(cfg: Config) -> ReasonResult:
         schedule, reason = room.schedule, cfg.reason
         cfg = replace(cfg, train=replace(cfg.train, steps=schedule.steps))
         micro_batch = cfg.train.global_batch_size // check_batches(cfg, ranks)
+        checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
+        found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
+        if found is None and checkpoints.steps():
+            raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
+        if found is None and reason.recite:
+            loss = recite(room.network, room.tokenizer, cfg, ranks)
+            note(f"stories told twice, {reason.recite} steps: {loss:.3f} nats per token at the end")
         step_module = Step(room.network, batch_loss)
         parameters = list(step_module.parameters())
         optimizers = build_optimizers(cfg.optim, step_module)
         ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
 
-        checkpoints, window, now = Checkpoints(run, cfg.checkpoint, ranks), Window(None, ranks), Progress()
-        found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
+        window, now = Window(None, ranks), Progress()
         if found is not None:
             info = checkpoints.read_info(found)
             check_same_run(info, cfg, room.tokenizer, ("model", "reason"), FREE)
@@ -159,8 +166,6 @@ def train(cfg: Config) -> ReasonResult:
             guard.restore(state["guard"]["state"])
             window.restore(info["window"])
             ema.n, now = info["ema_n"], Progress(**info["progress"])
-        elif checkpoints.steps():
-            raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
         metrics = Metrics(run, cfg, found, active=True)
         (run / "config.yaml").write_text(as_yaml(cfg))
         metrics.say(show(room.facts()) if found is None else f"resuming {run} at step {found}")
