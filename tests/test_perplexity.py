@@ -18,9 +18,10 @@ from torch import nn
 
 from adlm import checkpoints, cli, config
 from adlm.compat.release import export_release
+from adlm.data.tokenizers import raw_bytes, train_bpe
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
-from adlm.evaluation.perplexity import left_to_right, measure, run_ppl, stratified
+from adlm.evaluation.perplexity import bits_per_byte, left_to_right, measure, run_ppl, stratified
 from adlm.models import Hidden
 from adlm.objectives import Rows, make_objective, row_bounds
 from adlm.objectives.exact_count import draw_exact_count
@@ -330,6 +331,19 @@ def test_the_command_repeats_the_validation_of_training(trained, capsys):
     assert result["versions"]["torch"] and result["settings"]["draws"] == 1 and result["weights"] == "averaged"
     low, high = result["continuous"]["perplexity_interval"]
     assert low < result["continuous"]["perplexity"] < high
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer():
+    """The same text and the same nats, in bytes and in larger pieces; the end of a text is no byte."""
+    text = "naïve text, and naïve again. " * 8
+    found = []
+    for tokenizer in (raw_bytes(), train_bpe([text], 300)):
+        ids = [*tokenizer.encode(text), tokenizer.eos_id]
+        estimate = Estimate(
+            nats=100 / len(ids), tokens=len(ids), rows=1, draws=1, row_error=None, monte_carlo_error=None
+        )
+        found.append(bits_per_byte(estimate, Table(torch.tensor([ids])), tokenizer, "continuous"))
+    assert found == pytest.approx([100 / math.log(2) / len(text.encode())] * 2)
 
 
 def test_raw_weights_and_another_corpus(trained, tmp_path, capsys):

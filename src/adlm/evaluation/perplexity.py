@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from adlm import checkpoints
-from adlm.data import Blocks, prepare
+from adlm.data import Blocks, Tokenizer, prepare
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate, summarise
@@ -53,15 +53,16 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
             data = own_data(loaded, cfg.data)
             blocks = prepare(data, loaded.tokenizer, loaded.model.config.length, "valid")
         estimates = measure(loaded, blocks, cfg.eval, ranks, cfg.train.valid_batch_size)
+        per_byte = {name: bits_per_byte(e, blocks, loaded.tokenizer, name) for name, e in estimates.items()}
         result = {
             **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
-            **{name: estimate.as_dict() for name, estimate in estimates.items()},
+            **{name: e.as_dict() | {"bits_per_byte": per_byte[name]} for name, e in estimates.items()},
             "data": data_facts(blocks),
             "settings": settings(cfg.eval, ranks),
             "versions": versions(ranks.device),
         }
         if ranks.is_main:
-            print(describe(estimates, f"{blocks.manifest['corpus']} {blocks.manifest['split']}"))
+            print(describe(estimates, per_byte, f"{blocks.manifest['corpus']} {blocks.manifest['split']}"))
             path = result_path(cfg.eval.out, cfg.eval.checkpoint, f"ppl-{blocks.manifest['corpus']}.json")
             write_result(path, result)
         return result
@@ -253,7 +254,16 @@ class progress:
         self.bar.stop()
 
 
-def describe(estimates: dict[str, Estimate], data: str) -> str:
+def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer, name: str) -> float:
+    """Bits per byte of the scored text: comparable between tokenizers. Tokens such as the end of a text are no bytes,
+    but what they cost counts."""
+    first = int(name == "exact")  # which is given, not scored
+    rows, counts = blocks.rows(np.arange(e.rows)), token_counts(blocks, e.rows)
+    texts = (tokenizer.decode(row[first:count], skip_special=True) for row, count in zip(rows, counts))
+    return e.nats * e.tokens / math.log(2) / max(1, sum(len(text.encode()) for text in texts))
+
+
+def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: str) -> str:
     """What people read."""
     lines = []
     for name, e in estimates.items():
@@ -264,7 +274,8 @@ def describe(estimates: dict[str, Estimate], data: str) -> str:
         noise = "" if not e.monte_carlo_error else f", Monte Carlo error {e.monte_carlo_error:.4f}"
         error = "" if e.row_error is None else f" +- {e.row_error:.4f}"
         lines.append(
-            f"    {e.nats:.4f}{error} nats, {e.nats / math.log(2):.4f} bits per token{noise};"
+            f"    {e.nats:.4f}{error} nats, {e.nats / math.log(2):.4f} bits per token, {per_byte[name]:.4f} per byte"
+            f"{noise};"
             f" {e.tokens:,} tokens in {e.rows:,} rows"
         )
     return "\n".join(lines)
