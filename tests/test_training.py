@@ -402,3 +402,16 @@ def test_samples_during_training_are_recorded_and_change_nothing(tmp_path, unint
     assert [e["step"] for e in samples] == [6, 12] and all(isinstance(e["text"], str) for e in samples)
     ours, whole = weights(tmp_path / "run"), weights(uninterrupted / "run")
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("/somewhere/bin/adlm", ["adlm"]),
+        ("/here/src/adlm/__main__.py", ["adlm"]),
+        ("/x/mine.py", ["python", "mine.py"]),
+    ],
+)
+def test_the_recorded_command_names_no_path_of_this_machine(program, said, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program, "train", "model=nano"])
+    assert loop.command_line() == [*said, "train", "model=nano"]

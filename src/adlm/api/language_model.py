@@ -223,9 +223,12 @@ class LanguageModel:
 
     # Keeping
 
-    def save(self, folder: str | Path) -> None:
-        """Write an exported folder: weights, config.json, tokenizer.json, model card."""
-        save_folder(Path(folder), self.model.state_dict(), self.tokenizer, self.info)
+    def save(self, folder: str | Path, precision: str = "fp32", **facts: Any) -> None:
+        """Write an exported folder: weights (fp32, or bf16 for half the size), config.json, tokenizer.json, model card;
+        `facts` are added to what the card knows, such as licence="cc-by-sa-4.0"."""
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose("precision", precision, ("fp32", "bf16"))]
+        weights = {name: weight.to(dtype) for name, weight in self.model.state_dict().items()}
+        save_folder(Path(folder), weights, self.tokenizer, self.info | facts)
 
     def push_to_hub(self, name: str, private: bool = False) -> None:
         """Upload an exported folder as `owner/model`, for `adlm.load` (needs a login of huggingface_hub)."""

@@ -119,6 +119,8 @@ def card(info: dict[str, Any]) -> str:
         if bound is None
         else f"{bound:.4f} nats per token, perplexity {math.exp(min(bound, 50)):.2f}"
         + ("" if model["causal"] else " (upper bounds)"),
+        "bits per byte": f"{info['bits_per_byte']:.3f} on held-out text" if "bits_per_byte" in info else None,
+        "licence": info.get("licence"),
         "size": f"{info['parameters']:,} parameters" if "parameters" in info else None,
         "vocabulary": f"{info['vocab_size']:,} entries with the mask",
         "longest row": f"{model['length']} tokens",
@@ -131,6 +133,7 @@ def card(info: dict[str, Any]) -> str:
             # what the hub reads
             "---",
             "library_name: adlm",
+            *([f"license: {info['licence']}"] if "licence" in info else []),
             "pipeline_tag: text-generation",
             f"tags: [{'autoregressive' if model['causal'] else 'masked-diffusion'}, {info['algo']}]",
             "---",

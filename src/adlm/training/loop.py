@@ -216,4 +216,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
 
 
 def command_line() -> list[str]:
-    return ["adlm", *sys.argv[1:]] if Path(sys.argv[0]).name == "adlm" else ["python", *sys.argv]
+    """What was typed, without the path of this machine's `adlm` (or of the module, for `python -m adlm`)."""
+    program = Path(sys.argv[0])
+    ours = program.name == "adlm" or program.parts[-2:] == ("adlm", "__main__.py")
+    return ["adlm", *sys.argv[1:]] if ours else ["python", program.name, *sys.argv[1:]]
