@@ -333,6 +333,31 @@ def test_the_command_repeats_the_validation_of_training(trained, capsys):
     assert low < result["continuous"]["perplexity"] < high
 
 
+def test_the_profile_and_samples_along_it(trained, tmp_path, capsys):
+    """The area under the profile is the bound; a sampler takes the file, and what cannot says so."""
+    line = [str(trained / "run"), f"data.cache_dir={trained / 'cache'}"]
+    assert cli.main(["profile", *line, f"out={tmp_path / 'profile.json'}"]) == 0
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert (
+        cli.main([*ppl_line(trained), "eval.estimator=exact-count", "eval.draws=16", f"out={tmp_path / 'ppl.json'}"])
+        == 0
+    )
+    bound = json.loads((tmp_path / "ppl.json").read_text())["exact-count"]
+    assert np.mean(found["nats"]) == pytest.approx(bound["nats_per_token"], rel=0.02)
+    assert found["cost"]["32"]["profile"] <= found["cost"]["32"]["uniform"]
+    grid = f"sampling.grid={tmp_path / 'profile.json'}"
+    assert cli.main(["sample", line[0], grid, "sampling.steps=8"]) == 0
+    for more, message in (
+        (["sampling.sampler=remdm-loop"], "sampling.grid is for mdlm"),
+        (["sampling.parity=release"], "without parity"),
+        ([f"sampling.grid={tmp_path / 'ppl.json'}"], "not a file of `adlm profile`"),
+        ([f"sampling.grid={tmp_path / 'nothing'}"], "does not exist"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["sample", line[0], grid, "sampling.steps=8", *more]) == 1
+        assert message in capsys.readouterr().err
+
+
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     """The same text and the same nats, in bytes and in larger pieces; the end of a text is no byte."""
     text = "naïve text, and naïve again. " * 8

@@ -1,9 +1,12 @@
 """Laws of the masking schedules: derivative, inverse, weight, ends; strata and grids."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adlm.diffusion.schedules import (
     SCHEDULES,
@@ -12,6 +15,8 @@ from adlm.diffusion.schedules import (
     Linear,
     LogLinear,
     make_schedule,
+    parallel_cost,
+    profile_grid,
     release_grid,
     stratified_times,
     uniform_grid,
@@ -116,3 +121,75 @@ def test_grids():
 def test_bad_input_is_answered(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# Steps where they matter
+
+
+def line_profile(n: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    share = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    return share, 2 * share
+
+
+def test_a_straight_profile_has_uniform_steps():
+    torch.testing.assert_close(profile_grid(10, *line_profile()), uniform_grid(10))
+    share = torch.tensor([0.1, 0.9])
+    torch.testing.assert_close(profile_grid(7, share, torch.zeros(2)), uniform_grid(7))  # nothing to go by
+
+
+@given(st.lists(st.floats(0, 5), min_size=2, max_size=20), st.integers(1, 50))
+def test_profile_grids_run_from_one_to_zero(nats, T):
+    share = (torch.arange(len(nats)) + 0.5) / len(nats)
+    grid = profile_grid(T, share, torch.tensor(nats))
+    assert grid[0] == 1 and grid[-1] == 0 and bool((grid.diff() < 0).all()) and len(grid) == T + 1
+
+
+def test_the_density_is_the_root_of_the_slope():
+    """Four times the slope on the upper half: twice the steps."""
+    share = torch.linspace(0.001, 1, 1000, dtype=torch.float64)
+    nats = torch.where(share < 0.5, share, 0.5 + 4 * (share - 0.5))
+    grid = profile_grid(300, share, nats)
+    assert int((grid[1:] > 0.5).sum()) == pytest.approx(200, abs=3)
+
+
+def exact_cost(grid: torch.Tensor, m: list[float]) -> float:
+    """Nats lost by drawing rows of L exchangeable tokens with these numbers of masks at the steps: at each, what the
+    tokens drawn together know of each other. m[k]: entropy of a token when k are masked (itself one of them)."""
+    L, total = len(m) - 1, 0.0
+    counts = (grid * L).round().long().tolist()
+    for before, after in itertools.pairwise(counts):
+        total += sum(m[before] - m[k] for k in range(after + 1, before + 1))
+    return total / L
+
+
+def test_the_cost_of_parallel_steps_by_the_chain_rule():
+    """Bits of a coin whose bias is drawn first: all entropies are known. The second-order cost is right, and the
+    profile's steps lose less than uniform ones."""
+    L = 400
+    m = [0.0]
+    for k in range(1, L + 1):
+        seen = L - k  # Beta(1/2, 1/2): the predictive entropy averaged over how many of `seen` are ones
+        ones = torch.arange(seen + 1, dtype=torch.float64)
+        log_p = (
+            torch.lgamma(torch.tensor(seen + 1.0)) - torch.lgamma(ones + 1) - torch.lgamma(seen - ones + 1)
+            + torch.lgamma(ones + 0.5) + torch.lgamma(seen - ones + 0.5) - torch.lgamma(torch.tensor(seen + 1.0))
+            - math.log(math.pi)
+        )  # fmt: skip
+        q = (ones + 0.5) / (seen + 1)
+        m.append(float((log_p.exp() * (torch.special.entr(q) + torch.special.entr(1 - q))).sum()))
+    share, nats = torch.arange(1, L + 1) / L, torch.tensor(m[1:])
+    for T in (10, 20):
+        uniform, ours = uniform_grid(T), profile_grid(T, share, nats)
+        # the first step starts from m(1), where this profile is steepest: second order is rough there
+        assert parallel_cost(uniform, share, nats) == pytest.approx(exact_cost(uniform, m), rel=0.6)
+        assert parallel_cost(ours, share, nats) == pytest.approx(exact_cost(ours, m), rel=0.3)
+        assert exact_cost(ours, m) < 0.6 * exact_cost(uniform, m)
+
+
+@pytest.mark.parametrize(
+    ("share", "nats"),
+    [([0.5], [1.0]), ([0.5, 0.4], [1.0, 2.0]), ([0.0, 1.0], [1.0, 2.0]), ([0.1, 1.0], [1.0, math.nan])],
+)
+def test_bad_profiles_are_refused(share, nats):
+    with pytest.raises(ValueError, match="profile"):
+        profile_grid(4, torch.tensor(share), torch.tensor(nats))

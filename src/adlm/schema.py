@@ -289,6 +289,8 @@ class SamplingConfig:
     """remdm-loop: share of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
     threshold: float = 0.9
     """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
+    grid: str = ""
+    """File of `adlm profile`: short steps where predictions change fast (mdlm, remdm-cap, remdm-rescale)."""
     parity: str = ""
     """release: the public release's nucleus cut, step grid and final argmax; empty: ours."""
     guidance: float = 0.0

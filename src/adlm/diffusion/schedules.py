@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -206,3 +207,36 @@ def release_grid(T: int) -> Tensor:
     """The public release's times: linspace(1, 1e-5, T+1), after which what is still masked is filled by argmax."""
     require(T >= 1, f"sampling.steps must be at least 1, got {T}")
     return torch.linspace(1.0, RELEASE_LAST_TIME, T + 1, dtype=torch.float64)
+
+
+LEAST_SLOPE = 0.01
+"""Of the mean slope: where a profile is flat, steps are long but not endless."""
+
+
+def profile_grid(T: int, share_K: Tensor, nats_K: Tensor) -> Tensor:
+    """T+1 times like `uniform_grid`, with steps where they matter: their density is proportional to sqrt(m'(t)).
+
+    m(t), given at increasing shares, is the cross-entropy of a masked token when a share t of the row is masked.
+    Drawing a share d of L tokens at once, each from its own marginal, costs what they would have learned from each
+    other, about L d^2 m'(t) / 2 nats; T steps cost least in all with that density (Lagrange).
+    """
+    require(T >= 1, f"sampling.steps must be at least 1, got {T}")
+    share, nats = share_K.double(), nats_K.double()
+    require(len(share) >= 2 and bool((share.diff() > 0).all()), "a profile needs two or more increasing shares")
+    sound = nats.isfinite().all() & (share[0] > 0) & (share[-1] <= 1)
+    require(bool(sound), "a profile has shares in (0, 1] and finite values")
+    slope = (nats.diff() / share.diff()).clamp(min=0)  # noise can make it fall, which no step length could use
+    slope = slope + LEAST_SLOPE * slope.mean() if bool(slope.any()) else torch.ones_like(slope)
+    edges = torch.cat([share.new_zeros(1), share[1:-1], share.new_ones(1)])  # the outer slopes go on to 0 and to 1
+    area = torch.cat([share.new_zeros(1), (slope.sqrt() * edges.diff()).cumsum(0)])
+    wanted = area[-1] * (1 - torch.arange(T + 1, dtype=torch.float64) / T)
+    k = torch.searchsorted(area, wanted, right=True).clamp(1, len(slope)) - 1
+    grid = edges[k] + (wanted - area[k]) / slope.sqrt()[k]
+    grid[0], grid[-1] = 1.0, 0.0
+    return grid
+
+
+def parallel_cost(grid: Tensor, share_K: Tensor, nats_K: Tensor) -> float:
+    """Nats per token lost by drawing each step's tokens at once, to second order: sum of d^2 m'(t) / 2 over steps."""
+    m = torch.from_numpy(np.interp(grid.numpy(), share_K.double().numpy(), nats_K.double().numpy()))
+    return float(((grid[:-1] - grid[1:]) * (m[:-1] - m[1:])).sum() / 2)

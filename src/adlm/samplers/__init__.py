@@ -9,11 +9,15 @@ looking.py        plans that look at predictions: score, remdm-conf, confidence,
 autoregressive.py left to right
 """
 
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from adlm.diffusion.schedules import RELEASE_LAST_TIME, Schedule, release_grid, uniform_grid
+from adlm.diffusion.schedules import RELEASE_LAST_TIME, Schedule, profile_grid, release_grid, uniform_grid
 from adlm.errors import choose, require
 from adlm.samplers import rates
 from adlm.samplers.autoregressive import LeftToRight
@@ -43,11 +47,30 @@ def _scheduled(formula: Callable[..., rates.Rates], kind: type = Scheduled, gree
 
     def make(c: SamplingConfig, schedule: Schedule) -> Plan:
         release = c.parity == "release"
-        grid = release_grid(c.steps) if release else uniform_grid(c.steps)
+        grid = release_grid(c.steps) if release else times(c)
         t, s = grid[:-1], grid[1:]
         return kind(t, formula(t, s, c, schedule, release), last_t=float(grid[-1]), greedy_fill=release and greedy)
 
     return make
+
+
+def times(c: SamplingConfig) -> Tensor:
+    """The T+1 times of a sampler's steps."""
+    if not c.grid:
+        return uniform_grid(c.steps)
+    path = Path(c.grid).expanduser()
+    require(path.is_file(), f"sampling.grid={c.grid!r} does not exist; `adlm profile CHECKPOINT` writes such a file")
+    return profile_grid(c.steps, *read_profile(path, path.stat().st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=16)
+def read_profile(path: Path, changed: int) -> tuple[Tensor, Tensor]:
+    """Mask shares and nats of a file of `adlm profile`; read again if it has `changed`."""
+    try:
+        found = json.loads(path.read_text())
+        return torch.tensor(found["share"], dtype=torch.float64), torch.tensor(found["nats"], dtype=torch.float64)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"sampling.grid={str(path)!r} is not a file of `adlm profile`: share and nats") from None
 
 
 def _dfm(c: SamplingConfig, schedule: Schedule) -> Plan:
@@ -78,6 +101,9 @@ SAMPLERS: dict[str, Maker] = {
     "autoregressive": lambda c, schedule: LeftToRight(),
 }
 PARITIES = ("", "release")
+# Whose steps may be placed anywhere; others place their own (dfm), give some times a meaning (remdm-loop), or run along
+# the training schedule's time, which is not the share of masks (ddpm)
+ANY_GRID = ("mdlm", "remdm-cap", "remdm-rescale")
 NOT_IN_THE_RELEASE = {"first-hitting", "confidence", "entropy", "anchor-first"}
 # The release draws these from the uncut prediction whatever its nucleus_p
 RELEASE_WITHOUT_CUT = {"ddpm", "analytic", "score"}
@@ -89,6 +115,11 @@ def check_sampling(c: SamplingConfig) -> None:
     choose("sampling.parity", c.parity, PARITIES)
     require(c.steps >= 1, f"sampling.steps must be at least 1, got {c.steps}")
     require(0 <= c.eta <= 1, f"sampling.eta must lie in [0, 1], got {c.eta}")
+    require(
+        not c.grid or (c.sampler in ANY_GRID and not c.parity),
+        f"sampling.grid is for {', '.join(ANY_GRID)} without parity; got {c.sampler}"
+        + (f", sampling.parity={c.parity}" if c.parity else ""),
+    )
     require(c.threshold >= 0, f"sampling.threshold must not be negative, got {c.threshold}")
     require(
         not (c.parity and c.sampler in NOT_IN_THE_RELEASE),

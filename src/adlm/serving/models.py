@@ -27,7 +27,7 @@ from adlm.serving.worker import Job, Worker, out_of_time
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
 # Fields of SamplingConfig that are not about how a row is drawn
-NOT_SETTINGS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "stop", "banned", "required")
+NOT_SETTINGS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "stop", "banned", "required", "grid")
 
 
 class Served:
