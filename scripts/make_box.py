@@ -26,7 +26,10 @@ def make_box(run: Path, folder: Path = BOX) -> Path:
     require(len(found) == 1, f"{run} must hold one result of `adlm ppl {run}`, got {[f.name for f in found]}")
     bound = json.loads(found[0].read_text())["continuous"]["bits_per_byte"]
     lm = load(str(run))
-    lm.save(folder, precision="bf16", licence=LICENCE, bits_per_byte=bound)
+    # no path of the machine it was trained on
+    words = [word for word in lm.info.get("command", []) if not word.startswith(("data.", "out="))]
+    facts = {"command": [*words, "data.path=WIKIPEDIA"], "data_settings": {}}
+    lm.save(folder, precision="bf16", licence=LICENCE, bits_per_byte=bound, **facts)
     size = (folder / WEIGHTS).stat().st_size
     require(size <= MOST_BYTES, f"{folder / WEIGHTS} has {size:,} bytes, at most {MOST_BYTES:,} are shipped")
     return folder

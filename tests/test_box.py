@@ -33,6 +33,8 @@ def test_a_run_becomes_a_box(tmp_path, monkeypatch, capsys):
     card = (box / "README.md").read_text()
     found = json.loads((run / "ppl-file.json").read_text())["continuous"]["bits_per_byte"]
     assert "license: cc-by-sa-4.0" in card and f"{found:.3f} on held-out text" in card
+    assert not any(str(tmp_path) in (box / name).read_text() for name in ("README.md", "config.json"))
+    assert (box / "model.safetensors").stat().st_mode == (box / "config.json").stat().st_mode
     monkeypatch.setattr(checkpoints, "BOX", box)
     assert default_checkpoint() == box
     assert len(adlm.load(box).generate(n=1, steps=4, length=16)[0].tokens) == 16

@@ -66,6 +66,7 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
         (new / CONFIG).write_text(json.dumps(info, indent=1))
         tokenizer.save(new / TOKENIZER)
         (new / CARD).write_text(card(info))
+        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
         for file in (TOKENIZER, WEIGHTS, CARD, CONFIG):
             (new / file).replace(folder / file)
 
