@@ -14,6 +14,7 @@ from scipy import stats
 from tiny import MODERN, random_tokens, tiny_model
 from torch import nn
 
+from adlm.diffusion.schedules import SCHEDULES, make_schedule
 from adlm.models import Hidden
 from adlm.objectives import OBJECTIVES, Rows, loss, make_objective, row_bounds
 from adlm.objectives.anchors import counts_in_row
@@ -360,3 +361,18 @@ def test_objective_and_model_must_fit():
         assert message in str(error.value)
     with pytest.raises(ValueError, match="carry no anchors"):
         anchor_positions(ObjectiveConfig(anchor_rule="given"), rows_of(random_tokens(1, 4, 10)))
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("T", [0, 50])
+def test_the_weight_is_that_of_the_bound(schedule, T):
+    """w(t) (1 - alpha(t)), the weight expected at a position, adds up over time to all that is revealed: alpha at the
+    first time minus alpha at the last. A bound that is off by a factor differs here, and nowhere else as plainly."""
+    n, eps = 20_000, 0.0 if T else 1e-3
+    cfg = ObjectiveConfig(name="nelbo", T=T, sampling_eps=eps)
+    objective = make_objective(cfg, NoiseConfig(name=schedule), 10, seed=0)
+    noised = objective.draw_training(Rows(torch.zeros(n, 1, dtype=torch.long), torch.arange(n), n), 0, 1.0)
+    alpha = make_schedule(NoiseConfig(name=schedule)).alpha
+    first, last = (float(alpha(torch.tensor(t, dtype=torch.float64))) for t in (eps, 1.0))
+    expected = (first - last) / (1 - eps)
+    assert (noised.weight_B.double() * (1 - noised.alpha_t_B)).mean().item() == pytest.approx(expected, rel=1e-3)
