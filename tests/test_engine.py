@@ -330,7 +330,7 @@ def test_one_compilation_serves_all_blocks_and_numbers_of_rows(model, monkeypatc
         for n in (8, 4, 3, 5):
             tokens = torch.randint(0, V, (n, L))
             torch.testing.assert_close(network.model(tokens).denoiser_BLD, plain(tokens).denoiser_BLD)
-    assert len(compiled) == 4  # a block and the end of a stack, each for one size and then for any
+    assert len(compiled) == 6  # first block, other blocks and the end of a stack, each for one size and then for any
 
 
 def test_time_conditioned_models_are_told_the_noise_level():

@@ -30,9 +30,8 @@ class _Normalise(torch.autograd.Function):
             wide = wide - wide.mean(-1, keepdim=True)
         r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         y = wide * r
-        if (
-            y.dtype != dtype
-        ):  # torch 2.11 compiles a function that returns a conversion to the same type without gradient
+        # torch 2.11 compiles a function that returns a conversion to the same type without gradient
+        if y.dtype != dtype:
             y = y.to(dtype)
         ctx.save_for_backward(y, r)
         ctx.center, ctx.dtype = center, x.dtype
@@ -84,15 +83,14 @@ class Rotary(nn.Module):
         self.register_buffer("sin_LH", angle_LH.sin().to(dtype), persistent=False)
 
     def tables(self, length: int, positions_BL: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin, broadcastable to [B, N, L, H/2]."""
-        if positions_BL is None:
-            return self.cos_LH[:length], self.sin_LH[:length]
-        return self.cos_LH[positions_BL].unsqueeze(1), self.sin_LH[positions_BL].unsqueeze(1)
+        """cos and sin, broadcastable to [B, L, N, H/2]."""
+        at = slice(length) if positions_BL is None else positions_BL
+        return self.cos_LH[at].unsqueeze(-2), self.sin_LH[at].unsqueeze(-2)
 
 
-def rotate(x_BNLH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x_BNLH.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BNLH.dtype)
+def rotate(x_BLNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x_BLNH.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BLNH.dtype)
 
 
 class TimeEmbedding(nn.Module):
@@ -133,6 +131,9 @@ class Block(nn.Module):
 
     With adaLN the conditioning vector c shifts and scales both norms and gates both branches. Without time
     conditioning c is one row for the whole batch, so its six modulations are vectors, folded into the weights.
+
+    A block leaves its last branch to whatever comes next: the sum is then part of the norm that reads it, one pass over
+    the stream instead of two, also where every block is compiled by itself.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -154,11 +155,13 @@ class Block(nn.Module):
 
     def attention(self, qkv_BLE: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask) -> Tensor:
         B, L, E = qkv_BLE.shape
-        qkv = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads))
-        q_BNLH, k_BNLH, v_BNLH = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads)).unbind(2)
         if self.q_norm is not None and self.k_norm is not None:
-            q_BNLH, k_BNLH = self.q_norm(q_BNLH).to(v_BNLH.dtype), self.k_norm(k_BNLH).to(v_BNLH.dtype)
-        q_BNLH, k_BNLH = rotate(q_BNLH, cos, sin), rotate(k_BNLH, cos, sin)
+            q_BLNH, k_BLNH = self.q_norm(q_BLNH).to(v_BLNH.dtype), self.k_norm(k_BLNH).to(v_BLNH.dtype)
+        # Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
+        # in this order it is the input of the next product as it lies.
+        q_BLNH, k_BLNH = rotate(q_BLNH, cos, sin), rotate(k_BLNH, cos, sin)
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         if cache is None:
             o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=self.causal)
         else:
@@ -175,19 +178,27 @@ class Block(nn.Module):
     def forward(
         self,
         x_BLD: Tensor,
+        due_BLD: Tensor | None,
         c_BC: Tensor | None,
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache | None = None,
         positions_BL: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """The stream and what is still to be added to it, of the block before and of this one."""
+        x_BLD = settle(x_BLD, due_BLD)
         attend, feed = modulations(self.modulation, c_BC, 2)
         qkv_BLE = enter(x_BLD, self.norm1, attend, self.qkv)
         o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask)
         x_BLD = x_BLD + F.dropout(leave(o_BLD, self.attn_out, attend), self.dropout, self.training)
         h_BLF = self.activate(enter(x_BLD, self.norm2, feed, self.mlp_in))
-        return x_BLD + F.dropout(leave(h_BLF, self.mlp_out, feed), self.dropout, self.training)
+        return x_BLD, F.dropout(leave(h_BLF, self.mlp_out, feed), self.dropout, self.training)
+
+
+def settle(x_BLD: Tensor, due_BLD: Tensor | None) -> Tensor:
+    """The residual stream with the branch that was left to be added; none was before the first block."""
+    return x_BLD if due_BLD is None else x_BLD + due_BLD
 
 
 class Modulation(NamedTuple):

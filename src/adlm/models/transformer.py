@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adlm.models.layers import Block, LayerCache, Norm, Rotary, TimeEmbedding, modulate, modulations
+from adlm.models.layers import Block, LayerCache, Norm, Rotary, TimeEmbedding, modulate, modulations, settle
 from adlm.schema import ModelConfig
 
 
@@ -73,13 +73,15 @@ class Stack(nn.Module):
             assert positions_BL is not None
             key_position = torch.arange(layers[0].k_BNLH.shape[2], device=x_BLD.device)
             mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
+        due_BLD = None
         for block, layer in zip(self.blocks, layers):
             if self.checkpoint_activations and self.training:
-                x_BLD = checkpoint(block, x_BLD, c_BC, cos, sin, use_reentrant=False)  # type: ignore[assignment]
+                x_BLD, due_BLD = checkpoint(block, x_BLD, due_BLD, c_BC, cos, sin, use_reentrant=False)  # type: ignore[misc]
             else:
-                x_BLD = block(x_BLD, c_BC, cos, sin, layer, positions_BL, mask)
-        return Features(x_BLD, self.finish(x_BLD, c_BC))
+                x_BLD, due_BLD = block(x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask)
+        return self.finish(x_BLD, due_BLD, c_BC)
 
-    def finish(self, x_BLD: Tensor, c_BC: Tensor | None) -> Tensor:
+    def finish(self, x_BLD: Tensor, due_BLD: Tensor | None, c_BC: Tensor | None) -> Features:
+        x_BLD = settle(x_BLD, due_BLD)
         (final,) = modulations(self.modulation, c_BC, 1, parts=2)
-        return modulate(self.norm(x_BLD), final)
+        return Features(x_BLD, modulate(self.norm(x_BLD), final))
