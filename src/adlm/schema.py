@@ -219,7 +219,7 @@ class CheckpointConfig:
 class EvalConfig:
     checkpoint: str = ""
     """Run folder, exported folder or release .ckpt to evaluate."""
-    draws: int = 1
+    draws: int = 4
     """Noise draws per row of the bound; 2 or more also give its Monte Carlo error."""
     estimator: str = "continuous"
     """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
