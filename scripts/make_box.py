@@ -28,7 +28,8 @@ def make_box(run: Path, folder: Path = BOX) -> Path:
     lm = load(str(run))
     # no path of the machine it was trained on
     words = [word for word in lm.info.get("command", []) if not word.startswith(("data.", "out="))]
-    facts = {"command": [*words, "data.path=WIKIPEDIA"], "data_settings": {}}
+    tokenizer = lm.info["tokenizer"] | {"name": f"bpe-{lm.tokenizer.vocab_size}"}
+    facts = {"command": [*words, "data.path=WIKIPEDIA"], "data_settings": {}, "tokenizer": tokenizer}
     lm.save(folder, precision="bf16", licence=LICENCE, bits_per_byte=bound, **facts)
     size = (folder / WEIGHTS).stat().st_size
     require(size <= MOST_BYTES, f"{folder / WEIGHTS} has {size:,} bytes, at most {MOST_BYTES:,} are shipped")
