@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from torch import nn
 
+from adlm.data.loader import Batch
+from adlm.objectives.nelbo import Nelbo
 from adlm.schema import OptimConfig
 from adlm.training import checkpoint, loop, optim
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
+from adlm.training.draw import in_pieces
 from adlm.training.metrics import read_metrics
 from adlm.training.validation import padded_indices
 
@@ -136,6 +139,32 @@ def read_lines(run: Path) -> list[dict]:
 
 
 LONG = ("train.steps=60", "train.valid_every=20", "checkpoint.every=5")
+
+
+def test_rows_in_pieces(tmp_path, monkeypatch):
+    """The first half of the run reads the same tokens in shorter rows, each with a time and noise of its own."""
+    read: list[tuple[torch.Size, int]] = []
+    draw = Nelbo.draw
+
+    def spy(self, rows, step, progress):
+        assert rows.example_B.max() < rows.total and len(set(rows.example_B.tolist())) == len(rows.tokens_BL)
+        read.append((rows.tokens_BL.shape, rows.total))
+        return draw(self, rows, step, progress)
+
+    monkeypatch.setattr(Nelbo, "draw", spy)
+    settings = {"train__steps": 4, "train__batch_size": 4, "algo": "mdlm"}
+    assert loop.train(run_config(tmp_path, **settings, train__row_pieces=4)).finished
+    assert read == 4 * [((16, 8), 32)] + 4 * [((4, 32), 8)]  # two micro-batches a step
+    with pytest.raises(ValueError, match=r"train\.row_pieces=5 must divide model\.length=32"):
+        loop.train(run_config(tmp_path, **settings, train__row_pieces=5, out=tmp_path / "other"))
+
+
+def test_pieces_hold_the_same_tokens_in_order():
+    tokens, mask = np.arange(24).reshape(2, 12), np.arange(24).reshape(2, 12) % 5 > 0
+    cut = in_pieces(Batch(tokens, mask, np.array([6, 7])), 3)
+    assert cut.examples.tolist() == [18, 19, 20, 21, 22, 23]
+    assert cut.tokens.tolist() == tokens.reshape(6, 4).tolist() and cut.attention_mask is not None
+    assert cut.attention_mask[4].tolist() == mask[1, 4:8].tolist()
 
 
 def test_sigterm_saves_and_exits_zero_and_the_same_command_goes_on(tmp_path):

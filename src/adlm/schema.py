@@ -166,6 +166,11 @@ class TrainConfig:
     """Rows per optimizer step over all ranks."""
     batch_size: int = 0
     """Rows per forward pass and rank; 0: the largest that divides the global batch evenly over ranks."""
+    row_pieces: int = 1
+    """Pieces that rows are cut into at the start of training, each a row of its own: as many tokens and more times a
+    step, and neighbours are learned first."""
+    row_pieces_share: float = 0.5
+    """Share of the run with rows in pieces."""
     valid_every: int = 10_000
     """Steps between validations (0: only at the end)."""
     valid_rows: int = 1024

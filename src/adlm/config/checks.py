@@ -73,6 +73,7 @@ RANGES = {
     "optim.beta2": _BELOW_ONE, "optim.eps": _POSITIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip": _NOT_NEGATIVE,
     "optim.warmup": _NOT_NEGATIVE, "optim.final": _SHARE, "optim.ema": _BELOW_ONE,
     "train.steps": _COUNT, "train.global_batch_size": _COUNT, "train.batch_size": _NOT_NEGATIVE,
+    "train.row_pieces": _COUNT, "train.row_pieces_share": _SHARE,
     "train.valid_every": _NOT_NEGATIVE, "train.valid_rows": _NOT_NEGATIVE, "train.valid_batch_size": _NOT_NEGATIVE,
     "train.log_every": _COUNT, "train.sample_every": _NOT_NEGATIVE, "train.max_bad_steps": _COUNT,
     "train.spike_factor": _NOT_NEGATIVE, "train.num_threads": _NOT_NEGATIVE,

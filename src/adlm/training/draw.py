@@ -25,6 +25,14 @@ def rows_on(
     return Rows(put(tokens), put(examples), total, None if mask is None else put(mask))
 
 
+def in_pieces(batch: Batch, pieces: int) -> Batch:
+    """The same tokens in rows of a `pieces`-th of the length, with examples numbered anew."""
+    B, L = batch.tokens.shape
+    examples = (batch.examples[:, None] * pieces + np.arange(pieces)).ravel()
+    mask = None if batch.attention_mask is None else batch.attention_mask.reshape(B * pieces, L // pieces)
+    return Batch(batch.tokens.reshape(B * pieces, L // pieces), mask, examples)
+
+
 def draw_tasks(
     objective: Objective, batch: Batch, step: int, progress: float, micro_batches: int, cfg: Config, ranks: World
 ) -> tuple[list[Task], Tensor]:
@@ -33,7 +41,8 @@ def draw_tasks(
     The host has to know how many positions are masked: on a GPU it waits for these few small operations on a stream of
     their own, while the step before is still running.
     """
-    total = cfg.train.global_batch_size
+    pieces = cfg.train.row_pieces if progress < cfg.train.row_pieces_share else 1
+    batch, total = in_pieces(batch, pieces), cfg.train.global_batch_size * pieces
 
     def draw() -> list[Task]:
         tasks = []

@@ -86,6 +86,10 @@ def check_batches(cfg: Config, world: World) -> int:
         share % size == 0,
         f"train.batch_size={size} must divide the {share} rows of a process (train.global_batch_size / processes)",
     )
+    require(
+        cfg.model.length % cfg.train.row_pieces == 0,
+        f"train.row_pieces={cfg.train.row_pieces} must divide model.length={cfg.model.length}",
+    )
     return share // size
 
 
