@@ -11,7 +11,7 @@ from adlm.models import build_model
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
-from adlm.training.optim import Ema, Guard, apply_updates, build_optimizers, clip_gradients
+from adlm.training.optim import Ema, Guard, Updater
 from adlm.training.parallel import compiler_options
 
 pytestmark = [
@@ -47,8 +47,7 @@ def test_a_step_never_waits_for_the_device():
     cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=64, cond_dim=16)
     model = build_model(cfg, 211, 210).cuda()
     objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 210, seed=0)
-    optimizers, ema = build_optimizers(OptimConfig(), model), Ema(model, 0.99)
-    guard = Guard(10.0, torch.device("cuda"))
+    update = Updater(OptimConfig(), model, Ema(model, 0.99), Guard(10.0, torch.device("cuda")))
     tasks = [
         objective.draw(Rows(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0) for i in (0, 1)
     ]
@@ -57,8 +56,7 @@ def test_a_step_never_waits_for_the_device():
         try:
             with torch.autocast("cuda", torch.bfloat16):
                 (loss(model, task).total / task.count).backward()
-            apply_updates(optimizers, guard.judge(clip_gradients(list(model.parameters()), 1.0)))
-            ema.update()
+            update()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -76,6 +74,12 @@ def test_the_loss_kernel_equals_the_plain_chunk(dtype):
     torch.testing.assert_close(loss_n, expected[0], rtol=1e-5, atol=1e-5)
     rough = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
     torch.testing.assert_close(gradient.float(), expected[1], **rough)
+
+
+def test_the_update_kernel_equals_the_plain_update(tmp_path):
+    from update_cases import check_updates
+
+    check_updates("cuda", tmp_path)
 
 
 def test_the_gelu_inside_the_product():

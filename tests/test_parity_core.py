@@ -11,14 +11,7 @@ from adlm.objectives.anchors import counts_in_row
 from adlm.objectives.anelbo import gamma_at
 from adlm.objectives.base import select
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
-from adlm.training.optim import (
-    Ema,
-    apply_updates,
-    build_optimizers,
-    clip_gradients,
-    learning_rate_factor,
-    set_learning_rate,
-)
+from adlm.training.optim import Ema, Updater, learning_rate_factor
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 MASK, V = 99, 100
@@ -151,17 +144,15 @@ def test_six_optimizer_steps_with_clip_and_ema(fixture, grads):
     run = grads["optim_run"]
     model = load(fixture["state_dict"]).train()
     cfg = OptimConfig(lr=run["lr"], warmup=run["warmup"], clip=run["clip"], ema=run["ema_decay"])
-    optimizers, ema = build_optimizers(cfg, model), Ema(model, cfg.ema)
+    ema = Ema(model, cfg.ema)
+    update = Updater(cfg, model, ema)
     for number, step in enumerate(run["steps"]):
         gamma = gamma_at(ObjectiveConfig(), number / 1000)
         task = release_task(step["x0"], step["x_t"], step["t"], gamma, fixture["loss"]["attention_mask"])
         output = loss(model, task)
         (output.total / output.count).backward()
-        norm = clip_gradients(list(model.parameters()), cfg.clip)
         factor = learning_rate_factor(cfg, number, 1000)
-        set_learning_rate(optimizers, factor)
-        apply_updates(optimizers, torch.zeros(()))
-        ema.update()
+        norm = update(factor)
         torch.testing.assert_close(output.total.item() / output.count, float(step["loss"]), rtol=1e-5, atol=0)
         torch.testing.assert_close(norm.item(), float(step["grad_norm"]), rtol=1e-4, atol=0)
         assert factor * cfg.lr == pytest.approx(float(step["lr"]))

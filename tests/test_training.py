@@ -91,12 +91,12 @@ def test_a_run_that_died_resumes_bit_for_bit(tmp_path, monkeypatch, uninterrupte
     updates = 0
     original = optim.Ema.update
 
-    def update(self):
+    def update(self, **arguments):
         nonlocal updates
         updates += 1
         if updates > dies_at:
             raise Dies
-        original(self)
+        original(self, **arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(optim.Ema, "update", update)
@@ -286,13 +286,14 @@ def test_weights_can_be_read_without_the_run(uninterrupted):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_bad_gradient_is_skipped_whole_and_counted(name):
     model = tiny_model()
-    optimizers = optim.build_optimizers(OptimConfig(name=name, weight_decay=0.1), model)
     guard = optim.Guard(spike_factor=10.0, device=torch.device("cpu"))
+    update = optim.Updater(OptimConfig(name=name, weight_decay=0.1), model, guard=guard)
+    optimizers = update.optimizers
 
     def step(value: float) -> None:
         for p in model.parameters():
             p.grad = torch.full_like(p, value)
-        optim.apply_updates(optimizers, guard.judge(optim.clip_gradients(list(model.parameters()), 1.0)))
+        update()
 
     step(1.0)
     moments = [{k: v.clone() for k, v in s.items()} for o in optimizers for s in o.state.values()]
@@ -309,7 +310,7 @@ def test_a_bad_gradient_is_skipped_whole_and_counted(name):
 
 
 def test_training_stops_after_too_many_bad_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "clip_gradients", lambda parameters, largest: torch.tensor(math.nan))
+    monkeypatch.setattr(optim, "gradient_norm", lambda parameters: torch.tensor(math.nan))
     with pytest.raises(ValueError, match=r"the last 3 updates were skipped .*train\.max_bad_steps=3"):
         loop.train(run_config(tmp_path, train__max_bad_steps=3))
 
@@ -350,6 +351,15 @@ def test_stacked_muon_equals_torch_muon_one_matrix_at_a_time():
     for a, b, x in zip(ours, theirs, start):
         # torch's iteration runs in bf16, ours in float32 on a CPU: compare the displacement
         assert (a - b).norm() < 0.03 * (b - x).norm()
+
+
+def test_the_kernel_equals_the_plain_update(tmp_path):
+    """Interpreted on the CPU; tests/test_gpu.py runs it for real."""
+    pytest.importorskip("triton", reason="triton comes with torch's CUDA builds")
+    environment = ENVIRONMENT | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path, "tests"])}
+    script = f"from update_cases import check_interpreted; check_interpreted({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_swapping_averages_in_and_out_restores_every_bit():

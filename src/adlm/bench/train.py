@@ -17,7 +17,7 @@ from adlm.objectives import Rows, make_objective
 from adlm.schema import Config
 from adlm.training.draw import ahead
 from adlm.training.metrics import peak_memory_gib
-from adlm.training.optim import Ema, apply_updates, build_optimizers, clip_gradients
+from adlm.training.optim import Ema, Guard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
 
 BATCHES = 8  # different ones, in turn
@@ -45,8 +45,8 @@ def measure(cfg: Config, batch: int, which: str, ranks: World) -> dict[str, Any]
     if which == "ours":
         parallelise(step_module, cfg.train, ranks)
     objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
-    optimizers, ema = build_optimizers(cfg.optim, step_module), Ema(step_module, cfg.optim.ema)
-    skip, parameters = torch.zeros((), device=device), list(model.parameters())
+    ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, device)
+    update = Updater(cfg.optim, step_module, ema, guard)
     data = text_like((BATCHES, batch, L), V).to(device)
     example = torch.arange(batch, device=device)
 
@@ -56,9 +56,7 @@ def measure(cfg: Config, batch: int, which: str, ranks: World) -> dict[str, Any]
         with ranks.autocast():
             total = step_module(task).total if which == "ours" else dense_loss(model, task)
         (total / task.count).backward()
-        clip_gradients(parameters, cfg.optim.clip)
-        apply_updates(optimizers, skip)
-        ema.update()
+        update()
         return total.detach() / task.count
 
     steps = cfg.bench.steps if which == "ours" else cfg.bench.dense_steps

@@ -10,8 +10,6 @@ that is left to the stages.
 import random
 from dataclasses import replace
 
-import torch
-
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
@@ -22,7 +20,7 @@ from adlm.reasoning.networks import HuggingFaceNetwork, OwnNetwork
 from adlm.reasoning.tasks import shape_of
 from adlm.reasoning.thoughts import batch_loss, make_batch
 from adlm.schema import Config
-from adlm.training.optim import apply_updates, build_optimizers, clip_gradients, learning_rate_factor, set_learning_rate
+from adlm.training.optim import Updater, learning_rate_factor
 from adlm.training.parallel import Step, World
 
 FACTS = 3
@@ -52,8 +50,8 @@ def recite(network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: 
         f"reason.recite={cfg.reason.recite} tells stories of {FACTS} names and {2 * FACTS} kinds of prosqa",
     )
     module = Step(network, batch_loss)
-    parameters, optimizers = list(module.parameters()), build_optimizers(cfg.optim, module)
-    markers, size, skip = markers_of(tokenizer), cfg.train.global_batch_size, torch.zeros((), device=ranks.device)
+    update = Updater(cfg.optim, module)
+    markers, size = markers_of(tokenizer), cfg.train.global_batch_size
     network.train()
     loss, rate, constant = float("nan"), cfg.reason.recite_rate, replace(cfg.optim, schedule="constant")
     for step in range(cfg.reason.recite):
@@ -64,9 +62,7 @@ def recite(network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: 
         with ranks.autocast():
             mean = module(batch).total / batch.task.count
         mean.backward()
-        clip_gradients(parameters, cfg.optim.clip)
-        set_learning_rate(optimizers, rate * learning_rate_factor(constant, step, cfg.reason.recite))
-        apply_updates(optimizers, skip)
+        update(rate * learning_rate_factor(constant, step, cfg.reason.recite))
         if step + 1 == cfg.reason.recite:
             loss = mean.item()
     return loss

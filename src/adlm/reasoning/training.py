@@ -28,15 +28,7 @@ from adlm.reasoning.thoughts import Batch, batch_loss, make_batch
 from adlm.schema import Config, as_yaml
 from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
 from adlm.training.metrics import Metrics, Window, plot_curves
-from adlm.training.optim import (
-    Ema,
-    Guard,
-    apply_updates,
-    build_optimizers,
-    clip_gradients,
-    learning_rate_factor,
-    set_learning_rate,
-)
+from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
 from adlm.training.parallel import Interruption, Step, World, world
 from adlm.training.setup import check_batches, make_run_folder, show
 
@@ -153,15 +145,14 @@ def train(cfg: Config) -> ReasonResult:
             loss = recite(room.network, room.tokenizer, cfg, ranks)
             note(f"stories told twice, {reason.recite} steps: {loss:.3f} nats per token at the end")
         step_module = Step(room.network, batch_loss)
-        parameters = list(step_module.parameters())
-        optimizers = build_optimizers(cfg.optim, step_module)
         ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
+        update = Updater(cfg.optim, step_module, ema, guard)
 
         window, now = Window(None, ranks), Progress()
         if found is not None:
             info = checkpoints.read_info(found)
             check_same_run(info, cfg, room.tokenizer, ("model", "reason"), FREE)
-            state = tensors(step_module, optimizers, ema, guard)
+            state = tensors(step_module, update.optimizers, ema, guard)
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
             window.restore(info["window"])
@@ -173,7 +164,7 @@ def train(cfg: Config) -> ReasonResult:
         def save() -> None:
             info = {"step": now.step, "best_step": now.best_step, "ema_n": ema.n, "progress": asdict(now)}
             info |= {"window": window.state(), "tokenizer": room.tokenizer.fingerprint, "config": asdict(cfg)}
-            checkpoints.save(tensors(step_module, optimizers, ema, guard), info)
+            checkpoints.save(tensors(step_module, update.optimizers, ema, guard), info)
 
         def validate(stage: int) -> bool:
             """Answer the validation questions as this stage does; True if that is the best of the last stage."""
@@ -194,7 +185,7 @@ def train(cfg: Config) -> ReasonResult:
         while now.step < schedule.steps and not stopped and not late:
             stage = schedule.stage(now.step)
             if reason.reset_optimizer and schedule.starts_stage(now.step):
-                optimizers = build_optimizers(cfg.optim, step_module)
+                update = Updater(cfg.optim, step_module, ema, guard)
             batches = room.batches(now.step, micro_batch)
             count = sum(batch.task.count for batch in batches)
             torch.manual_seed(fold(cfg.seed, Stream.SPLIT, now.step))  # dropout
@@ -203,12 +194,9 @@ def train(cfg: Config) -> ReasonResult:
                     output = step_module(batch)
                     (output.total / count).backward()
                 window.add(output.terms)
-            norm = clip_gradients(parameters, cfg.optim.clip)
             at, of = schedule.within_stage(now.step) if reason.reset_optimizer else (now.step, schedule.steps)
             factor = learning_rate_factor(cfg.optim, at, of)
-            set_learning_rate(optimizers, factor)
-            apply_updates(optimizers, guard.judge(norm))
-            ema.update()
+            norm = update(factor)
             window.count += count
             now.step += 1
             last = now.step == schedule.steps

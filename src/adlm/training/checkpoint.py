@@ -27,7 +27,7 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.schema import CheckpointConfig, Config
-from adlm.training.optim import Ema, Guard, Muon
+from adlm.training.optim import Ema, Guard, state_of
 from adlm.training.parallel import Step, World
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -45,13 +45,7 @@ def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard
     optimizer_state: dict[str, Tensor] = {}
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            state = optimizer.state[p]
-            if not state and isinstance(optimizer, Muon):
-                state["momentum"] = torch.zeros_like(p)
-            elif not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            optimizer_state |= {f"{names[id(p)]}.{key}": value for key, value in state.items()}
+            optimizer_state |= {f"{names[id(p)]}.{key}": value for key, value in state_of(optimizer, p).items()}
     return {
         "model": {name.removeprefix("model."): p.detach() for name, p in step.named_parameters()},
         "ema": {name.removeprefix("model."): average for name, average in ema.shadow.items()},

@@ -26,15 +26,7 @@ from adlm.training import export, setup
 from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
 from adlm.training.draw import draw_tasks
 from adlm.training.metrics import Metrics, Window, perplexity, plot_curves
-from adlm.training.optim import (
-    Ema,
-    Guard,
-    apply_updates,
-    build_optimizers,
-    clip_gradients,
-    learning_rate_factor,
-    set_learning_rate,
-)
+from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
 from adlm.training.parallel import Interruption, Step, accumulating, parallelise, world
 from adlm.training.samples import sample_text
 from adlm.training.validation import validate
@@ -76,10 +68,9 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         facts = setup.plan(cfg, model, data, ranks)
         step_module = Step(model)
         wrapped = parallelise(step_module, cfg.train, ranks)
-        parameters = list(step_module.parameters())
-        optimizers = build_optimizers(cfg.optim, step_module)
         ema = Ema(step_module, cfg.optim.ema)
         guard = Guard(cfg.train.spike_factor, ranks.device)
+        update = Updater(cfg.optim, step_module, ema, guard)
 
         flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
         window = Window(flops.training_per_token, ranks)
@@ -90,7 +81,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         if found is not None:
             info = checkpoints.read_info(found)
             check_same_run(info, cfg, data.tokenizer)
-            state = tensors(step_module, optimizers, ema, guard)
+            state = tensors(step_module, update.optimizers, ema, guard)
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
             window.restore(info["window"])
@@ -121,7 +112,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                 "tokenizer": data.tokenizer.fingerprint,
                 "config": asdict(cfg),
             }
-            checkpoints.save(tensors(step_module, optimizers, ema, guard), info)
+            checkpoints.save(tensors(step_module, update.optimizers, ema, guard), info)
 
         def check_bound() -> float:
             nonlocal best, best_step
@@ -149,11 +140,8 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                     output = wrapped(task)
                     (output.total * (ranks.size / count)).backward()
                 window.add(output.terms)
-            norm = clip_gradients(parameters, cfg.optim.clip)
             factor = learning_rate_factor(cfg.optim, step, cfg.train.steps)
-            set_learning_rate(optimizers, factor)
-            apply_updates(optimizers, guard.judge(norm))
-            ema.update()
+            norm = update(factor)
             window.count += count
             step += 1
             last = step == cfg.train.steps

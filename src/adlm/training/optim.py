@@ -4,9 +4,11 @@ Nothing here makes the host wait for the device: a bad gradient (not finite, or 
 device, and the update of that step is multiplied away there.
 """
 
+import importlib.util
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +67,7 @@ class Muon(torch.optim.Optimizer):
                 self.step_stacked(params, group["lr"], group["momentum"], group["weight_decay"])
 
     def step_stacked(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
-        for p in params:
-            if "momentum" not in self.state[p]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum"] for p in params]
+        buffers = [state_of(self, p)["momentum"] for p in params]
         grads = [p.grad for p in params if p.grad is not None]
         keep = 1.0
         if self.found_inf is not None:
@@ -82,6 +81,17 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
         updates = (update_KRC * (-lr * scale * keep)).unbind(0)
         torch._foreach_add_(params, [like(update, p) for update, p in zip(updates, params)])
+
+
+def state_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """What the optimizer remembers of a parameter: at first zeros, as torch would make them."""
+    state = optimizer.state[p]
+    if not state and isinstance(optimizer, Muon):
+        state["momentum"] = torch.zeros_like(p)
+    elif not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    return state
 
 
 def whole(x: Tensor) -> Tensor:
@@ -123,14 +133,20 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) ->
             group["lr"] = group["peak"] * factor
 
 
-def clip_gradients(parameters: list[nn.Parameter], largest: float) -> Tensor:
-    """Scale gradients to a total norm of at most `largest` (0: leave them); the norm before, on the device."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = whole(torch.nn.utils.get_total_norm(grads))
-    if largest > 0:
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], factor)
-    return norm
+def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Total norm of the gradients, on the device."""
+    return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
+    """What scales gradients of this norm to one of at most `largest` (0: leave them)."""
+    return (largest / (norm + 1e-6)).clamp(max=1.0) if largest > 0 else torch.ones_like(norm)
+
+
+def scale_gradients(parameters: list[nn.Parameter], factor: Tensor) -> None:
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
 
 
 class Guard:
@@ -162,15 +178,6 @@ class Guard:
         self.mean, self.skipped, self.in_a_row = state.to(self.mean.device).unbind(0)
 
 
-def apply_updates(optimizers: list[torch.optim.Optimizer], skip: Tensor) -> None:
-    for optimizer in optimizers:
-        # the hook of torch's gradient scaler: a fused AdamW leaves weights and state alone when found_inf is 1
-        optimizer.found_inf = skip  # type: ignore[attr-defined]
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
 class Ema:
     """Averaged weights with a warm-up: decay min(ema, (1+n)/(10+n)) at the n-th update."""
 
@@ -180,14 +187,22 @@ class Ema:
         self.parameters = dict(model.named_parameters())
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()} if decay else {}
 
+    @property
+    def share(self) -> float:
+        """Share of the current weights in the next average."""
+        n = self.n + 1
+        return 1 - min(self.decay, (1 + n) / (10 + n))
+
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, done: Container[str] = ()) -> None:
+        """`done`: names of the weights whose average has been moved already."""
         if not self.shadow:
             return
+        left = [name for name in self.shadow if name not in done]
+        if left:
+            current = [self.parameters[name].detach() for name in left]
+            torch._foreach_lerp_([self.shadow[name] for name in left], current, self.share)
         self.n += 1
-        decay = min(self.decay, (1 + self.n) / (10 + self.n))
-        current = [p.detach() for p in self.parameters.values()]
-        torch._foreach_lerp_(list(self.shadow.values()), current, 1 - decay)
 
     def whole(self) -> dict[str, Tensor]:
         """The averaged weights (the raw ones without averaging), gathered from all ranks."""
@@ -208,3 +223,79 @@ class Ema:
 
     def __exit__(self, *exception) -> None:
         self.swap()
+
+
+def fits_one_pass(parameters: Iterable[Tensor]) -> bool:
+    """Whether our kernel can update these: plain float32 arrays on a GPU, where torch brings triton."""
+
+    def fits(p: Tensor) -> bool:
+        return p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() and not isinstance(p, DTensor)
+
+    return importlib.util.find_spec("triton") is not None and all(fits(p) for p in parameters)
+
+
+class FusedAdamW:
+    """The step of a torch.optim.AdamW, with clipping before and averaging after it, in one pass over memory. State and
+    settings remain the optimizer's, so a run can go on with or without."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ema: Ema):
+        from adlm.training.kernels import OnePass
+
+        self.optimizer, self.ema = optimizer, ema
+        names, parameters = {p: name for name, p in ema.parameters.items()}, parameters_of([optimizer])
+        self.names = {p: names[p] for p in parameters}
+        self.averaged = frozenset(self.names.values())
+        self.one_pass = OnePass([p.numel() for p in parameters], parameters[0].device)
+
+    def step(self, clip: Tensor, skip: Tensor) -> None:
+        tensors: list[list[Tensor | None]] = []
+        settings: list[list[float]] = []
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                grad = None if p.grad is None else p.grad.contiguous()
+                # a parameter that never had a gradient has no state, as with torch
+                state: dict[str, Any] = {} if grad is None else state_of(self.optimizer, p)
+                moments = [state.get(key) for key in ("exp_avg", "exp_avg_sq", "step")]
+                tensors.append([p, grad, *moments, self.ema.shadow.get(self.names[p])])
+                settings.append([group["lr"], *group["betas"], group["eps"], group["weight_decay"]])
+        self.one_pass(tensors, settings, clip, skip, self.ema.share)
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+class Updater:
+    """What a step does with its gradients: clip, judge, update, average, and forget them."""
+
+    def __init__(self, cfg: OptimConfig, module: nn.Module, ema: Ema | None = None, guard: Guard | None = None):
+        """Without `ema` there is no average, without `guard` no update is skipped."""
+        self.optimizers, self.largest = build_optimizers(cfg, module), cfg.clip
+        self.ema, self.guard = ema or Ema(module, 0.0), guard
+        self.parameters = list(module.parameters())
+        self.fused: FusedAdamW | None = None
+        if fits_one_pass(parameters_of(self.optimizers[:1])):
+            self.fused = FusedAdamW(self.optimizers[0], self.ema)
+
+    @torch.no_grad()
+    def __call__(self, factor: float = 1.0) -> Tensor:
+        """Update at this share of the peak rates; the norm of the gradients before clipping, on the device."""
+        set_learning_rate(self.optimizers, factor)
+        norm = gradient_norm(self.parameters)
+        skip = torch.zeros_like(norm) if self.guard is None else self.guard.judge(norm)
+        clip = clip_factor(norm, self.largest)
+        others = self.optimizers
+        if self.fused is not None:
+            self.fused.step(clip, skip)
+            others = [optimizer for optimizer in others if optimizer is not self.fused.optimizer]
+        if self.largest > 0:
+            scale_gradients(parameters_of(others), clip)
+        for optimizer in others:
+            # the hook of torch's gradient scaler: a fused AdamW leaves weights and state alone when found_inf is 1
+            optimizer.found_inf = skip  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.step()
+        self.ema.update(done=() if self.fused is None else self.fused.averaged)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return norm

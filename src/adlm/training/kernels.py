@@ -1,0 +1,159 @@
+"""Clipping, AdamW and the weights' average in one pass over memory. Imported on a GPU only.
+
+All three are a few operations per number, so their time is that of reading and writing: one after the other they move
+48 bytes per parameter, together 36 (weight, two moments and average read and written, gradient read). The 4 of the
+gradient's norm, which has to be known before, come on top. All tensors share one launch: a program takes a chunk of one
+of them and finds it through a table of addresses. `optim.Updater` without `fused` is the slow twin.
+"""
+
+import numpy as np
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+CHUNK, BLOCK, WARPS = 8192, 512, 4  # numbers of a program; those it holds in registers together, four to a thread
+
+# Rows of the table with a column per tensor: addresses, then the settings of its group.
+WEIGHT, GRADIENT, MOMENT, SQUARE, STEP, AVERAGE = (tl.constexpr(row) for row in range(6))
+LR, BETA1, BETA2, EPS, DECAY = (tl.constexpr(row) for row in range(5))
+ADDRESSES, SETTINGS = 6, 5
+# Rows of the numbers that a program needs to know of its tensor.
+KIND, PULL, RATE, NEW, NEW_SQUARE, SPREAD, FLOOR = (tl.constexpr(row) for row in range(7))
+NUMBERS = 7
+STAYS, MOVES, ALIGNED = (tl.constexpr(kind) for kind in range(3))
+
+
+@triton.jit
+def _address(addresses, row: tl.constexpr, T, tensor):
+    return tl.load(addresses + row * T + tensor)
+
+
+@triton.jit
+def _floats(addresses, row: tl.constexpr, T, tensor):
+    return _address(addresses, row, T, tensor).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _lerp(a, b, weight):
+    """torch.lerp: exact at both ends."""
+    return tl.where(weight < 0.5, a + weight * (b - a), b - (b - a) * (1 - weight))
+
+
+@triton.jit
+def _count_step(addresses, settings, skip, numbers, T, BLOCK: tl.constexpr):
+    """Count the step of every tensor that has a gradient, unless skipped, and write the numbers of its update: from
+    float64, since 1 - beta^step in float32 is wrong in the fifth digit."""
+    tensor = tl.arange(0, BLOCK)
+    inside = tensor < T
+    column = tl.where(inside, tensor, 0)
+    gradient = _address(addresses, GRADIENT, T, column)
+    skipped = tl.load(skip).to(tl.int32)
+    count = _floats(addresses, STEP, T, column)
+    counted = inside & (gradient != 0)
+    step = tl.load(count, mask=counted, other=0.0) + (1 - skipped)
+    tl.store(count, step, mask=counted)
+
+    bits = gradient | _address(addresses, WEIGHT, T, column) | _address(addresses, AVERAGE, T, column)
+    bits |= _address(addresses, MOMENT, T, column) | _address(addresses, SQUARE, T, column)
+    kind = tl.where((gradient != 0) & (skipped == 0), tl.where(bits % 16 == 0, ALIGNED, MOVES), STAYS)
+    lr, eps = tl.load(settings + LR * T + column), tl.load(settings + EPS * T + column)
+    beta1, beta2 = tl.load(settings + BETA1 * T + column), tl.load(settings + BETA2 * T + column)
+    decay = tl.load(settings + DECAY * T + column)
+    correction1 = 1 - tl.exp(step.to(tl.float64) * tl.log(beta1))
+    correction2 = 1 - tl.exp(step.to(tl.float64) * tl.log(beta2))
+    tl.store(numbers + KIND * T + tensor, kind.to(tl.float32), mask=inside)
+    tl.store(numbers + PULL * T + tensor, (lr * decay).to(tl.float32), mask=inside)
+    tl.store(numbers + RATE * T + tensor, (lr / correction1).to(tl.float32), mask=inside)
+    tl.store(numbers + NEW * T + tensor, (1 - beta1).to(tl.float32), mask=inside)
+    tl.store(numbers + NEW_SQUARE * T + tensor, (1 - beta2).to(tl.float32), mask=inside)
+    tl.store(numbers + SPREAD * T + tensor, (1 / tl.sqrt(correction2)).to(tl.float32), mask=inside)
+    tl.store(numbers + FLOOR * T + tensor, eps.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _move(
+    addresses, numbers, T, tensor, start, n, clip, share,
+    AVERAGED: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Clip, update and average n numbers of a tensor. WHOLE: n is CHUNK, and all addresses are multiples of 16."""
+    weight, gradient = _floats(addresses, WEIGHT, T, tensor) + start, _floats(addresses, GRADIENT, T, tensor) + start
+    moment, square = _floats(addresses, MOMENT, T, tensor) + start, _floats(addresses, SQUARE, T, tensor) + start
+    average = _floats(addresses, AVERAGE, T, tensor) + start
+    if WHOLE:  # then four numbers are loaded at once; the compiler believes it of a pointer made here, not of arguments
+        weight, gradient = tl.multiple_of(weight, 16), tl.multiple_of(gradient, 16)
+        moment, square, average = tl.multiple_of(moment, 16), tl.multiple_of(square, 16), tl.multiple_of(average, 16)
+    pull, rate = tl.load(numbers + PULL * T + tensor), tl.load(numbers + RATE * T + tensor)
+    new, new_square = tl.load(numbers + NEW * T + tensor), tl.load(numbers + NEW_SQUARE * T + tensor)
+    spread, floor = tl.load(numbers + SPREAD * T + tensor), tl.load(numbers + FLOOR * T + tensor)
+    factor = tl.load(clip)
+    for at in range(0, CHUNK, BLOCK):
+        lane = at + tl.arange(0, BLOCK)
+        inside = tl.full((BLOCK,), 1, tl.int1) if WHOLE else lane < n
+        p, g = tl.load(weight + lane, mask=inside), tl.load(gradient + lane, mask=inside)
+        m, v = tl.load(moment + lane, mask=inside), tl.load(square + lane, mask=inside)
+        if AVERAGED:  # here, since after a store the load would wait for it
+            s = tl.load(average + lane, mask=inside)
+        g *= factor
+        m = _lerp(m, g, new)
+        v = _lerp(v, g * g, new_square)
+        p -= pull * p
+        p -= rate * m / (tl.sqrt(v) * spread + floor)
+        tl.store(weight + lane, p, mask=inside)
+        tl.store(moment + lane, m, mask=inside)
+        tl.store(square + lane, v, mask=inside)
+        if AVERAGED:
+            tl.store(average + lane, _lerp(s, p, share), mask=inside)
+
+
+@triton.jit
+def _move_all(
+    addresses, numbers, chunks, clip, share, T,
+    AVERAGED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = chunks + 3 * tl.program_id(0)
+    tensor, start, n = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    kind = tl.load(numbers + KIND * T + tensor).to(tl.int32)
+    if (kind == ALIGNED) & (n == CHUNK):
+        _move(addresses, numbers, T, tensor, start, n, clip, share, AVERAGED, True, CHUNK, BLOCK)
+    elif kind != STAYS:
+        _move(addresses, numbers, T, tensor, start, n, clip, share, AVERAGED, False, CHUNK, BLOCK)
+    elif AVERAGED:
+        weight, average = _floats(addresses, WEIGHT, T, tensor) + start, _floats(addresses, AVERAGE, T, tensor) + start
+        for at in range(0, CHUNK, BLOCK):
+            lane = at + tl.arange(0, BLOCK)
+            p, s = tl.load(weight + lane, mask=lane < n), tl.load(average + lane, mask=lane < n)
+            tl.store(average + lane, _lerp(s, p, share), mask=lane < n)
+
+
+class OnePass:
+    """Clip, AdamW and average of float32 tensors of these sizes on one device."""
+
+    def __init__(self, sizes: list[int], device: torch.device):
+        self.device = device
+        chunks = [(i, start, min(CHUNK, n - start)) for i, n in enumerate(sizes) for start in range(0, n, CHUNK)]
+        self.chunks = torch.tensor(chunks, dtype=torch.int64).to(device)
+
+    def __call__(
+        self, tensors: list[list[Tensor | None]], settings: list[list[float]], clip: Tensor, skip: Tensor, share: float
+    ) -> None:
+        """For each tensor, `tensors` has weight, gradient (None: the weight stays), both moments, step count and
+        average (None for all of them: there is none), contiguous; `settings` has rate, betas, eps and weight decay.
+
+        Gradients are multiplied with `clip`, and stay as they are in memory. Where `skip` is 1 nothing moves but the
+        average: by `share` of its distance from the weight. Nothing is read back, so the host never waits."""
+        T = len(tensors)
+        # Gradients lie elsewhere at every step and rates change, so all of it is sent, in one copy. torch does not give
+        # out pinned memory again before the copies from it are done.
+        host = torch.empty(ADDRESSES + SETTINGS, T, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        rows = host.numpy()  # numpy reads lists of numbers several times faster than torch
+        rows[:ADDRESSES] = np.array([[0 if x is None else x.data_ptr() for x in row] for row in tensors]).T
+        rows[ADDRESSES:].view(np.float64)[:] = np.array(settings).T
+        table = host.to(self.device, non_blocking=True)
+        addresses, settings_of = table[:ADDRESSES], table[ADDRESSES:].view(torch.float64)
+        numbers = torch.empty(NUMBERS, T, dtype=torch.float32, device=self.device)
+        launch = _count_step[(1,)]  # type: ignore[index]
+        launch(addresses, settings_of, skip, numbers, T, BLOCK=triton.next_power_of_2(T))
+        launch = _move_all[(len(self.chunks),)]  # type: ignore[index]
+        shape = {"AVERAGED": tensors[0][AVERAGE.value] is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
+        launch(addresses, numbers, self.chunks, clip, share, T, **shape, num_warps=WARPS)
