@@ -90,7 +90,10 @@ def check_updates(device: str, folder: Path) -> None:
         kernel, plain = Student(cfg, device, fused=True), Student(cfg, device, fused=False)
         before: dict[str, dict[str, Tensor]] = {}
         for number in range(STEPS):
+            versions = [p._version for p in kernel.model.parameters() if p.requires_grad]
             torch.testing.assert_close(kernel.step(number), plain.step(number), equal_nan=True)
+            moved = [p._version for p in kernel.model.parameters() if p.requires_grad]
+            assert all(now > then for now, then in zip(moved, versions)), "autograd does not notice the update"
             assert all(p.grad is None for p in kernel.model.parameters())
             assert_same(kernel, plain)
             state = {part: {k: x.clone() for k, x in of.items()} for part, of in kernel.state().items()}

@@ -259,6 +259,7 @@ class FusedAdamW:
                 tensors.append([p, grad, *moments, self.ema.shadow.get(self.names[p])])
                 settings.append([group["lr"], *group["betas"], group["eps"], group["weight_decay"]])
         self.one_pass(tensors, settings, clip, skip, self.ema.share)
+        torch.autograd.graph.increment_version(self.names)  # as torch does: a graph that needs old weights must notice
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
