@@ -33,10 +33,12 @@ def text_like(shape: tuple[int, ...], vocab_size: int) -> Tensor:
 def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
     """`which`: ours or dense. In a process of its own, since peak memory is a property of a process."""
     with world(cfg.train) as ranks:
-        return measure(cfg, batch, which, ranks)
+        result = measure(cfg, batch, which, ranks, text_like((BATCHES, batch, cfg.model.length), cfg.bench.vocab_size))
+    return result | {"losses": result["losses"][:3]}
 
 
-def measure(cfg: Config, batch: int, which: str, ranks: World) -> dict[str, Any]:
+def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor) -> dict[str, Any]:
+    """`data`: batches of rows, taken in turn."""
     torch.manual_seed(cfg.seed)
     device, V, L = ranks.device, cfg.bench.vocab_size, cfg.model.length
     cfg.train.global_batch_size = cfg.train.batch_size = batch
@@ -47,11 +49,11 @@ def measure(cfg: Config, batch: int, which: str, ranks: World) -> dict[str, Any]
     objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
     ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, device)
     update = Updater(cfg.optim, step_module, ema, guard)
-    data = text_like((BATCHES, batch, L), V).to(device)
+    data = data.to(device)
     example = torch.arange(batch, device=device)
 
     def step(number: int) -> Tensor:
-        rows = Rows(data[number % BATCHES], example, batch)
+        rows = Rows(data[number % len(data)], example, batch)
         (task,) = ahead(device, lambda: [objective.draw(rows, number, 1.0)])
         with ranks.autocast():
             total = step_module(task).total if which == "ours" else dense_loss(model, task)
@@ -74,7 +76,7 @@ def measure(cfg: Config, batch: int, which: str, ranks: World) -> dict[str, Any]
         "ms": 1e3 * seconds,
         "tokens_per_s": batch * L / seconds,
         "peak_gib": peak_memory_gib(device),
-        "losses": [round(x.item(), 4) for x in losses[:3]],
+        "losses": [round(x.item(), 4) for x in losses],
     }
     peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return result | ({"mfu": flops / seconds / peak} if peak else {})
