@@ -195,9 +195,15 @@ class Network:
         return Look(**found)
 
     def upload(self, *arrays: NDArray) -> list[Tensor]:
-        """Several small arrays of 8-byte numbers in one copy that the host does not wait for."""
-        flat = np.concatenate([a.view(np.int64).ravel() for a in arrays])
-        parts = torch.from_numpy(flat).to(self.device, non_blocking=True).split([a.size for a in arrays])
+        """Several small arrays of 8-byte numbers in one copy that the host does not wait for.
+
+        From pinned memory: a copy from any other may first wait for everything queued. torch does not give out pinned
+        memory again before the copies from it are done.
+        """
+        sizes = [a.size for a in arrays]
+        flat = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        np.concatenate([a.view(np.int64).ravel() for a in arrays], out=flat.numpy())
+        parts = flat.to(self.device, non_blocking=True).split(sizes)
         kinds = (torch.float64 if a.dtype == np.float64 else torch.int64 for a in arrays)
         return [part.view(kind).view(a.shape) for part, kind, a in zip(parts, kinds, arrays)]
 
