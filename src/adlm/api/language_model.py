@@ -37,7 +37,7 @@ Words = Sequence[str]
 def load(
     source: str | Path = checkpoints.BOX, device: str = "auto", ema: bool = True, tokenizer: str = "", root: str = ""
 ) -> "LanguageModel":
-    """A run folder, an exported folder, a release .ckpt, or a hub name "owner/model"; by default the model in the box."""
+    """A run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(source).expanduser()
