@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Using a trained model
 #
-# Load, generate, fill holes, watch a text appear, score. Any run folder, exported folder or release checkpoint will do;
-# `make demo` trains a small one in minutes. Set ADLM_MODEL to use another.
+# Load, generate, fill holes, watch a text appear, score. Any run folder, exported folder or release checkpoint will do:
+# set ADLM_MODEL. Here it is the small model that comes with the package.
 
 # %%
 import os
@@ -19,7 +19,7 @@ import torch
 
 import adlm
 
-lm = adlm.load(os.environ.get("ADLM_MODEL", "runs/demo"))
+lm = adlm.load(os.environ["ADLM_MODEL"]) if "ADLM_MODEL" in os.environ else adlm.load()
 print(lm)
 
 # %% [markdown]
@@ -57,7 +57,7 @@ print(lm.generate(length=min(32, lm.length), required=["is"], banned=["the"], st
 
 # %% [markdown]
 # ## Watch
-# `stream` yields the canvas after every evaluation. In a terminal: `adlm sample runs/demo --watch`.
+# `stream` yields the canvas after every evaluation. In a terminal: `adlm sample --watch`.
 
 # %%
 for frame in lm.stream(prompt="A", length=min(32, lm.length), steps=8, seed=3):

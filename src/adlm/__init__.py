@@ -1,7 +1,7 @@
 """adlm: anchored diffusion language models.
 
     import adlm
-    lm = adlm.load("runs/demo")
+    lm = adlm.load()  # the small model that comes with the package, or a path
     print(lm.generate(prompt="Once upon a time", length=128)[0].text)
 
 Importing the package loads nothing heavy: the names below bring torch with them when first used.
