@@ -9,9 +9,10 @@ from tiny import tiny_model
 
 from adlm import config
 from adlm.bench import command
-from adlm.bench.dense import dense_loss, dense_step
+from adlm.bench.dense import dense_loss, dense_step, nucleus
 from adlm.bench.sample import measure_sample
 from adlm.bench.train import measure_train, text_like
+from adlm.diffusion.categorical import filter_logits
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
@@ -41,6 +42,11 @@ def test_the_dense_step_reveals_and_remasks():
     z = torch.full((2, 12), model.mask_id)
     assert (dense_step(model, z, 1.0, 0.5, 0.0, 1.0, noise) != model.mask_id).all()
     assert (dense_step(model, torch.zeros_like(z), 0.5, 0.5, 1.0, 0.9, noise) == model.mask_id).all()
+
+
+def test_the_nucleus_by_sorting_is_the_engine_s():
+    logits = 3 * torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(nucleus(logits.softmax(-1), 0.8), filter_logits(logits, top_p=0.8).exp())
 
 
 def test_both_ways_of_a_training_step_measure_the_same_losses():

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.absorbing import remasking_posterior
-from adlm.diffusion.categorical import filter_logits
 from adlm.models import LanguageModel
 from adlm.objectives import Task
 
@@ -46,6 +45,14 @@ def dense_loss(model: LanguageModel, task: Task) -> Tensor:
     return total
 
 
+def nucleus(p: Tensor, top_p: float) -> Tensor:
+    """The smallest set of most probable tokens that has at least top_p, renormalised; by sorting the vocabulary."""
+    ordered, token = p.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
+    kept = torch.zeros_like(p).scatter_(-1, token, ordered)
+    return kept / kept.sum(-1, keepdim=True)
+
+
 def dense_step(
     model: LanguageModel, z_BL: Tensor, alpha_s: float, alpha_t: float, sigma: float, top_p: float, noise: Tensor
 ) -> Tensor:
@@ -53,6 +60,6 @@ def dense_step(
     logits, _ = dense_logits(model, z_BL)
     logits = logits.float()
     logits[..., model.mask_id] = -1e6
-    p = filter_logits(logits, top_p=top_p if top_p < 1 else None).exp()
+    p = logits.softmax(-1) if top_p == 1 else nucleus(logits.softmax(-1), top_p)
     q = remasking_posterior(z_BL, p, alpha_s, alpha_t, sigma, model.mask_id)
     return (q.double() / (1e-10 - torch.log(noise + 1e-10))).argmax(-1)
