@@ -154,6 +154,7 @@ def test_a_bug_is_not_hidden(probe):
         (["probe", "-x"], 2, "unknown flag '-x'"),
         (["probe", "a", "b"], 2, "'b' is not of the form key=value"),
         (["probe", "model=smal"], 1, "did you mean 'small'?"),
+        (["probe", "modle=small"], 1, "did you mean 'model'?"),
         (["probe", "train.stepz=3"], 1, "did you mean 'train.steps'?"),
         (["import", "x.ckpt"], 2, "adlm import needs eval.checkpoint and out"),
         (["import", "x.ckpt", "folder"], 1, "x.ckpt is not a file"),

@@ -9,9 +9,15 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if got in names:
         return got
-    near = difflib.get_close_matches(str(got), names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    near = similar(str(got), names)
+    hint = f" (did you mean {near!r}?)" if near else ""
     raise ValueError(f"{what}={got!r} is unknown{hint}; choose one of {', '.join(names)}")
+
+
+def similar(name: str, names: Iterable[str]) -> str | None:
+    """What was probably meant: letters in another order before letters left out or added."""
+    near = difflib.get_close_matches(name, list(names), n=3)
+    return min(near, key=lambda n: sorted(n) != sorted(name), default=None)
 
 
 def require(condition: bool, message: str) -> None:

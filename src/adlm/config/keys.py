@@ -5,13 +5,13 @@ Help texts are read from the source of `schema.py` (the string under a field), s
 
 import ast
 import dataclasses
-import difflib
 import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from adlm import schema
+from adlm.errors import similar
 
 CONFIG_DIR = Path(__file__).parents[1] / "configs"
 # Later groups win over earlier ones: a corpus may set the length, a recipe may set the block, an algorithm is applied
@@ -81,8 +81,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
     names = list(names)
     near = [n for n in names if "." not in name and last(n) == name]
-    near = near or difflib.get_close_matches(name, names, n=1)
-    if not near:
-        similar = difflib.get_close_matches(last(name), [last(n) for n in names], n=1)
-        near = [n for n in names if last(n) in similar]
+    if not near and (found := similar(name, names)):
+        near = [found]
+    if not near and (found := similar(last(name), map(last, names))):
+        near = [n for n in names if last(n) == found]
     return f" (did you mean {' or '.join(repr(n) for n in near[:3])}?)" if near else ""
