@@ -3,10 +3,10 @@
     python benchmarks/reasoning.py [method ...] [key=value ...]      # OMP_NUM_THREADS cores, one unless said otherwise
 
 The questions are those of task=prosqa-2hop: two chains of two statements, shuffled, and two candidates of equal depth,
-so that only who is asked about tells which one is right. They are generated once for all methods. Accuracies are on 500
-test questions that share nothing with the training set; the goal is above 95 % for every method (docs/reasoning.md says
-which reach it). Rules that do not look at the name are scored beside them. The last line of stdout is one JSON
-document.
+so that only who is asked about tells which one is right. They are generated once for all methods. Every method has the
+same settings and begins with the same steps on stories (reason.recite), which its time includes. Accuracies are on 500
+test questions that share nothing with the training set; the goal is above 95 % for every method (docs/reasoning.md has
+the results). Rules that do not look at the name are scored beside them. The last line of stdout is one JSON document.
 """
 
 import json

@@ -12,9 +12,9 @@ from adlm.config.checks import CHOICES
 from adlm.reasoning import training
 from adlm.reasoning.command import PAPER
 from adlm.reasoning.generators import PROSQA_NAMES, Shape
-from adlm.reasoning.logic import read_fact, sentences
+from adlm.reasoning.logic import distances, read_either_or, read_fact, sentences
 from adlm.reasoning.methods import METHODS
-from adlm.reasoning.recital import FACTS, retold
+from adlm.reasoning.recital import KINDS, NAMES, retold
 from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.stages import Schedule
 from adlm.reasoning.tasks import TASKS, generate
@@ -67,20 +67,46 @@ def test_too_few_epochs_are_refused(tmp_path):
 # ---- learning
 
 
-def test_stories_are_told_twice():
-    rng = random.Random(1)
-    for _ in range(50):
-        told = retold(rng, Shape(words=8, names=4))
-        first, second = (sentences(text) for text in (told.question, told.answer))
-        assert sorted(first) == sorted(second) and len(set(first)) == 2 * FACTS
-        facts = [read_fact(sentence) for sentence in first]
-        assert len({fact.who for fact in facts}) == len({fact.what for fact in facts}) == 2 * FACTS
-        assert {fact.who for fact in facts if fact.who[0].isupper()} <= set(PROSQA_NAMES[:4])
-        assert not (told.steps or told.anchors)
+@pytest.mark.parametrize("terse", [False, True])
+def test_stories_are_told_again_and_thought_through(terse):
+    rng, retellings = random.Random(1), set()
+    for i in range(100):
+        plain = i % 2 == 0
+        told = retold(rng, Shape(words=8, names=4, terse=terse), plain)
+        story = sentences(told.question)
+        assert (read_either_or(story[-1]) is None) == plain
+        story, again = story[: NAMES + KINDS], sentences(told.steps[0]) if told.steps else []
+        facts = [read_fact(sentence) for sentence in story]
+        who = {fact.who for fact in facts}
+        assert len(who) == len(facts) == NAMES + KINDS
+        assert len(who & set(PROSQA_NAMES[:4])) == NAMES
+        assert set(again) <= set(story) and len(set(again)) == len(again)
+        assert len(again) == len(story) or not plain
+        retellings.add(len(again))
+        follows = [read_fact(sentence) for sentence in sentences(told.answer)]
+        assert sorted(fact.who for fact in follows) == sorted(who)  # of everyone, two statements away and not fewer
+        assert all(distances(facts, fact.who)[fact.what] == 2 for fact in follows)
+    assert retellings == set(range(NAMES + KINDS + 1))
+
+
+def test_the_question_in_a_story_tells_nothing():
+    """Whoever is asked about and whatever the candidates are: what follows is right of one of them as often as not."""
+    rng, right, named = random.Random(2), 0, 0
+    for _ in range(2000):
+        told = retold(rng, Shape(words=8, names=4, terse=True), plain=False)
+        asked = read_either_or(told.question)
+        assert asked is not None
+        first = read_fact(sentences(told.answer)[0])
+        named += first.who == asked["who"]
+        truth = next(f.what for f in map(read_fact, sentences(told.answer)) if f.who == asked["who"])
+        right += truth in (asked["one"], asked["two"])
+    # four standard errors: one of six speaks first, two of four kinds are named
+    assert abs(named / 2000 - 1 / 6) < 4 * (5 / 36 / 2000) ** 0.5
+    assert abs(right / 2000 - 1 / 2) < 4 * (1 / 4 / 2000) ** 0.5
 
 
 def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
-    """The warm-up changes where the stages start, is a function of the seed, and is refused where it has no words."""
+    """The warm-up changes where the stages start, is a function of the seed, and is refused where it has no stories."""
     options = ("method=no-cot", "reason.epochs=1", "train.global_batch_size=8", "reason.n_train=8", "data.tokenizer=")
     weights = []
     for name, recite in (("none", 0), ("one", 3), ("two", 3)):
@@ -89,8 +115,10 @@ def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
     none, one, two = weights
     assert all(torch.equal(one[key], two[key]) for key in one)
     assert any(not torch.equal(none[key], one[key]) for key in one)
-    with pytest.raises(ValueError, match=r"reason\.recite=3 tells stories of 3 names"):
-        train(settings(tmp_path / "few", *options, "reason.recite=3", "reason.names=2"))
+    with pytest.raises(ValueError, match=r"reason\.recite=3 tells stories of 2 names"):
+        train(settings(tmp_path / "other", *options, "task=prontoqa", "reason.recite=3", "reason.epochs_per_stage=1"))
+    with pytest.raises(ValueError, match=r"a story of reason\.recite has \d+ tokens and there is room for 39"):
+        train(settings(tmp_path / "long", *options, "reason.recite=3", "model.length=40"))
 
 
 @pytest.mark.parametrize("method", METHODS)

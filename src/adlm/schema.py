@@ -349,12 +349,14 @@ class ReasonConfig:
     """Generated ProsQA: different names that questions draw from (0: as reason.words says)."""
     balanced: bool = False
     """Generated ProsQA: the wrong answer is as deep as the right one (in the published files depth often tells)."""
+    terse: bool = False
+    """Generated ProsQA: "Tom lempus." for "Tom is a lempus.", and "lempus or zumpus, Tom?"; see docs/reasoning.md."""
     easier: float = 0.0
     """Generated ProsQA: share of the training questions with one hop less than reason.hops and two nodes less than
     reason.nodes, a curriculum by mixing; held-out questions all have reason.hops."""
     recite: int = 0
-    """ProsQA from scratch: optimizer steps before the first stage on stories told twice, which teach to look up what
-    was said of a word (a pretrained base can already; 0: none, as in the paper)."""
+    """ProsQA from scratch: optimizer steps before the first stage on stories, told again and thought through, which
+    teach to look up what was said of a word (a pretrained base can already; 0: none, as in the paper)."""
     recite_rate: float = 1.0
     """Learning rates of these steps over those of the stages: a circuit forms at rates that would later wreck it."""
     epochs: int = 50

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from adlm.errors import require
 from adlm.reasoning.examples import Example
-from adlm.reasoning.logic import node_anchors
+from adlm.reasoning.logic import either_or, node_anchors, statement
 
 PROSQA_NAMES = (
     "Alex", "Bob", "Carol", "Davis", "Eva", "Fae", "Gabriel", "Jack", "Max", "Oliver", "Polly", "Rex", "Sally", "Sam",
@@ -59,6 +59,8 @@ class Shape(NamedTuple):
     """ProsQA: different names, if not as many as `words` allows."""
     balanced: bool = False
     """ProsQA: the wrong answer is as deep as the right one."""
+    terse: bool = False
+    """ProsQA: only the words that carry something."""
 
 
 PUBLISHED = Shape()
@@ -120,7 +122,7 @@ def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     require(4 <= nodes <= most, f"reason.nodes={nodes} must be in 4..{most}")
     require(nodes <= words <= most, f"reason.words={words} must be in reason.nodes={nodes}..{most}")
     require(0 <= hops <= MOST_HOPS, f"reason.hops={hops} must be in 0..{MOST_HOPS} for prosqa")
-    names, kinds = vocabulary(shape)
+    names, _ = vocabulary(shape)
     require(len(names) > 1, f"reason.names={shape.names} leaves fewer than two individuals")
     for _ in range(ATTEMPTS):
         graph = random_graph(rng, nodes)
@@ -129,7 +131,7 @@ def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
         leaves = [i for i in range(2, nodes) if i not in inner and graph.side[i] in (1, 2)]
         pair = (equally_deep_pair if shape.balanced else published_pair)(rng, graph, leaves, hops)
         if pair and individuals <= len(names):
-            return write_prosqa(rng, graph, *pair, names, kinds)
+            return write_prosqa(rng, graph, *pair, shape)
     raise ValueError(f"no graph of reason.nodes={nodes} has a derivation of reason.hops={hops}; raise reason.nodes")
 
 
@@ -170,27 +172,23 @@ def equally_deep_pair(rng: random.Random, graph: Graph, leaves: list[int], hops:
     return (one, two) if rng.random() < 0.5 else (two, one)
 
 
-def write_prosqa(
-    rng: random.Random, graph: Graph, target: int, other: int, names: tuple[str, ...], kinds: tuple[str, ...]
-) -> Example:
+def write_prosqa(rng: random.Random, graph: Graph, target: int, other: int, shape: Shape) -> Example:
     """Name the nodes (those without parents are individuals), say every edge, shuffle, ask."""
     edges = [(p, i) for i, chosen in enumerate(graph.parents) for p in chosen]
     used = sorted({i for edge in edges for i in edge})
-    free_names, free_kinds = (iter(rng.sample(words, len(words))) for words in (names, kinds))
+    free_names, free_kinds = (iter(rng.sample(words, len(words))) for words in vocabulary(shape))
     called = {i: next(free_kinds if graph.parents[i] else free_names) for i in used}
 
     def say(parent: int, child: int) -> str:
-        who = f"Every {called[parent]}" if graph.parents[parent] else called[parent]
-        return f"{who} is a {called[child]}."
+        return statement(called[parent], called[child], shape.terse)
 
     path = shortest_path(rng, graph, target)
     steps = tuple(say(a, b) for a, b in itertools.pairwise(path))
     statements = [say(a, b) for a, b in edges]
     rng.shuffle(statements)
     one, two = rng.sample([called[target], called[other]], 2)
-    who = called[path[0]]
-    question = " ".join([*statements, f"Is {who} a {one} or {two}?"])
-    return Example(question, steps, f"{who} is a {called[target]}.", node_anchors(steps))
+    question = " ".join([*statements, either_or(called[path[0]], one, two, shape.terse)])
+    return Example(question, steps, say(path[0], target), node_anchors(steps))
 
 
 def shortest_path(rng: random.Random, graph: Graph, target: int) -> list[int]:
@@ -209,7 +207,8 @@ def prontoqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     hops = shape.hops or 5
     require(
         shape == Shape(hops=shape.hops),
-        "reason.nodes, reason.words, reason.names and reason.balanced shape prosqa only; prontoqa has reason.hops",
+        "reason.nodes, reason.words, reason.names, reason.balanced and reason.terse shape prosqa only;"
+        " prontoqa has reason.hops",
     )
     most = (len(PRONTOQA_CONCEPTS) - 4) // 2
     require(1 <= hops <= most, f"reason.hops={hops} must be in 1..{most} for prontoqa")

@@ -16,6 +16,9 @@ INDIVIDUAL = re.compile(r"(?P<who>[A-Z][a-z]+) is (?P<no>not )?(?P<a>an? )?(?P<w
 SINGULAR = re.compile(r"(?:Every|Each) (?P<who>[a-z]+) is (?P<no>not )?(?P<a>an? )?(?P<what>[a-z]+)\.")
 PLURAL = re.compile(r"(?P<who>[A-Z][a-z]+)es are (?P<no>not )?(?P<what>[a-z]+)\.")
 EITHER_OR = re.compile(r"Is (?P<who>[A-Z][a-z]+) an? (?P<one>[a-z]+) or (?P<two>[a-z]+)\?")
+# Without the words that carry nothing: who, what, full stop; whoever is asked about comes last, where no kind follows
+TERSE = re.compile(r"(?P<who>[A-Z][a-z]+|[a-z]+pus) (?P<what>[a-z]+pus)\.")
+TERSE_EITHER_OR = re.compile(r"(?P<one>[a-z]+pus) or (?P<two>[a-z]+pus), (?P<who>[A-Z][a-z]+)\?")
 
 
 class Fact(NamedTuple):
@@ -35,7 +38,25 @@ def read_fact(sentence: str) -> Fact:
     if match := PLURAL.fullmatch(sentence):
         what, is_concept = match["what"], match["what"].endswith("uses")
         return Fact(match["who"].lower(), what[:-2] if is_concept else what, is_concept, match["no"] is not None)
+    if match := TERSE.fullmatch(sentence):
+        return Fact(match["who"], match["what"], is_concept=True)
     raise ValueError(f"not a statement of ProsQA or ProntoQA: {sentence!r}")
+
+
+def statement(who: str, what: str, terse: bool = False) -> str:
+    """That an individual, or a kind, is of a kind; kinds are in small letters."""
+    if terse:
+        return f"{who} {what}."
+    return f"{who if who[0].isupper() else f'Every {who}'} is a {what}."
+
+
+def either_or(who: str, one: str, two: str, terse: bool = False) -> str:
+    return f"{one} or {two}, {who}?" if terse else f"Is {who} a {one} or {two}?"
+
+
+def read_either_or(question: str) -> re.Match[str] | None:
+    """The groups who, one and two of the choice that a question ends in; None: a question of true or false."""
+    return EITHER_OR.search(question) or TERSE_EITHER_OR.search(question)
 
 
 def sentences(text: str) -> list[str]:
@@ -61,9 +82,10 @@ def distances(facts: list[Fact], root: str) -> dict[str, int]:
 def derivable_answers(question: str) -> set[str]:
     """Every answer, of the two a question allows, that follows from its statements."""
     *statements, last = sentences(question)
-    if match := EITHER_OR.fullmatch(last):
-        reached = distances([read_fact(s) for s in statements], match["who"])
-        return {f"{match['who']} is a {kind}." for kind in (match["one"], match["two"]) if kind in reached}
+    if match := read_either_or(last):
+        who, terse = match["who"], match.re is TERSE_EITHER_OR
+        reached = distances([read_fact(s) for s in statements], who)
+        return {statement(who, kind, terse) for kind in (match["one"], match["two"]) if kind in reached}
     asked = read_fact(last)  # "True or false:" stands before it
     facts = [read_fact(s) for s in statements[:-1]]
     reached = distances(facts, asked.who)

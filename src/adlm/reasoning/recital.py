@@ -1,10 +1,11 @@
-"""Before the first stage, for a network from scratch: stories told twice.
+"""Before the first stage, for a network from scratch: stories, told again and thought through.
 
 The methods of the paper start from pretrained GPT-2, which can already look up in its context what was said of a word.
-A network from scratch has to form that circuit first, and a question asks for one or two lookups among tokens that need
-none: it stays at a coin's accuracy for thousands of steps. Here every statement is a lookup. A story is a few
-statements drawn at random and the row tells it again in another order. Nothing is asked and nothing is concluded in it:
-that is left to the stages.
+A network from scratch has to form that circuit first, and once more behind itself for two lookups in one pass; but a
+question asks for one or two lookups among tokens that need none, and its answer is a coin: the network stays at a
+coin's accuracy for thousands of steps. Here every statement is a lookup. A story says of some individuals and some
+kinds what each of them is. The row tells some of it again in another order, one lookup a statement, and then what each
+of them is two statements away, two lookups each. No question is answered in it: that is left to the stages.
 """
 
 import random
@@ -15,6 +16,7 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.reasoning.examples import Example
 from adlm.reasoning.generators import Shape, vocabulary
+from adlm.reasoning.logic import either_or, statement
 from adlm.reasoning.methods import Plan, encode, lay_out, markers_of
 from adlm.reasoning.networks import HuggingFaceNetwork, OwnNetwork
 from adlm.reasoning.tasks import shape_of
@@ -23,19 +25,33 @@ from adlm.schema import Config
 from adlm.training.optim import Updater, learning_rate_factor
 from adlm.training.parallel import Step, World
 
-FACTS = 3
-"""Statements about individuals in a story, and as many about kinds."""
+NAMES, KINDS = 2, 4
+"""Individuals and kinds of a story."""
 
 
-def retold(rng: random.Random, shape: Shape) -> Example:
-    """A story as a question, the same story in another order as its answer."""
+def story(rng: random.Random, shape: Shape) -> dict[str, str]:
+    """Who is what. The kinds stand in a circle, each is the next: so what is two statements away can be said of
+    everyone, and no story is the statements of a question."""
     names, kinds = vocabulary(shape)
-    whats = rng.sample(kinds, 2 * FACTS)
-    individuals = [f"{who} is a {what}." for who, what in zip(rng.sample(names, FACTS), whats)]
-    others = [f"Every {who} is a {what}." for who, what in zip(rng.sample(kinds, FACTS), whats[FACTS:])]
-    story = individuals + others
-    first, second = (" ".join(rng.sample(story, len(story))) for _ in range(2))
-    return Example(first, (), second, ())
+    circle = rng.sample(kinds, KINDS)
+    return dict(zip([*circle, *rng.sample(names, NAMES)], [*circle[1:], circle[0], *rng.sample(circle, NAMES)]))
+
+
+def retold(rng: random.Random, shape: Shape, plain: bool) -> Example:
+    """A story as a question; its trace is the story again, in another order, and its answer is what follows from two
+    statements, of everyone, in a third order. If not `plain`, a question ends the story and only some of it is told
+    again, as in the rows of the stages. The question is about kinds drawn at random and what comes after it does not
+    depend on it: it teaches that a question says nothing of anyone."""
+    is_a = story(rng, shape)
+    first, second, third = (rng.sample(list(is_a), len(is_a)) for _ in range(3))
+    told, again = ([statement(who, is_a[who], shape.terse) for who in order] for order in (first, second))
+    follows = [statement(who, is_a[is_a[who]], shape.terse) for who in third]
+    if not plain:
+        who = rng.choice([name for name in first if name[0].isupper()])
+        one, two = rng.sample([kind for kind in first if kind[0].islower()], 2)
+        told.append(either_or(who, one, two, shape.terse))
+        again = again[: rng.randint(0, len(again))]
+    return Example(" ".join(told), (" ".join(again),) if again else (), " ".join(follows), ())
 
 
 def recite(network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: Config, ranks: World) -> float:
@@ -46,8 +62,8 @@ def recite(network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: 
     shape = shape_of(cfg.reason)
     names, kinds = vocabulary(shape)
     require(
-        cfg.reason.task == "prosqa" and len(names) >= FACTS and len(kinds) >= 2 * FACTS,
-        f"reason.recite={cfg.reason.recite} tells stories of {FACTS} names and {2 * FACTS} kinds of prosqa",
+        cfg.reason.task == "prosqa" and len(names) >= NAMES and len(kinds) >= KINDS,
+        f"reason.recite={cfg.reason.recite} tells stories of {NAMES} names and {KINDS} kinds of prosqa",
     )
     module = Step(network, batch_loss)
     update = Updater(cfg.optim, module)
@@ -56,8 +72,14 @@ def recite(network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: 
     loss, rate, constant = float("nan"), cfg.reason.recite_rate, replace(cfg.optim, schedule="constant")
     for step in range(cfg.reason.recite):
         rng = random.Random(fold(cfg.seed, Stream.TOKEN, step))
-        stories = encode([retold(rng, shape) for _ in range(size)], tokenizer)
+        plain = step < cfg.reason.recite // 2
+        stories = encode([retold(rng, shape, plain) for _ in range(size)], tokenizer)
         layouts = [lay_out(story, Plan(), markers) for story in stories]
+        longest = max(len(layout.tokens) for layout in layouts)
+        require(
+            longest <= network.longest,
+            f"a story of reason.recite has {longest} tokens and there is room for {network.longest} (model.length)",
+        )
         batch = make_batch(layouts, False, 0.0, tokenizer.mask_id, ranks.device)
         with ranks.autocast():
             mean = module(batch).total / batch.task.count

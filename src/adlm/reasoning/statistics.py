@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.reasoning.examples import Example, whole_text
-from adlm.reasoning.logic import EITHER_OR, Fact, distances, read_fact, sentences
+from adlm.reasoning.logic import Fact, distances, read_either_or, read_fact, sentences
 from adlm.reasoning.methods import encode
 
 WORD = re.compile(r"[A-Za-z]+")
@@ -71,7 +71,7 @@ class Choice(NamedTuple):
 
 def choice(example: Example) -> Choice | None:
     """None: a question of true or false."""
-    match = EITHER_OR.search(example.question)
+    match = read_either_or(example.question)
     if match is None:
         return None
     return Choice((match["one"], match["two"]), int(example.answer.endswith(f" {match['two']}.")), statements(example))

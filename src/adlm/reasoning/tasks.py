@@ -51,7 +51,7 @@ def task_spec(name: str) -> TaskSpec:
 
 
 def shape_of(cfg: ReasonConfig) -> Shape:
-    return Shape(cfg.hops, cfg.nodes, cfg.words, cfg.names, cfg.balanced)
+    return Shape(cfg.hops, cfg.nodes, cfg.words, cfg.names, cfg.balanced, cfg.terse)
 
 
 def easier_shape(cfg: ReasonConfig) -> Shape:

@@ -143,7 +143,7 @@ def train(cfg: Config) -> ReasonResult:
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
         if found is None and reason.recite:
             loss = recite(room.network, room.tokenizer, cfg, ranks)
-            note(f"stories told twice, {reason.recite} steps: {loss:.3f} nats per token at the end")
+            note(f"stories, {reason.recite} steps: {loss:.3f} nats per token at the end")
         step_module = Step(room.network, batch_loss)
         ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
         update = Updater(cfg.optim, step_module, ema, guard)
