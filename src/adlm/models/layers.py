@@ -94,8 +94,8 @@ def rotate(x_BLNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BLNH.dtype)
 
 
-# A compiled kernel is as fast as the arithmetic it holds. torch's tanh and its random numbers are a hundred
-# instructions and more an element, which takes a GPU longer than reading and writing it; these two are short.
+# Where a compiled kernel reads and writes a few bytes a number, its arithmetic counts too (instructions on Hopper):
+# gelu by tanh 31, by a sigmoid 24; dropout by torch's generator 67, by our hash 38, and no mask is kept.
 
 
 def gelu(x: Tensor) -> Tensor:
