@@ -318,6 +318,17 @@ def test_training_stops_after_too_many_bad_steps(tmp_path, monkeypatch):
 # Optimizers
 
 
+@pytest.mark.parametrize(("size", "largest", "left"), [(4.0, 1.0, 1.0), (0.5, 1.0, 0.5), (4.0, 0.0, 4.0)])
+def test_gradients_are_scaled_down_and_never_up(size, largest, left):
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    for p in parameters:
+        p.grad = torch.full_like(p, size / 8**0.5)
+    norm = optim.gradient_norm(parameters)
+    optim.scale_gradients(parameters, optim.clip_factor(norm, largest))
+    assert norm.item() == pytest.approx(size)
+    assert optim.gradient_norm(parameters).item() == pytest.approx(left, rel=1e-5)
+
+
 def test_learning_rate():
     def rates(**options):
         return [optim.learning_rate_factor(OptimConfig(warmup=4, **options), step, 12) for step in (0, 2, 4, 8, 12)]
