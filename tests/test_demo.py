@@ -34,11 +34,11 @@ def ran(tmp_path_factory) -> tuple[Path, str]:
     return folder, out.getvalue()
 
 
-def test_the_demo_ends_with_a_report_and_three_commands(ran):
+def test_the_demo_ends_with_a_report_and_commands_to_try(ran):
     folder, out = ran
     facts = json.loads(out.splitlines()[-1])
     assert facts["steps"] == 12 and facts["last_ppl"] < facts["first_ppl"]
-    assert len(re.findall(r"^  adlm ", out, re.MULTILINE)) == 3 and (folder / "run" / "report.html").as_uri() in out
+    assert len(re.findall(r"^  adlm ", out, re.MULTILINE)) == 4 and (folder / "run" / "report.html").as_uri() in out
     text = (folder / "run" / "report.html").read_text()
     document = Document(text)
     for words in (f"{facts['last_ppl']:,.1f}", "Training loss", "Held-out text 3", "gamma: 0.1", "hidden_size: 16"):

@@ -53,6 +53,7 @@ def next_commands(run: Path) -> list[tuple[str, str]]:
     return [
         (f"adlm sample {run}", "draw texts from the model you just trained"),
         (f"adlm ppl {run} eval.draws=8", "its perplexity with a confidence interval"),
+        ("adlm serve", "a page that shows texts appear; with the model that comes with the package"),
         (
             "adlm train experiment=demo data=file data.path=YOUR.txt out=runs/mine",
             "the same model on your own text",
