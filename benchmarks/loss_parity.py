@@ -17,10 +17,13 @@ import torch
 from adlm import config
 from adlm.bench.train import measure
 from adlm.data.blocks import Blocks
+from adlm.errors import require
 from adlm.training.parallel import world
 
 
 def main(argv: list[str]) -> None:
+    if not argv or "=" in argv[0]:
+        raise SystemExit(__doc__)
     folder, *words = argv
     options = dict(word.split("=", 1) for word in words)
     steps, out = int(options.pop("steps", 200)), options.pop("out", "")
@@ -28,6 +31,7 @@ def main(argv: list[str]) -> None:
     settings = ["model=small", *(f"{key}={value}" for key, value in options.items())]
     settings += ["bench.warmup=0", f"bench.steps={steps}", f"bench.dense_steps={steps}"]
     batch = int(config.load(settings).bench.batches)
+    require(len(blocks) >= steps * batch, f"{folder} has {len(blocks)} rows, {steps} steps of {batch} need more")
     tokens = torch.from_numpy(np.asarray(blocks.rows(np.arange(steps * batch)))).long().view(steps, batch, -1)
     curves: dict[str, list[float]] = {}
     for name, which, seed in (("fast", "ours", 1), ("dense", "dense", 1), ("fast, another seed", "ours", 2)):

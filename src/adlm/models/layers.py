@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adlm.diffusion.uniforms import uniforms32
 from adlm.schema import ModelConfig
 
 EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-6}
@@ -94,23 +93,6 @@ def rotate(x_BLNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BLNH.dtype)
 
 
-# Where a compiled kernel reads and writes a few bytes a number, its arithmetic counts too (instructions on Hopper):
-# gelu by tanh 31, by a sigmoid 24; dropout by torch's generator 67, by our hash 38, and no mask is kept.
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), written as x sigmoid(2 u): one exponential."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    u = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
-    return (wide * torch.sigmoid(2 * u)).to(x.dtype)
-
-
-def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
-    """Dropout whose mask is a hash of key and position: nothing random is kept for the backward pass."""
-    position = torch.arange(x.numel(), device=x.device).view(x.shape)
-    return torch.where(uniforms32(key, position) < p, 0, x * (1 / (1 - p)))
-
-
 class TimeEmbedding(nn.Module):
     """Noise level sigma -> conditioning vector: sinusoids, a two-layer MLP, SiLU."""
 
@@ -191,14 +173,7 @@ class Block(nn.Module):
     def activate(self, h: Tensor) -> Tensor:
         if self.activation == "done":  # by the linear map before it, in an inference copy
             return h
-        if self.activation == "relu2":
-            return F.relu(h).square()
-        return gelu(h) if torch.compiler.is_compiling() and h.is_cuda else F.gelu(h, approximate="tanh")
-
-    def drop(self, branch_BLD: Tensor, key: Tensor | None) -> Tensor:
-        if key is not None and torch.compiler.is_compiling():
-            return dropout(branch_BLD, self.dropout, key)
-        return F.dropout(branch_BLD, self.dropout, self.training)
+        return F.gelu(h, approximate="tanh") if self.activation == "gelu" else F.relu(h).square()
 
     def forward(
         self,
@@ -210,16 +185,15 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         positions_BL: Tensor | None = None,
         mask: Tensor | None = None,
-        keys: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     ) -> tuple[Tensor, Tensor]:
-        """The stream and what is still to be added to it, of the block before and of this one. `keys`: of dropout."""
+        """The stream and what is still to be added to it, of the block before and of this one."""
         x_BLD = settle(x_BLD, due_BLD)
         attend, feed = modulations(self.modulation, c_BC, 2)
         qkv_BLE = enter(x_BLD, self.norm1, attend, self.qkv)
         o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask)
-        x_BLD = x_BLD + self.drop(leave(o_BLD, self.attn_out, attend), keys[0])
+        x_BLD = x_BLD + F.dropout(leave(o_BLD, self.attn_out, attend), self.dropout, self.training)
         h_BLF = self.activate(enter(x_BLD, self.norm2, feed, self.mlp_in))
-        return x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), keys[1])
+        return x_BLD, F.dropout(leave(h_BLF, self.mlp_out, feed), self.dropout, self.training)
 
 
 def settle(x_BLD: Tensor, due_BLD: Tensor | None) -> Tensor:

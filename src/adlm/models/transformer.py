@@ -31,7 +31,7 @@ class StackCache:
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
-        self.time_conditioning, self.dropout = cfg.time_conditioning, cfg.dropout
+        self.time_conditioning = cfg.time_conditioning
         self.n_heads, self.head_width = cfg.n_heads, cfg.hidden_size // cfg.n_heads
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
         self.rotary = Rotary(self.head_width, cfg.length)
@@ -74,20 +74,12 @@ class Stack(nn.Module):
             key_position = torch.arange(layers[0].k_BNLH.shape[2], device=x_BLD.device)
             mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
         due_BLD = None
-        for block, layer, keys in zip(self.blocks, layers, self.dropout_keys(x_BLD.device)):
-            inputs = (x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask, keys)
+        for block, layer in zip(self.blocks, layers):
             if self.checkpoint_activations and self.training:
-                x_BLD, due_BLD = checkpoint(block, *inputs, use_reentrant=False)  # type: ignore[misc]
+                x_BLD, due_BLD = checkpoint(block, x_BLD, due_BLD, c_BC, cos, sin, use_reentrant=False)  # type: ignore[misc]
             else:
-                x_BLD, due_BLD = block(*inputs)
+                x_BLD, due_BLD = block(x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask)
         return self.finish(x_BLD, due_BLD, c_BC)
-
-    def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[tuple[None, None]]:
-        """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""
-        if not (self.training and self.dropout and device.type == "cuda"):
-            return [(None, None)] * len(self.blocks)
-        keys = torch.randint(2**31 - 1, (2 * len(self.blocks),), device=device).unbind(0)
-        return list(zip(keys[::2], keys[1::2]))
 
     def finish(self, x_BLD: Tensor, due_BLD: Tensor | None, c_BC: Tensor | None) -> Features:
         x_BLD = settle(x_BLD, due_BLD)
