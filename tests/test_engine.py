@@ -87,6 +87,17 @@ def test_settings_change_the_row(model):
     assert all(g != got[0] for g in got[1:])
 
 
+def test_the_last_block_may_be_finished_only_where_something_is_drawn(model, monkeypatch):
+    requests = mixed(2 * len(DIFFUSION))
+    few = rows(Engine(model, slots=5), requests)
+    monkeypatch.setattr("adlm.engine.network.FEW", -1)
+    seen = []
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda *args, **k: (seen.append(k.get("at_N")), forward(*args, **k))[1])
+    assert rows(Engine(model, slots=5), requests) == few
+    assert seen and all(at is None for at in seen)
+
+
 def test_nfe_counts_evaluations(model):
     toy = ToyModel(4, 4)
     engine = Engine(toy, slots=1)

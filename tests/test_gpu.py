@@ -7,7 +7,7 @@ from draw_cases import check_draws
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
-from adlm.models import build_model
+from adlm.models import build_model, layers
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
@@ -90,6 +90,19 @@ def test_the_gelu_inside_the_product():
     args = (t.bfloat16().float() for t in (x, weight, bias))
     expected = torch.nn.functional.gelu(torch.nn.functional.linear(*args), approximate="tanh")
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_compiled_dropout_has_the_bits_of_the_eager_one():
+    """64-bit hashes of an arange: the compiler likes to compute those in 32 bits."""
+    x = torch.randn(16, 1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    key = torch.tensor(2**30 + 7)
+    results = []
+    for function in (layers.dropout, torch.compile(layers.dropout)):
+        y = function(x, 0.1, key.cuda())
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
+    for compiled, eager in zip(*reversed(results)):
+        torch.testing.assert_close(compiled, eager)
+        assert torch.equal(compiled == 0, eager == 0)
 
 
 @pytest.mark.parametrize("vocab_size", [300, 50258])

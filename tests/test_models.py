@@ -1,5 +1,6 @@
 """Laws of the networks: collapsed bridge = dense bridge, the past never sees the future, sizes, caches, bad input."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from tiny import MODERN, TINY, random_tokens, tiny_model
 
 from adlm import config
 from adlm.config.keys import group_choices
-from adlm.models import build_model
+from adlm.models import build_model, layers
 from adlm.models.layers import Norm
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig
@@ -81,6 +82,65 @@ def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant
         results.append((y, *gradients))
     for ours, plain in zip(*results):
         torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, {"anchored": False}, MODERN])
+def test_hidden_states_of_some_positions_are_those_of_all(options):
+    model = tiny_model(dtype=torch.float64, **options).requires_grad_(False)
+    tokens, sigma, at = (
+        random_tokens(3, 12, 11),
+        torch.tensor([0.1, 0.9, 3.0]).double(),
+        torch.tensor([35, 0, 13, 7, 7]),
+    )
+    sigma = sigma if model.config.time_conditioning else None
+    every, some = model(tokens, sigma), model(tokens, sigma, at_N=at)
+    torch.testing.assert_close(some.denoiser_BLD, every.denoiser_BLD.flatten(0, 1)[at].unsqueeze(0))
+    if every.anchor_BLD is not None:
+        assert torch.equal(some.anchor_BLD, every.anchor_BLD)
+
+
+def test_the_short_gelu_is_torch_s():
+    x = torch.linspace(-40, 40, 4001, dtype=torch.float64, requires_grad=True)
+    results = []
+    for function in (layers.gelu, functools.partial(torch.nn.functional.gelu, approximate="tanh")):
+        y = function(x)
+        results.append((y, *torch.autograd.grad(y.sum(), x)))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    half = x.detach().bfloat16()
+    assert layers.gelu(half).dtype == torch.bfloat16
+    torch.testing.assert_close(layers.gelu(half), torch.nn.functional.gelu(half, approximate="tanh"))
+
+
+def test_hashed_dropout():
+    """Drops a share p, keeps the mean, has an independent mask for each key, and the gradient of its own mask."""
+    x = torch.ones(400, 500, requires_grad=True)
+    kept = [layers.dropout(x, 0.1, torch.tensor(key)) for key in (3, 4)]
+    assert torch.equal(kept[0], layers.dropout(x, 0.1, torch.tensor(3)))
+    masks = [y > 0 for y in kept]
+    for mask in masks:
+        assert abs(mask.float().mean() - 0.9) < 0.003  # 4.5 standard errors
+        assert all(abs(mask.float().mean(d) - 0.9).max() < 0.08 for d in (0, 1))
+    assert abs((masks[0] & masks[1]).float().mean() - 0.81) < 0.004
+    assert abs((masks[0][:, 1:] & masks[0][:, :-1]).float().mean() - 0.81) < 0.004
+    torch.testing.assert_close(kept[0], masks[0] / 0.9)
+    (gradient,) = torch.autograd.grad(kept[0].sum(), x)
+    torch.testing.assert_close(gradient, masks[0] / 0.9)
+
+
+def test_compiled_blocks_drop_by_keys(monkeypatch):
+    """Every branch has a key of its own; without keys (not compiled, or not on a GPU) torch's dropout is used."""
+    model = tiny_model(dropout=0.3).train()
+    stack, drawn = model.denoiser, []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(layers, "dropout", lambda x, p, key: (drawn.append((p, int(key))), x)[1])
+    x = torch.randn(2, 12, model.config.hidden_size)
+    stack(x)
+    assert not drawn
+    keys = [(torch.tensor(2 * i), torch.tensor(2 * i + 1)) for i in range(len(stack.blocks))]
+    monkeypatch.setattr(stack, "dropout_keys", lambda device: keys)
+    stack(x)
+    assert drawn == [(0.3, key) for key in range(2 * len(stack.blocks))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

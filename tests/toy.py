@@ -40,12 +40,15 @@ class ToyModel(nn.Module):
         tokens = nn.functional.pad(tokens_BL, (0, L - tokens_BL.shape[1]), value=self.mask_id)
         return (tokens * self.vocab_size ** torch.arange(L)).sum(-1)
 
-    def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> Hidden:
+    def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
         self.calls += 1
         if sigma_B is not None:
             self.sigmas.append(sigma_B)
         code, L = self.code(tokens_BL), tokens_BL.shape[1]
-        return Hidden(self.table[code, :L], self.anchor_table[code, :L] if self.anchor_head is not None else None)
+        denoiser_BLV = self.table[code, :L]
+        if at_N is not None:
+            denoiser_BLV = denoiser_BLV.flatten(0, 1)[at_N].unsqueeze(0)
+        return Hidden(denoiser_BLV, self.anchor_table[code, :L] if self.anchor_head is not None else None)
 
     def p(self, z: tuple[int, ...]) -> list[list[float]]:
         """Prediction at every position of canvas z, mask excluded; float64 lists [L][V]."""

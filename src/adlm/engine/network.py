@@ -1,8 +1,9 @@
 """The device side of the engine: canvases of all slots, and one evaluation of a group of them.
 
 `Network.evaluate` masks what was masked again, reads the rows, runs the network once, draws at the chosen positions
-only and writes the tokens back. Nothing comes to the host unless asked for. Guidance needs no second head: heads are
-linear, so (1+w) logits - w logits' is the head of (1+w) h - w h'.
+only and writes the tokens back. Where they are few, the network's last block is finished at those positions only, too.
+Nothing comes to the host unless asked for. Guidance needs no second head: heads are linear, so
+(1+w) logits - w logits' is the head of (1+w) h - w h'.
 """
 
 import math
@@ -17,6 +18,7 @@ from adlm.diffusion.schedules import Schedule
 from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, pieces, widen
 from adlm.engine.graphs import Fixed, Graphs
 from adlm.engine.prepare import autocast, compile_blocks, prepare
+from adlm.engine.uploads import Uploads
 from adlm.errors import choose
 from adlm.models import LanguageModel
 from adlm.models.attention import choose_attention
@@ -25,6 +27,8 @@ from adlm.samplers import Look
 # Static shapes: rows of a call, and positions masked again before it
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 MASK_SIZES = (64, 1024)
+FEW = PIECES[-1]
+"""Draws of a call up to which the last block is finished only where they are: with static shapes, one piece."""
 
 
 def at_least(n: int, sizes: tuple[int, ...]) -> int:
@@ -69,6 +73,7 @@ class Network:
         self.fixed_SL = torch.zeros(slots + 1, self.length, dtype=torch.bool, device=self.device)
         self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
         self.spare = slots
+        self.upload = Uploads(self.device)
         if cuda and self.bf16:
             choose_attention("auto", slots, model.config, self.device, backward=False)
         compiled = compile == "true" or (compile == "auto" and cuda)
@@ -79,9 +84,9 @@ class Network:
         self.read_rows = self.graphs.capture(self.look)
         self.write_draws = self.graphs.capture(self.draw)
 
-    def hidden(self, tokens_BL: Tensor, sigma_B: Tensor) -> tuple[Tensor, Tensor | None]:
+    def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_N: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         with autocast(self.device, self.bf16):
-            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None)
+            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at_N=at_N)
         return h.denoiser_BLD, h.anchor_BLD
 
     def head(self, hidden_ND: Tensor) -> Tensor:
@@ -91,20 +96,27 @@ class Network:
 
     # The two halves of an evaluation, each one graph launch. Both may be repeated: they read no state they change.
 
-    def look(self, mask: Tensor, rows: Tensor, sigma_B: Tensor, L: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Mask what was masked again, and run the network: hidden states for both heads, and the rows it saw."""
+    def look(
+        self, mask: Tensor, rows: Tensor, sigma_B: Tensor, at_N: Tensor | None, L: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Mask what was masked again, and run the network: hidden states for both heads, and the rows it saw.
+
+        `at_N`: positions of the flattened rows at which the denoiser is wanted; None: everywhere.
+        """
         self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
         tokens_BL = self.canvas_SL[rows[0], :L]
         hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
         tokens_BL = tokens_BL.masked_fill(hide_BL, self.mask_id)
-        return *self.hidden(tokens_BL, sigma_B.float()), tokens_BL
+        return *self.hidden(tokens_BL, sigma_B.float(), at_N), tokens_BL
 
-    def chosen(self, denoiser_BLD: Tensor, source: Tensor, ints: Tensor, floats: Tensor, guided: bool) -> Tensor:
-        """Hidden states at the positions to draw, guidance included."""
-        h_ND = denoiser_BLD[source[0], ints[POSITION]]
+    def chosen(self, denoiser_BLD: Tensor, source: Tensor, floats: Tensor, guided: bool) -> Tensor:
+        """Hidden states at the positions to draw, guidance included. `source`: their places in the flattened states,
+        and those of the states they are guided away from."""
+        h_MD = denoiser_BLD.flatten(0, 1)
+        h_ND = h_MD[source[0]]
         if guided:
             w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
-            h_ND = (1 + w) * h_ND - w * denoiser_BLD[source[1], ints[POSITION]]
+            h_ND = (1 + w) * h_ND - w * h_MD[source[1]]
         return h_ND
 
     def draw(
@@ -118,7 +130,7 @@ class Network:
         looks: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
         """Draw one piece and write it into the canvas; returns what the plans want to know of each draw."""
-        h_ND = self.chosen(denoiser_BLD, source, ints, floats, guided)
+        h_ND = self.chosen(denoiser_BLD, source, floats, guided)
         token, log_p = self.drawer(h_ND, ints, floats, cut)
         self.canvas_SL[ints[SLOT], ints[POSITION]] = token
         return tuple(LOOKS[name](log_p, token) for name in looks)
@@ -137,10 +149,10 @@ class Network:
         sizes = [s for s in ROW_SIZES if at_least(least, ROW_SIZES) <= s <= at_least(self.spare, ROW_SIZES)]
         for B in reversed(sizes):
             mask, rows = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
-            denoiser_BLD, *_ = self.read_rows(
-                mask, rows, torch.zeros(B, device=self.device).double(), length or self.length
-            )
+            sigma_B = torch.zeros(B, device=self.device).double()
             for size in PIECES:
+                at_N = numbers(0, columns=size)[0]
+                denoiser_BLD, *_ = self.read_rows(mask, rows, sigma_B, at_N, length or self.length)
                 ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
                 source = numbers(0, 0, columns=size)
                 self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
@@ -168,18 +180,24 @@ class Network:
         if self.graphs.on:
             more_rows, more_masks = at_least(B, ROW_SIZES) - B, at_least(M, MASK_SIZES) - M
         draws = batch.draws.padded(more, self.spare)
+        guided = bool((batch.draws.floats[GUIDANCE] > 0).any())
+        source = widen(batch.source, more) * batch.length + draws.ints[POSITION]  # in the flattened rows
+        at_N = None
+        if N <= FEW:  # states only there: draw k reads the k-th of them
+            at_N = source.ravel() if guided else source[0]
+            source = np.arange(source.size).reshape(source.shape)
         # What the padding masks and draws lands in the spare slot.
-        mask, rows, source, ints, sigma_B, floats = self.upload(
+        arrays = [
             widen(batch.mask, more_masks, (self.spare, 0)),
             widen(batch.rows, more_rows, (self.spare, 0)),
-            widen(batch.source, more),
-            draws.ints,
             widen(self.sigma(batch.t), more_rows),
+            source,
+            draws.ints,
             draws.floats,
-        )
-        guided = bool((batch.draws.floats[GUIDANCE] > 0).any())
+        ]
+        mask, rows, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_N is None else [at_N]))
         cut, names = self.drawer.cut(draws), tuple(sorted(looks & LOOKS.keys()))
-        denoiser_BLD, anchor_BLD, tokens_BL = self.read_rows(mask, rows, sigma_B, batch.length)
+        denoiser_BLD, anchor_BLD, tokens_BL = self.read_rows(mask, rows, sigma_B, at[0] if at else None, batch.length)
         seen: list[tuple[Tensor, ...]] = []
         for piece in pieces(sizes):
             columns = source[:, piece], ints[:, piece], floats[:, piece]
@@ -187,25 +205,13 @@ class Network:
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
         found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in zip(names, zip(*seen))}
         if "normaliser" in looks:
-            found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, ints, floats, guided)[:N])
+            found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, floats, guided)[:N])
         if "anchor" in looks:
             assert anchor_BLD is not None
             with autocast(self.device, self.bf16):
-                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, source[0, :N], ints[:, :N])
+                row_N = torch.from_numpy(batch.source[0]).to(self.device)
+                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, row_N, ints[:, :N])
         return Look(**found)
-
-    def upload(self, *arrays: NDArray) -> list[Tensor]:
-        """Several small arrays of 8-byte numbers in one copy that the host does not wait for.
-
-        From pinned memory: a copy from any other may first wait for everything queued. torch does not give out pinned
-        memory again before the copies from it are done.
-        """
-        sizes = [a.size for a in arrays]
-        flat = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        np.concatenate([a.view(np.int64).ravel() for a in arrays], out=flat.numpy())
-        parts = flat.to(self.device, non_blocking=True).split(sizes)
-        kinds = (torch.float64 if a.dtype == np.float64 else torch.int64 for a in arrays)
-        return [part.view(kind).view(a.shape) for part, kind, a in zip(parts, kinds, arrays)]
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
         """For each draw, the mean of e^logit over all tokens but the mask, before any cut."""

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adlm.models.layers import Block, LayerCache, Norm, Rotary, TimeEmbedding, modulate, modulations, settle
+from adlm.models.layers import (
+    Block,
+    LayerCache,
+    Modulation,
+    Norm,
+    Rotary,
+    TimeEmbedding,
+    modulate,
+    modulation_at,
+    modulations,
+    settle,
+)
 from adlm.schema import ModelConfig
 
 
@@ -31,7 +42,7 @@ class StackCache:
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
-        self.time_conditioning = cfg.time_conditioning
+        self.time_conditioning, self.dropout = cfg.time_conditioning, cfg.dropout
         self.n_heads, self.head_width = cfg.n_heads, cfg.hidden_size // cfg.n_heads
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
         self.rotary = Rotary(self.head_width, cfg.length)
@@ -64,7 +75,9 @@ class Stack(nn.Module):
         sigma_B: Tensor | None = None,
         cache: StackCache | None = None,
         positions_BL: Tensor | None = None,
+        at_N: Tensor | None = None,
     ) -> Features:
+        """`at_N`: positions of the flattened rows that are read; the last block finishes those alone, [1, N, D]."""
         cos, sin = self.rotary.tables(x_BLD.shape[1], positions_BL)
         c_BC = self.conditioning(x_BLD, sigma_B)
         layers, mask = [None] * len(self.blocks), None
@@ -74,14 +87,24 @@ class Stack(nn.Module):
             key_position = torch.arange(layers[0].k_BNLH.shape[2], device=x_BLD.device)
             mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
         due_BLD = None
-        for block, layer in zip(self.blocks, layers):
+        read = [None] * (len(self.blocks) - 1) + [at_N]
+        L = x_BLD.shape[1]
+        for block, layer, keys, at in zip(self.blocks, layers, self.dropout_keys(x_BLD.device), read):
+            inputs = (x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask, keys, at)
             if self.checkpoint_activations and self.training:
-                x_BLD, due_BLD = checkpoint(block, x_BLD, due_BLD, c_BC, cos, sin, use_reentrant=False)  # type: ignore[misc]
+                x_BLD, due_BLD = checkpoint(block, *inputs, use_reentrant=False)  # type: ignore[misc]
             else:
-                x_BLD, due_BLD = block(x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask)
-        return self.finish(x_BLD, due_BLD, c_BC)
-
-    def finish(self, x_BLD: Tensor, due_BLD: Tensor | None, c_BC: Tensor | None) -> Features:
-        x_BLD = settle(x_BLD, due_BLD)
+                x_BLD, due_BLD = block(*inputs)
         (final,) = modulations(self.modulation, c_BC, 1, parts=2)
+        return self.finish(x_BLD, due_BLD, final if at_N is None else modulation_at(final, at_N, L))
+
+    def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[tuple[None, None]]:
+        """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""
+        if not (self.training and self.dropout and device.type == "cuda"):
+            return [(None, None)] * len(self.blocks)
+        keys = torch.randint(2**31 - 1, (2 * len(self.blocks),), device=device).unbind(0)
+        return list(zip(keys[::2], keys[1::2]))
+
+    def finish(self, x_BLD: Tensor, due_BLD: Tensor | None, final: Modulation | None) -> Features:
+        x_BLD = settle(x_BLD, due_BLD)
         return Features(x_BLD, modulate(self.norm(x_BLD), final))
