@@ -165,6 +165,30 @@ def test_gradient_of_the_norm(kind):
     torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_aligned_product_of_the_bridge_is_the_plain_one(bias):
+    model = tiny_model(dtype=torch.float64, bias=bias)
+    inputs = [p for p in (*model.bridge.parameters(), *model.anchor_head.parameters())]
+    results = []
+    for found in (
+        model.bridge.collapse(model.anchor_head),
+        model.bridge.collapse_aligned(model.anchor_head, torch.float64),
+    ):
+        parts = [x for x in found if x is not None]
+        results.append([*parts, *torch.autograd.grad(sum(x.sin().sum() for x in parts), inputs)])
+    for plain, aligned in zip(*results, strict=True):
+        torch.testing.assert_close(aligned, plain)
+
+
+def test_the_bridge_follows_autocast():
+    model = tiny_model(scale=0.1)
+    # this library's bf16 products crash on some CPUs
+    with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=False):
+        rounded, _ = model.bridge.collapse(model.anchor_head)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), model.bridge.collapse(model.anchor_head)[0], rtol=2e-2, atol=2e-3)
+
+
 @pytest.mark.parametrize("bridge", BRIDGES)
 def test_freezing_the_bridge_changes_nothing(bridge):
     model = tiny_model(dtype=torch.float64, bridge=bridge)

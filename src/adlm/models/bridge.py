@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+ALIGNED = 64
+
 
 class Bridge(nn.Module):
     frozen_matrix_DD: Tensor | None
@@ -25,13 +27,30 @@ class Bridge(nn.Module):
         self.register_buffer("frozen_offset_D", None, persistent=False)
 
     def collapse(self, anchor_head: nn.Linear) -> tuple[Tensor, Tensor | None]:
-        """(M, offset), in the precision of the weights: 0.1% of a step's work, and every activation passes through."""
-        with torch.autocast(self.weight.device.type, enabled=False):
-            matrix_DD = self.weight @ anchor_head.weight
-            offset_D = self.bias
-            if anchor_head.bias is not None:
-                through = self.weight @ anchor_head.bias
-                offset_D = through if offset_D is None else through + offset_D
+        """(M, offset). Under autocast in its precision, as all products are: the sum over the vocabulary is longer
+        than any other, so that the rounding of its terms averages out."""
+        device = self.weight.device.type
+        if torch.is_autocast_enabled(device):
+            return self.collapse_aligned(anchor_head, torch.get_autocast_dtype(device))
+        matrix_DD = self.weight @ anchor_head.weight
+        offset_D = self.bias
+        if anchor_head.bias is not None:
+            through = self.weight @ anchor_head.bias
+            offset_D = through if offset_D is None else through + offset_D
+        return matrix_DD, offset_D
+
+    def collapse_aligned(self, anchor_head: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The same as one product: with the head's bias as one more column of W_out, and with zeros up to sizes that
+        matrix units like (50258 is only even: three times the time)."""
+        D, V = self.weight.shape
+        out_VE = anchor_head.weight
+        if anchor_head.bias is not None:
+            out_VE = torch.cat((out_VE, anchor_head.bias[:, None]), dim=1)
+        rows, columns = -V % ALIGNED, -out_VE.shape[1] % ALIGNED
+        product_DE = F.pad(self.weight, (0, rows)).to(dtype) @ F.pad(out_VE, (0, columns, 0, rows)).to(dtype)
+        matrix_DD, offset_D = product_DE[:, :D], self.bias
+        if anchor_head.bias is not None:
+            offset_D = product_DE[:, D] if offset_D is None else product_DE[:, D] + offset_D
         return matrix_DD, offset_D
 
     def freeze(self, anchor_head: nn.Linear) -> None:

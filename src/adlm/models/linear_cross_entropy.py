@@ -22,13 +22,13 @@ CHUNK_ELEMENTS = {"cuda": 2**28, "cpu": 2**24}
 COLUMN_MULTIPLE = {"cuda": 128, "cpu": 1}
 
 
-def cross_entropy_chunk(logits_nV: Tensor, bias_V: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_chunk(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropies of a chunk, and their gradient with respect to the logits (in the logits' dtype).
 
-    Works in place, on the chunk itself where its precision allows: a pass over n x V numbers costs as much as the
-    products that made them.
+    Columns at -inf are classes that do not exist. Works in place, on the chunk itself where its precision allows: a
+    pass over n x V numbers costs as much as the products that made them.
     """
-    z = logits_nV.to(bias_V.dtype).add_(bias_V)
+    z = logits_nV.to(weight_n.dtype)
     peak_n1 = z.amax(-1, keepdim=True)
     gold_n1 = z.gather(1, target_n[:, None])
     p = z.sub_(peak_n1).exp_()
@@ -67,20 +67,17 @@ class _ChunkedHead(torch.autograd.Function):
         if columns != V or w.dtype != dtype:
             w = weight_VD.new_zeros(columns, D, dtype=dtype)
             w[:V] = weight_VD
-        b = h_ND.new_full((columns,), -torch.inf, dtype=accumulate)  # padding columns have no mass
-        b[:V] = 0 if bias_V is None else bias_V
-        if exclude is not None:
-            b[exclude : exclude + 1].fill_(-torch.inf)  # b[exclude] = ... would copy from the host, and wait
+        b = offsets(weight_VD, bias_V, exclude, columns, dtype)
 
         per_chunk = on_gpu(chunk_loss, accumulate) if h_ND.is_cuda else chunk_loss
         total = h_ND.new_zeros((), dtype=accumulate)
         grad_h = torch.zeros_like(h_ND) if gradients else None
         grad_w: Tensor | None = None
-        grad_b = b.new_zeros(columns) if gradients and bias_V is not None else None
+        grad_b = h_ND.new_zeros(columns, dtype=accumulate) if gradients and bias_V is not None else None
         for start in range(0, h_ND.shape[0], chunk_rows):
             part = slice(start, start + chunk_rows)
             h = h_ND[part].to(dtype)
-            loss, g = per_chunk(h @ w.t(), b, target_N[part], weight_N[part].to(accumulate))
+            loss, g = per_chunk(torch.addmm(b, h, w.t()), target_N[part], weight_N[part].to(accumulate))
             total += loss.sum()
             if grad_h is not None:
                 grad_h[part] = g @ w
@@ -101,14 +98,24 @@ class _ChunkedHead(torch.autograd.Function):
         return grad_h * scale.to(grad_h.dtype), grad_w * scale, grad_b, *[None] * 7
 
 
+def offsets(weight_VD: Tensor, bias_V: Tensor | None, exclude: int | None, columns: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the logits, inside the product that makes them: the bias, and -inf where there is no class."""
+    b = weight_VD.new_full((columns,), -torch.inf, dtype=dtype)
+    b[: weight_VD.shape[0]] = 0 if bias_V is None else bias_V
+    if exclude is not None:
+        b[exclude : exclude + 1].fill_(-torch.inf)  # b[exclude] = ... would copy from the host, and wait
+    return b
+
+
 def add_product(out_VD: Tensor | None, g_nV: Tensor, h_nD: Tensor, dtype: torch.dtype) -> Tensor:
     """out + g^T h, summed in `dtype`; out is None before the first chunk, and changed in place after it."""
     if dtype == g_nV.dtype:
         return g_nV.t() @ h_nD if out_VD is None else out_VD.addmm_(g_nV.t(), h_nD)
-    if g_nV.is_cuda and dtype == torch.float32:
-        product = torch.mm(g_nV.t(), h_nD, out_dtype=torch.float32)  # of bf16 factors, not rounded to bf16
-    else:
-        product = (g_nV.t() @ h_nD).to(dtype)
+    if g_nV.is_cuda and dtype == torch.float32:  # a product of bf16 factors, not rounded to bf16
+        if out_VD is None:
+            return torch.mm(g_nV.t(), h_nD, out_dtype=torch.float32)
+        return torch.addmm(out_VD, g_nV.t(), h_nD, out_dtype=torch.float32, out=out_VD)
+    product = (g_nV.t() @ h_nD).to(dtype)
     return product if out_VD is None else out_VD.add_(product)
 
 
@@ -155,17 +162,11 @@ def linear_row_losses(
     device = hidden_ND.device.type
     rows = max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
-    b = (
-        weight_VD.new_zeros(weight_VD.shape[0], dtype=accumulate)
-        if bias_V is None
-        else bias_V.to(accumulate, copy=True)
-    )
-    if exclude is not None:
-        b[exclude : exclude + 1].fill_(-torch.inf)
+    b = offsets(weight_VD, bias_V, exclude, weight_VD.shape[0], accumulate)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
     for h_nD, target_n, weight_n in zip(hidden_ND.split(rows), targets_N.split(rows), weights_N.split(rows)):
-        logits_nV = torch.nn.functional.linear(h_nD, weight_VD)
-        losses.append(chunk_loss(logits_nV, b, target_n, weight_n.to(accumulate))[0])
+        logits_nV = torch.nn.functional.linear(h_nD, weight_VD, b)
+        losses.append(chunk_loss(logits_nV, target_n, weight_n.to(accumulate))[0])
     return torch.cat(losses)
 
 

@@ -24,9 +24,9 @@ from adlm.schema import ModelConfig
 def d3pm_chunk(mask_id: int) -> ChunkLoss:
     """The chunk loss; a row's numbers are (T, c, A, B)."""
 
-    def chunk(logits_nV: Tensor, bias_V: Tensor, target_n: Tensor, numbers_n4: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(logits_nV: Tensor, target_n: Tensor, numbers_n4: Tensor) -> tuple[Tensor, Tensor]:
         T_n, c_n, A_n, B_n = numbers_n4.unbind(-1)
-        log_p = (logits_nV.to(bias_V.dtype) + bias_V).log_softmax(-1)
+        log_p = logits_nV.to(numbers_n4.dtype).log_softmax(-1)
         p = log_p.exp()
         m_n = p[:, mask_id]
         gold_n = log_p.gather(1, target_n[:, None]).squeeze(1)

@@ -21,10 +21,10 @@ from adlm.objectives.nelbo import Nelbo, Noised
 from adlm.schema import ModelConfig
 
 
-def score_entropy_chunk(logits_nV: Tensor, bias_V: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Score entropies of a chunk and their gradient; the mask and padding columns are those whose bias is -inf."""
-    z = logits_nV.to(bias_V.dtype).add_(bias_V)
-    K = (bias_V > -torch.inf).sum().to(bias_V.dtype)
+def score_entropy_chunk(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Score entropies of a chunk and their gradient; the mask and padding columns are those at -inf."""
+    z = logits_nV.to(weight_n.dtype)
+    K = (z[0] > -torch.inf).sum().to(z.dtype)
     gold_n = z.gather(1, target_n[:, None]).squeeze(1)
     share = z.exp_().div_(K)
     loss_n = weight_n * (share.sum(-1) - gold_n + K.log() - 1)
