@@ -13,7 +13,8 @@ from adlm.config.keys import group_choices
 from adlm.models import build_model, layers
 from adlm.models.layers import Norm
 from adlm.objectives import Rows, loss, make_objective
-from adlm.schema import ModelConfig
+from adlm.objectives.base import only_rows, score_terms
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 BRIDGES = ["collapsed", "residual", "none"]
 VARIANTS = {
@@ -97,6 +98,21 @@ def test_hidden_states_of_some_positions_are_those_of_all(options):
     torch.testing.assert_close(some.denoiser_BLD, every.denoiser_BLD.flatten(0, 1)[at].unsqueeze(0))
     if every.anchor_BLD is not None:
         assert torch.equal(some.anchor_BLD, every.anchor_BLD)
+
+
+@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, MODERN])
+def test_a_loss_that_reads_some_positions_has_the_gradients_of_one_that_runs_all(options):
+    model = tiny_model(dtype=torch.float64, **options)
+    anelbo = make_objective(ObjectiveConfig(name="anelbo", gamma=0.3), NoiseConfig(), model.mask_id, 1)
+    task = anelbo.draw(Rows(random_tokens(4, 12, 10), torch.arange(4), 4), 0, 0.5)
+    hidden = model(task.tokens_BL, task.sigma_B)
+    whole = score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task)
+    assert only_rows(task) is not None
+    results = []
+    for found in (loss(model, task), whole):
+        results.append([found.total, *torch.autograd.grad(found.total, model.parameters(), materialize_grads=True)])
+    for some, every in zip(*results):
+        torch.testing.assert_close(some, every, rtol=1e-9, atol=1e-9)
 
 
 def test_the_short_gelu_is_torch_s():

@@ -12,18 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from runs import overrides, run_config
 from safetensors.torch import load_file
-from tiny import tiny_model
+from tiny import random_tokens, tiny_model
 from torch import nn
 
 from adlm.data.loader import Batch
+from adlm.objectives import Rows, make_objective
+from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
-from adlm.schema import OptimConfig
+from adlm.schema import NoiseConfig, ObjectiveConfig, OptimConfig
 from adlm.training import checkpoint, loop, optim
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import in_pieces
 from adlm.training.metrics import read_metrics
+from adlm.training.parallel import Step
 from adlm.training.validation import padded_indices
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -465,3 +469,20 @@ def test_samples_during_training_are_recorded_and_change_nothing(tmp_path, unint
 def test_the_recorded_command_names_no_path_of_this_machine(program, said, monkeypatch):
     monkeypatch.setattr(sys, "argv", [program, "train", "model=nano"])
     assert loop.command_line() == [*said, "train", "model=nano"]
+
+
+def test_compiled_steps_expect_any_number_of_scored_positions():
+    """Every batch masks another number of positions; compiling again for each would take minutes a step."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    model = tiny_model().train()
+    step = Step(model)
+    step.compiled = True
+    model.compile(backend=counter)
+    objective = make_objective(ObjectiveConfig(), NoiseConfig(), model.mask_id, 1)
+    scored = set()
+    for i in range(4):
+        task = objective.draw(Rows(random_tokens(4, 12, 10, seed=i), torch.arange(4), 4), i, 0.5)
+        scored.add(len(only_rows(task)))
+        step(task).total.backward()
+    assert len(scored) > 1 and counter.frame_count == 1

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from adlm.models import Hidden
+from adlm.models.layers import activations_at
 from adlm.schema import ModelConfig
 
 
@@ -47,7 +48,7 @@ class ToyModel(nn.Module):
         code, L = self.code(tokens_BL), tokens_BL.shape[1]
         denoiser_BLV = self.table[code, :L]
         if at_N is not None:
-            denoiser_BLV = denoiser_BLV.flatten(0, 1)[at_N].unsqueeze(0)
+            denoiser_BLV = activations_at(denoiser_BLV, at_N)
         return Hidden(denoiser_BLV, self.anchor_table[code, :L] if self.anchor_head is not None else None)
 
     def p(self, z: tuple[int, ...]) -> list[list[float]]:

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from adlm.api.results import Score
 from adlm.errors import require
 from adlm.models import LanguageModel as Network
-from adlm.models import linear_row_losses
 from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, make_objective
+from adlm.objectives.base import term_losses
 from adlm.objectives.exact_count import draw_exact_count
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
@@ -92,18 +91,15 @@ def row_shares(model: Network, piece: Piece, noise: NoiseConfig, objective: Obje
         task = draw_exact_count(rows, 0, model.mask_id) if plain is None else plain.draw_bound(rows, 0)
         if not causal:
             task.tokens_BL[:, : len(piece.given)] = row[: len(piece.given)]
-        nats, at = term_losses(model, task)
+        nats, at = losses_at(model, task)
         # a causal model's hidden state is one ahead of the token it predicts
         np.add.at(share, (at[0] + b, at[1] + int(causal)), nats)
     return share
 
 
-def term_losses(model: Network, task: Task) -> tuple[np.ndarray, np.ndarray]:
+def losses_at(model: Network, task: Task) -> tuple[np.ndarray, np.ndarray]:
     """The weighted losses of a task's only term, and their (row, position)."""
     (term,) = task.terms.values()
-    h_ND: Tensor = model(task.tokens_BL, task.sigma_B).denoiser_BLD.flatten(0, 1).index_select(0, term.rows_N)
-    losses_N = linear_row_losses(
-        h_ND, model.head.weight, model.head.bias, term.targets_N, term.weights_N, term.exclude, term.chunk_loss
-    )
+    losses_N = term_losses(model, task)
     at = np.stack(np.unravel_index(term.rows_N.cpu().numpy(), tuple(task.tokens_BL.shape)))
     return losses_N.double().cpu().numpy(), at

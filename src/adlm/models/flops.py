@@ -1,7 +1,8 @@
 """How much arithmetic a model needs: the numerator of MFU, and the compute column of every comparison.
 
 Counted is what the method needs, not what an implementation spends: multiply-adds of matrix products times two, heads
-only at the rows that are scored, the bridge as the D x D product it is, recomputation not at all.
+and what follows the last attention only at the rows that are scored, the bridge as the D x D product it is,
+recomputation not at all.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,8 @@ def count_flops(
     per_block = 2 * (4 * D * D + 2 * cfg.mlp_ratio * D * D) + 4 * D * attended
     bridge = 2 * D * D if cfg.anchored and cfg.bridge != "none" else 0
     heads = 2 * D * vocab_size * (scored + anchors_scored)
-    forward = blocks * per_block + bridge + heads
+    unread = (1 - min(1.0, scored)) * 2 * (D * D + 2 * cfg.mlp_ratio * D * D)  # of the last block
+    forward = blocks * per_block - unread + bridge + heads
     return Flops(forward, 3 * forward)
 
 

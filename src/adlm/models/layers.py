@@ -236,13 +236,30 @@ def settle(x_BLD: Tensor, due_BLD: Tensor | None) -> Tensor:
     return x_BLD if due_BLD is None else x_BLD + due_BLD
 
 
+class _Pick(torch.autograd.Function):
+    """Some rows of a matrix; a gradient needs them all different. torch's own must add up what equal ones receive."""
+
+    @staticmethod
+    def forward(ctx, x_MD: Tensor, at_N: Tensor) -> Tensor:
+        ctx.save_for_backward(at_N)
+        ctx.rows = x_MD.shape[0]
+        return x_MD.index_select(0, at_N)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):  # type: ignore[override]
+        (at_N,) = ctx.saved_tensors
+        (g_ND,) = grad_outputs
+        return g_ND.new_zeros(ctx.rows, g_ND.shape[1]).index_copy(0, at_N, g_ND), None
+
+
 def activations_at(x_BLD: Tensor, at_N: Tensor) -> Tensor:
     """Some positions of the flattened rows, as one row [1, N, D]."""
-    return x_BLD.flatten(0, 1)[at_N].unsqueeze(0)
+    return _Pick.apply(x_BLD.flatten(0, 1), at_N).unsqueeze(0)  # type: ignore[union-attr]
 
 
 class Modulation(NamedTuple):
-    """What adaLN does to one branch, each [B, 1, D], or [1, 1, D] where all rows share it."""
+    """What adaLN does to one branch, each [B, 1, D], or [1, 1, D] where all rows share it ([1, N, D] for chosen
+    positions)."""
 
     shift: Tensor
     scale: Tensor
@@ -297,7 +314,7 @@ def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Te
 def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bool:
     """Whether the vectors go into the weights: they must be shared, and positions outnumber rows of the matrix (a
     decoder that reads one token at a time has fewer activations than weights)."""
-    shared = modulation is None or modulation.shift.shape[0] == 1
+    shared = modulation is None or modulation.shift.shape[:-1].numel() == 1
     return shared and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
 
 

@@ -83,8 +83,34 @@ class Objective(Protocol):
 
 def loss(model: LanguageModel, task: Task) -> LossOutput:
     """Run the network once and score every term of the task."""
-    hidden = model(task.tokens_BL, task.sigma_B)
-    return score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task)
+    at_N = only_rows(task)
+    hidden = model(task.tokens_BL, task.sigma_B, at_N=at_N)
+    return score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task, picked=at_N is not None)
+
+
+MOST = 0.9
+"""Share of the positions from which picking those that are read costs more than it spares."""
+
+
+def only_rows(task: Task) -> Tensor | None:
+    """The positions the denoiser's head reads, if they are few enough that the network should be spared the others."""
+    denoiser = [term for term in task.terms.values() if term.head == "denoiser"]
+    if len(denoiser) != 1 or len(denoiser[0].rows_N) > MOST * task.tokens_BL.numel():
+        return None
+    return denoiser[0].rows_N
+
+
+@torch.no_grad()
+def term_losses(model: LanguageModel, task: Task) -> Tensor:
+    """The loss of every position of a task's only term, without gradients: [N]."""
+    (term,) = task.terms.values()
+    at_N = only_rows(task)
+    hidden_ND = model(task.tokens_BL, task.sigma_B, at_N=at_N).denoiser_BLD.flatten(0, 1)
+    if at_N is None:
+        hidden_ND = hidden_ND.index_select(0, term.rows_N)
+    return linear_row_losses(
+        hidden_ND, model.head.weight, model.head.bias, term.targets_N, term.weights_N, term.exclude, term.chunk_loss
+    )
 
 
 class Heads(Protocol):
@@ -96,14 +122,20 @@ class Heads(Protocol):
     def anchor_head(self) -> Any: ...
 
 
-def score_terms(model: Heads, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, task: Task) -> LossOutput:
+def score_terms(
+    model: Heads, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, task: Task, picked: bool = False
+) -> LossOutput:
+    """`picked`: the denoiser's states are already those of the rows its term scores."""
     total = torch.zeros((), device=task.tokens_BL.device)
     terms = {}
     for name, term in task.terms.items():
         hidden_BLD, head = (denoiser_BLD, model.head) if term.head == "denoiser" else (anchor_BLD, model.anchor_head)
         assert hidden_BLD is not None and head is not None, f"{name} reads a head this model lacks"
+        hidden_ND = hidden_BLD.flatten(0, 1)
+        if not (picked and term.head == "denoiser"):
+            hidden_ND = hidden_ND.index_select(0, term.rows_N)
         value = linear_cross_entropy(
-            hidden_BLD.flatten(0, 1).index_select(0, term.rows_N),
+            hidden_ND,
             head.weight,
             head.bias,
             term.targets_N,
@@ -120,10 +152,7 @@ def score_terms(model: Heads, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, t
 def row_bounds(model: LanguageModel, task: Task) -> Tensor:
     """The bound of every row of a validation task, nats summed over the row, float64: [B]."""
     (term,) = task.terms.values()
-    hidden_ND = model(task.tokens_BL, task.sigma_B).denoiser_BLD.flatten(0, 1).index_select(0, term.rows_N)
-    loss_N = linear_row_losses(
-        hidden_ND, model.head.weight, model.head.bias, term.targets_N, term.weights_N, term.exclude, term.chunk_loss
-    )
+    loss_N = term_losses(model, task)
     row_N = term.rows_N // task.tokens_BL.shape[1]
     return torch.zeros(len(task.tokens_BL), dtype=torch.float64, device=loss_N.device).index_add_(
         0, row_N, loss_N.double()

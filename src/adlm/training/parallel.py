@@ -124,9 +124,19 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
         self.score = score
+        self.compiled = False
 
     def forward(self, task: Any) -> LossOutput:
+        if self.compiled:
+            expect_any_number(task)
         return self.score(self.model, task)
+
+
+def expect_any_number(task: Any) -> None:
+    """Tell the compiler that every batch scores another number of positions, which it would find out by compiling
+    everything twice."""
+    for term in getattr(task, "terms", {}).values():
+        torch._dynamo.maybe_mark_dynamic(term.rows_N, 0)
 
 
 def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
@@ -140,6 +150,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
+    step.compiled = world.compile in ("block", "model", "max")
     if world.compile == "block":
         for stack in stacks:
             for block in stack.blocks:
