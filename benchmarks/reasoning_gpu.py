@@ -9,8 +9,8 @@ DATA holds the published files: prosqa/prosqa_test.json, prontoqa/prontoqa_test.
 Training and test questions are generated once, by all cores, for all methods; the vocabulary is a BPE of the training
 questions; stories (reason.recite) are told once for all methods. Some steps are timed, and then all runs train on that
 share of the examples with which they end in `minutes`. A run that is late all the same is tested as it stands, and says
-so; those after it get as many examples as it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json
-(accuracies, intervals, tokens, times) and, with matplotlib, curves.png. A run whose results are there is not repeated:
+so; those of its task after it get as many examples as it had. REPORT receives table.txt, metrics.jsonl of all runs,
+results.json (accuracies, intervals, tokens, times) and, with matplotlib, curves.png. What has results is not repeated:
 the same command goes on after an interruption, and minutes=0 only writes the report. Two processes with different
 `runs` may share a GPU and `out`, but not REPORT; `load` is how much longer a step then takes than when it was timed.
 """
@@ -124,12 +124,13 @@ def main(argv: list[str]) -> None:
 
     share = min(1.0, max(0.01, PLANNED * time_to_train() / max(1.0, sum(needed[run] for run in left))))
     say(began, f"{share:.0%} of the training examples fit into the time")
+    shares = dict.fromkeys(cost, share)
     while left:
         run = left[0]
         task, folder = task_of(run), out / run.replace(":", "-")
         cfg = config.load([*settings[task], f"method={run.split(':')[1]}", f"out={folder}"])
         batch = cfg.train.global_batch_size  # whole ones: a smaller one at the end of an epoch is compiled for itself
-        cfg.reason.n_train = batch * max(1, int(share * examples_of(cfg.reason)) // batch)
+        cfg.reason.n_train = batch * max(1, int(shares[task] * examples_of(cfg.reason)) // batch)
         cfg.reason.minutes = max(3.0, time_to_train() * needed[run] / sum(needed[run] for run in left)) / 60
         start = time.monotonic()
         say(began, f"{run}: {cfg.reason.n_train} examples, {60 * cfg.reason.minutes:.0f} s of training at most")
@@ -137,7 +138,7 @@ def main(argv: list[str]) -> None:
             result = train(cfg, starts[task])
             (folder / "seconds.json").write_text(json.dumps({"seconds": round(time.monotonic() - start, 1)}))
             say(began, f"{run}: {result.step} steps, finished: {result.finished}, {result.tests}")
-            share *= result.step / json.loads((folder / "results.json").read_text())["steps"]
+            shares[task] *= result.step / json.loads((folder / "results.json").read_text())["steps"]
             write_report(report, out, runs)
         except Exception:  # the other runs are worth having
             traceback.print_exc()
