@@ -14,12 +14,13 @@ from adlm.reasoning.command import PAPER
 from adlm.reasoning.generators import PROSQA_NAMES, Shape
 from adlm.reasoning.logic import distances, read_either_or, read_fact, sentences
 from adlm.reasoning.methods import METHODS
-from adlm.reasoning.recital import KINDS, NAMES, retold
+from adlm.reasoning.recital import KINDS, NAMES, recite, retold
 from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.stages import Schedule
 from adlm.reasoning.tasks import TASKS, generate
-from adlm.reasoning.training import train
+from adlm.reasoning.training import Classroom, train
 from adlm.training.metrics import read_metrics
+from adlm.training.parallel import world
 from tests.test_reasoning_networks import make_folder
 
 TINY = [
@@ -109,12 +110,20 @@ def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
     """The warm-up changes where the stages start, is a function of the seed, and is refused where it has no stories."""
     options = ("method=no-cot", "reason.epochs=1", "train.global_batch_size=8", "reason.n_train=8", "data.tokenizer=")
     weights = []
-    for name, recite in (("none", 0), ("one", 3), ("two", 3)):
-        train(settings(tmp_path / name, *options, f"reason.recite={recite}"))
+    for name, steps in (("none", 0), ("one", 3), ("two", 3)):
+        train(settings(tmp_path / name, *options, f"reason.recite={steps}"))
         weights.append(load_run(str(tmp_path / name), torch.device("cpu")).network.state_dict())
     none, one, two = weights
     assert all(torch.equal(one[key], two[key]) for key in one)
     assert any(not torch.equal(none[key], one[key]) for key in one)
+    # told beforehand, for several methods: the same weights in the end
+    cfg = settings(tmp_path / "three", *options, "reason.recite=3")
+    with world(cfg.train) as ranks:
+        room = Classroom(cfg, ranks)
+        recite(room.network, room.tokenizer, cfg, ranks, room.row_multiple)
+    train(cfg, room.network.state_dict())
+    three = load_run(str(tmp_path / "three"), torch.device("cpu")).network.state_dict()
+    assert all(torch.equal(one[key], three[key]) for key in one)
     with pytest.raises(ValueError, match=r"reason\.recite=3 tells stories of 2 names"):
         train(settings(tmp_path / "other", *options, "task=prontoqa", "reason.recite=3", "reason.epochs_per_stage=1"))
     with pytest.raises(ValueError, match=r"a story of reason\.recite has \d+ tokens and there is room for 39"):

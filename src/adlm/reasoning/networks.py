@@ -77,10 +77,11 @@ class OwnNetwork(nn.Module):
         return self.model.head
 
     def compile_blocks(self) -> None:
-        """One block, compiled for any length, serves all blocks. Only reads without a memory use it: those with one
-        come in too many shapes."""
+        """One block, compiled for every length that occurs (few: see GPU_ROW_MULTIPLE), serves all blocks; compiled for
+        any length, the norm of its queries ends in an error of the compiler. Only reads without a memory use it: those
+        with one come in too many shapes."""
         for block in self.model.denoiser.blocks:
-            block.compile(dynamic=True)
+            block.compile(dynamic=False)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         return nn.functional.embedding(tokens_BL, self.model.embedding)

@@ -54,8 +54,11 @@ def retold(rng: random.Random, shape: Shape, plain: bool) -> Example:
     return Example(" ".join(told), (" ".join(again),) if again else (), " ".join(follows), ())
 
 
-def recite(network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: Config, ranks: World) -> float:
+def recite(
+    network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: Config, ranks: World, multiple: int = 1
+) -> float:
     """Train on new stories for reason.recite steps, with optimizers of its own; the loss of the last step per token.
+    Rows are padded to a multiple of `multiple` positions.
 
     Everything is a function of the seed and nothing is saved: a run killed here begins again, and one that has a
     checkpoint has this behind it."""
@@ -80,7 +83,7 @@ def recite(network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: 
             longest <= network.longest,
             f"a story of reason.recite has {longest} tokens and there is room for {network.longest} (model.length)",
         )
-        batch = make_batch(layouts, False, 0.0, tokenizer.mask_id, ranks.device)
+        batch = make_batch(layouts, False, 0.0, tokenizer.mask_id, ranks.device, multiple)
         with ranks.autocast():
             mean = module(batch).total / batch.task.count
         mean.backward()

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
@@ -37,8 +38,9 @@ FREE = (
     "reason.epochs", "reason.minutes", "reason.n_test", "reason.test_path", "reason.max_new_tokens",
     "reason.eval_batch_size",
 )  # fmt: skip
-GPU_ROW_MULTIPLE = 32
-"""Rows of a batch are padded to a multiple of this many positions on a GPU."""
+GPU_ROW_MULTIPLE = 128
+"""Rows of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile, twice (in
+the first block and in the others), and after eight times the compiler gives up."""
 
 
 class ReasonResult(NamedTuple):
@@ -128,8 +130,9 @@ def longest_answer(encoded: list[Encoded], plans: list[Plan]) -> int:
     return (3 * max(written_length(e, plan) for e in encoded for plan in plans) + 1) // 2
 
 
-def train(cfg: Config) -> ReasonResult:
-    """Train through all stages, or until a signal asks to stop; then test the best checkpoint and export it."""
+def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
+    """Train through all stages, or until a signal asks to stop; then test the best checkpoint and export it. `start`:
+    weights to begin with in place of fresh ones and reason.recite, so that several methods can share its steps."""
     with world(cfg.train) as ranks, Interruption() as interruption:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
         run = make_run_folder(cfg.out)
@@ -141,8 +144,10 @@ def train(cfg: Config) -> ReasonResult:
         found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
         if found is None and checkpoints.steps():
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
-        if found is None and reason.recite:
-            loss = recite(room.network, room.tokenizer, cfg, ranks)
+        if found is None and start is not None:
+            room.network.load_state_dict(start)
+        elif found is None and reason.recite:
+            loss = recite(room.network, room.tokenizer, cfg, ranks, room.row_multiple)
             note(f"stories, {reason.recite} steps: {loss:.3f} nats per token at the end")
         step_module = Step(room.network, batch_loss)
         ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
