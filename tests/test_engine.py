@@ -90,10 +90,10 @@ def test_settings_change_the_row(model):
 def test_the_last_block_may_be_finished_only_where_something_is_drawn(model, monkeypatch):
     requests = mixed(2 * len(DIFFUSION))
     few = rows(Engine(model, slots=5), requests)
-    monkeypatch.setattr("adlm.engine.network.FEW", -1)
+    monkeypatch.setattr("adlm.engine.network.FEW", (0,))
     seen = []
     forward = type(model).forward
-    monkeypatch.setattr(type(model), "forward", lambda *args, **k: (seen.append(k.get("at_N")), forward(*args, **k))[1])
+    monkeypatch.setattr(type(model), "forward", lambda *args, **k: (seen.append(k.get("at")), forward(*args, **k))[1])
     assert rows(Engine(model, slots=5), requests) == few
     assert seen and all(at is None for at in seen)
 

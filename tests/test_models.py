@@ -56,7 +56,7 @@ def plain_block(block, x, c, cos, sin):
         return x + vectors[i + 2] * function(h * (1 + vectors[i + 1]) + vectors[i])
 
     def attend(h):
-        return block.attn_out(block.attention(block.qkv(h), cos, sin, None, None, None))
+        return block.attn_out(block.attention(block.qkv(h), cos, sin, None, None, None, None))
 
     x = branch(x, block.norm1, 0, attend)
     return branch(x, block.norm2, 3, lambda h: block.mlp_out(block.activate(block.mlp_in(h))))
@@ -88,14 +88,14 @@ def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant
 @pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, {"anchored": False}, MODERN])
 def test_hidden_states_of_some_positions_are_those_of_all(options):
     model = tiny_model(dtype=torch.float64, **options).requires_grad_(False)
-    tokens, sigma, at = (
-        random_tokens(3, 12, 11),
-        torch.tensor([0.1, 0.9, 3.0]).double(),
-        torch.tensor([35, 0, 13, 7, 7]),
-    )
+    tokens, sigma = random_tokens(3, 12, 11), torch.tensor([0.1, 0.9, 3.0]).double()
     sigma = sigma if model.config.time_conditioning else None
-    every, some = model(tokens, sigma), model(tokens, sigma, at_N=at)
-    torch.testing.assert_close(some.denoiser_BLD, every.denoiser_BLD.flatten(0, 1)[at].unsqueeze(0))
+    every = model(tokens, sigma)
+    flat, each = torch.tensor([35, 0, 13, 7, 8]), torch.tensor([[3, 0], [11, 11], [5, 6]])
+    some = model(tokens, sigma, at=flat)
+    torch.testing.assert_close(some.denoiser_BLD, every.denoiser_BLD.flatten(0, 1)[flat].unsqueeze(0))
+    two = model(tokens, sigma, at=each).denoiser_BLD
+    torch.testing.assert_close(two, every.denoiser_BLD[torch.arange(3)[:, None], each])
     if every.anchor_BLD is not None:
         assert torch.equal(some.anchor_BLD, every.anchor_BLD)
 

@@ -46,13 +46,13 @@ class ExactDenoiser(nn.Module):
         self.sequences = torch.tensor(list(itertools.product(range(self.n_tokens), repeat=self.length)))
         self.p = p_x.reshape(-1)
 
-    def forward(self, z_BL, sigma_B=None, at_N=None):
+    def forward(self, z_BL, sigma_B=None, at=None):
         agrees = ((z_BL[:, None] == self.sequences) | (z_BL[:, None] == self.mask_id)).all(-1)
         joint = agrees * self.p
         joint = joint / joint.sum(-1, keepdim=True)
         one_hot = nn.functional.one_hot(self.sequences, self.vocab_size).float()
         logits_BLV = torch.einsum("bs,slv->blv", joint, one_hot).clamp_min(1e-30).log()
-        return Hidden(logits_BLV if at_N is None else activations_at(logits_BLV, at_N), None)
+        return Hidden(logits_BLV if at is None else activations_at(logits_BLV, at), None)
 
 
 def per_row_bound(model, objective, rows, draw=0):

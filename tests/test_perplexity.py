@@ -87,9 +87,9 @@ class Tabulated(nn.Module):
         self.whole = model
         self.hidden = model(torch.tensor(list(itertools.product(range(3), repeat=3)))).denoiser_BLD
 
-    def forward(self, z_BL, sigma_B=None, at_N=None):
+    def forward(self, z_BL, sigma_B=None, at=None):
         hidden_BLD = self.hidden[z_BL @ torch.tensor([9, 3, 1])]
-        return Hidden(hidden_BLD if at_N is None else activations_at(hidden_BLD, at_N), None)
+        return Hidden(hidden_BLD if at is None else activations_at(hidden_BLD, at), None)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from adlm.samplers import Look
 # Static shapes: rows of a call, and positions masked again before it
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 MASK_SIZES = (64, 1024)
-FEW = PIECES[-1]
-"""Draws of a call up to which the last block is finished only where they are: with static shapes, one piece."""
+FEW = (16, 64)
+"""Draws of a row: up to the last of these the network's last block is finished only where they are."""
 
 
 def at_least(n: int, sizes: tuple[int, ...]) -> int:
@@ -84,9 +84,9 @@ class Network:
         self.read_rows = self.graphs.capture(self.look)
         self.write_draws = self.graphs.capture(self.draw)
 
-    def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_N: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         with autocast(self.device, self.bf16):
-            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at_N=at_N)
+            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at=at_BQ)
         return h.denoiser_BLD, h.anchor_BLD
 
     def head(self, hidden_ND: Tensor) -> Tensor:
@@ -97,17 +97,17 @@ class Network:
     # The two halves of an evaluation, each one graph launch. Both may be repeated: they read no state they change.
 
     def look(
-        self, mask: Tensor, rows: Tensor, sigma_B: Tensor, at_N: Tensor | None, L: int
+        self, mask: Tensor, rows: Tensor, sigma_B: Tensor, at_BQ: Tensor | None, L: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Mask what was masked again, and run the network: hidden states for both heads, and the rows it saw.
 
-        `at_N`: positions of the flattened rows at which the denoiser is wanted; None: everywhere.
+        `at_BQ`: positions of each row at which the denoiser is wanted; None: everywhere.
         """
         self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
         tokens_BL = self.canvas_SL[rows[0], :L]
         hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
         tokens_BL = tokens_BL.masked_fill(hide_BL, self.mask_id)
-        return *self.hidden(tokens_BL, sigma_B.float(), at_N), tokens_BL
+        return *self.hidden(tokens_BL, sigma_B.float(), at_BQ), tokens_BL
 
     def chosen(self, denoiser_BLD: Tensor, source: Tensor, floats: Tensor, guided: bool) -> Tensor:
         """Hidden states at the positions to draw, guidance included. `source`: their places in the flattened states,
@@ -150,12 +150,13 @@ class Network:
         for B in reversed(sizes):
             mask, rows = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
             sigma_B = torch.zeros(B, device=self.device).double()
-            for size in PIECES:
-                at_N = numbers(0, columns=size)[0]
-                denoiser_BLD, *_ = self.read_rows(mask, rows, sigma_B, at_N, length or self.length)
-                ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
-                source = numbers(0, 0, columns=size)
-                self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
+            for most in FEW:
+                at_BQ = numbers(*[0] * B, columns=most)
+                denoiser_BLD, *_ = self.read_rows(mask, rows, sigma_B, at_BQ, length or self.length)
+                for size in PIECES:
+                    ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
+                    source = numbers(0, 0, columns=size)
+                    self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """Noise level of a canvas with mask share t: -log alpha, where alpha runs down to the schedule's alpha(1)."""
@@ -171,6 +172,20 @@ class Network:
         """Rows of the canvas, on the host: waits for everything queued before."""
         return self.canvas_SL[slots, :length].cpu().numpy()
 
+    def places(self, batch: Batch, rows: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
+        """Where the states of the draws come from: the positions wanted of each of `rows` rows [B, Q] (None: all), and
+        for each draw its place among them, and that of the state it is guided away from, both in flattened rows [2, N].
+        """
+        position_N, row_N = batch.draws.ints[POSITION], batch.source[0]  # rows in ascending order
+        column_N = np.arange(len(row_N)) - np.searchsorted(row_N, row_N)
+        most = int(column_N.max(initial=0)) + 1
+        if most > min(FEW[-1], batch.length):
+            return None, batch.source * batch.length + position_N
+        wanted = at_least(most, FEW) if self.graphs.on else most
+        at_BQ = np.zeros((rows, wanted), dtype=np.int64)
+        at_BQ[batch.source, column_N] = position_N
+        return at_BQ, batch.source * wanted + column_N
+
     @torch.inference_mode()
     def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Look:
         """Run one batch; returns the fields of Look that were asked for, for all draws in order."""
@@ -181,11 +196,8 @@ class Network:
             more_rows, more_masks = at_least(B, ROW_SIZES) - B, at_least(M, MASK_SIZES) - M
         draws = batch.draws.padded(more, self.spare)
         guided = bool((batch.draws.floats[GUIDANCE] > 0).any())
-        source = widen(batch.source, more) * batch.length + draws.ints[POSITION]  # in the flattened rows
-        at_N = None
-        if N <= FEW:  # states only there: draw k reads the k-th of them
-            at_N = source.ravel() if guided else source[0]
-            source = np.arange(source.size).reshape(source.shape)
+        at_BQ, source = self.places(batch, B + more_rows)
+        source = widen(source, more)
         # What the padding masks and draws lands in the spare slot.
         arrays = [
             widen(batch.mask, more_masks, (self.spare, 0)),
@@ -195,7 +207,7 @@ class Network:
             draws.ints,
             draws.floats,
         ]
-        mask, rows, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_N is None else [at_N]))
+        mask, rows, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
         cut, names = self.drawer.cut(draws), tuple(sorted(looks & LOOKS.keys()))
         denoiser_BLD, anchor_BLD, tokens_BL = self.read_rows(mask, rows, sigma_B, at[0] if at else None, batch.length)
         seen: list[tuple[Tensor, ...]] = []

@@ -64,19 +64,19 @@ class LanguageModel(nn.Module):
         tokens_BL: Tensor,
         sigma_B: Tensor | None = None,
         cache: Cache | None = None,
-        at_N: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> Hidden:
         """Hidden states; sigma_B (noise level of each row) matters only to a time-conditioned model.
 
-        With a cache (causal models), tokens_BL continues each row where it stopped. `at_N` says which positions of the
-        flattened rows the denoiser's head will read, if they are few: its states are then [1, N, D], and most of the
-        last block is spared.
+        With a cache (causal models), tokens_BL continues each row where it stopped. `at` says which positions the
+        denoiser's head will read, if they are few (`activations_at` has both forms): its states are then theirs, and
+        most of the last block is spared.
         """
         positions_BL = None
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             cache.seen_B += tokens_BL.shape[1]
-        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL, at_N)
+        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL, at)
 
     def read(
         self,
@@ -84,7 +84,7 @@ class LanguageModel(nn.Module):
         sigma_B: Tensor | None = None,
         cache: Cache | None = None,
         positions_BL: Tensor | None = None,
-        at_N: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> Hidden:
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         if self.residual_dtype is not None:
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
             stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
             x_BLD = self.cross(stream_BLD, anchor_BLD)
         denoiser_cache = None if cache is None else cache.denoiser
-        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N)
+        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at)
         return Hidden(denoised.normed_BLD, anchor_BLD)
 
     def cross(self, stream_BLD: Tensor, anchor_BLD: Tensor) -> Tensor:

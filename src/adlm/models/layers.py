@@ -171,7 +171,7 @@ class Block(nn.Module):
         self.k_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
         self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.adaln else None
 
-    def attention(self, qkv_BLE: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask) -> Tensor:
+    def attention(self, qkv_BLE: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask, at_BQ) -> Tensor:
         B, L, E = qkv_BLE.shape
         q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads)).unbind(2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -179,6 +179,9 @@ class Block(nn.Module):
         # Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
         # in this order it is the input of the next product as it lies.
         q_BLNH, k_BLNH = rotate(q_BLNH, cos, sin), rotate(k_BLNH, cos, sin)
+        if at_BQ is not None:
+            assert not self.causal
+            q_BLNH = activations_at(q_BLNH.flatten(2), at_BQ).unflatten(2, q_BLNH.shape[2:])
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         if cache is None:
             o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=self.causal)
@@ -186,7 +189,7 @@ class Block(nn.Module):
             k_BNLH, v_BNLH = cache.extend(k_BNLH, v_BNLH, positions_BL)
             q_BNLH = q_BNLH.to(k_BNLH.dtype)
             o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=mask)
-        return o_BNLH.transpose(1, 2).reshape(B, L, E // 3)
+        return o_BNLH.transpose(1, 2).flatten(2)
 
     def activate(self, h: Tensor) -> Tensor:
         if self.activation == "done":  # by the linear map before it, in an inference copy
@@ -211,21 +214,22 @@ class Block(nn.Module):
         positions_BL: Tensor | None = None,
         mask: Tensor | None = None,
         keys: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
-        at_N: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream and what is still to be added to it, of the block before and of this one.
 
-        `keys`: of dropout. `at_N`: positions of the flattened rows that somebody reads after this block; what follows
-        attention is then computed for them alone, and returned as one row [1, N, D].
+        `keys`: of dropout. `at`: the positions that somebody reads after this block (see `activations_at`); what comes
+        after attention, or after its keys and values, is computed for them alone.
         """
         x_BLD = settle(x_BLD, due_BLD)
         attend, feed = modulations(self.modulation, c_BC, 2)
         qkv_BLE = enter(x_BLD, self.norm1, attend, self.qkv)
-        o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask)
-        if at_N is not None:
+        asks = at if at is not None and at.ndim == 2 else None
+        o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask, asks)
+        if at is not None:
             L = x_BLD.shape[1]
-            attend, feed = modulation_at(attend, at_N, L), modulation_at(feed, at_N, L)
-            o_BLD, x_BLD = activations_at(o_BLD, at_N), activations_at(x_BLD, at_N)
+            attend, feed = modulation_at(attend, at, L), modulation_at(feed, at, L)
+            o_BLD, x_BLD = o_BLD if asks is not None else activations_at(o_BLD, at), activations_at(x_BLD, at)
         x_BLD = x_BLD + self.drop(leave(o_BLD, self.attn_out, attend), keys[0])
         h_BLF = self.activate(enter(x_BLD, self.norm2, feed, self.mlp_in))
         return x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), keys[1])
@@ -237,7 +241,7 @@ def settle(x_BLD: Tensor, due_BLD: Tensor | None) -> Tensor:
 
 
 class _Pick(torch.autograd.Function):
-    """Some rows of a matrix; a gradient needs them all different. torch's own must add up what equal ones receive."""
+    """Some rows of a matrix, all different: then their gradients need not be added up, as torch's own would."""
 
     @staticmethod
     def forward(ctx, x_MD: Tensor, at_N: Tensor) -> Tensor:
@@ -252,9 +256,12 @@ class _Pick(torch.autograd.Function):
         return g_ND.new_zeros(ctx.rows, g_ND.shape[1]).index_copy(0, at_N, g_ND), None
 
 
-def activations_at(x_BLD: Tensor, at_N: Tensor) -> Tensor:
-    """Some positions of the flattened rows, as one row [1, N, D]."""
-    return _Pick.apply(x_BLD.flatten(0, 1), at_N).unsqueeze(0)  # type: ignore[union-attr]
+def activations_at(x_BLD: Tensor, at: Tensor) -> Tensor:
+    """At [B, Q]: those positions of each row, [B, Q, D]. At [N]: positions of all rows, flattened, as if they were one
+    row: [1, N, D] (a loss scores another number in each row). Gradients need all positions different."""
+    if at.ndim == 2:
+        return x_BLD.gather(1, at.unsqueeze(-1).expand(-1, -1, x_BLD.shape[-1]))
+    return _Pick.apply(x_BLD.flatten(0, 1), at).unsqueeze(0)  # type: ignore[union-attr]
 
 
 class Modulation(NamedTuple):
@@ -267,11 +274,11 @@ class Modulation(NamedTuple):
     """Not used before a head."""
 
 
-def modulation_at(modulation: Modulation | None, at_N: Tensor, length: int) -> Modulation | None:
-    """That of each position of `activations_at`: its row's; [1, N, D], or as it is where all rows share it."""
-    if modulation is None or modulation.shift.shape[0] == 1:
+def modulation_at(modulation: Modulation | None, at: Tensor, length: int) -> Modulation | None:
+    """For `activations_at`: of each position that of its row, [1, N, D]; as it is where rows are still apart."""
+    if modulation is None or modulation.shift.shape[0] == 1 or at.ndim == 2:
         return modulation
-    row_N = at_N // length
+    row_N = at // length
     return Modulation(*(None if v is None else v[row_N].transpose(0, 1) for v in modulation))  # type: ignore[arg-type]
 
 

@@ -75,9 +75,9 @@ class Stack(nn.Module):
         sigma_B: Tensor | None = None,
         cache: StackCache | None = None,
         positions_BL: Tensor | None = None,
-        at_N: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> Features:
-        """`at_N`: positions of the flattened rows that are read; the last block finishes those alone, [1, N, D]."""
+        """`at`: the positions that are read (see `activations_at`): the last block finishes those alone."""
         cos, sin = self.rotary.tables(x_BLD.shape[1], positions_BL)
         c_BC = self.conditioning(x_BLD, sigma_B)
         layers, mask = [None] * len(self.blocks), None
@@ -87,16 +87,16 @@ class Stack(nn.Module):
             key_position = torch.arange(layers[0].k_BNLH.shape[2], device=x_BLD.device)
             mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
         due_BLD = None
-        read = [None] * (len(self.blocks) - 1) + [at_N]
+        read = [None] * (len(self.blocks) - 1) + [at]
         L = x_BLD.shape[1]
-        for block, layer, keys, at in zip(self.blocks, layers, self.dropout_keys(x_BLD.device), read):
-            inputs = (x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask, keys, at)
+        for block, layer, keys, at_last in zip(self.blocks, layers, self.dropout_keys(x_BLD.device), read):
+            inputs = (x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask, keys, at_last)
             if self.checkpoint_activations and self.training:
                 x_BLD, due_BLD = checkpoint(block, *inputs, use_reentrant=False)  # type: ignore[misc]
             else:
                 x_BLD, due_BLD = block(*inputs)
         (final,) = modulations(self.modulation, c_BC, 1, parts=2)
-        return self.finish(x_BLD, due_BLD, final if at_N is None else modulation_at(final, at_N, L))
+        return self.finish(x_BLD, due_BLD, final if at is None else modulation_at(final, at, L))
 
     def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[tuple[None, None]]:
         """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""

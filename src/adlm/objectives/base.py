@@ -84,7 +84,7 @@ class Objective(Protocol):
 def loss(model: LanguageModel, task: Task) -> LossOutput:
     """Run the network once and score every term of the task."""
     at_N = only_rows(task)
-    hidden = model(task.tokens_BL, task.sigma_B, at_N=at_N)
+    hidden = model(task.tokens_BL, task.sigma_B, at=at_N)
     return score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task, picked=at_N is not None)
 
 
@@ -105,7 +105,7 @@ def term_losses(model: LanguageModel, task: Task) -> Tensor:
     """The loss of every position of a task's only term, without gradients: [N]."""
     (term,) = task.terms.values()
     at_N = only_rows(task)
-    hidden_ND = model(task.tokens_BL, task.sigma_B, at_N=at_N).denoiser_BLD.flatten(0, 1)
+    hidden_ND = model(task.tokens_BL, task.sigma_B, at=at_N).denoiser_BLD.flatten(0, 1)
     if at_N is None:
         hidden_ND = hidden_ND.index_select(0, term.rows_N)
     return linear_row_losses(
