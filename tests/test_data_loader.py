@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from adlm.data.loader import Batches, RowOrder, evaluation_batches
+from adlm.data.loader import Batches, RowOrder, evaluation_batches, read_ahead
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import raw_bytes, text8_characters
 from adlm.schema import DataConfig
@@ -152,7 +152,7 @@ def test_reader_thread_ends_and_errors_arrive(blocks, monkeypatch):
     iterator = iter(Batches(blocks, 1, 2))
     next(iterator)
     # by identity, not by number: threads of other tests may end meanwhile
-    readers = [t for t in set(threading.enumerate()) - before if t.name == "batches"]
+    readers = [t for t in set(threading.enumerate()) - before if t.name == "read ahead"]
     assert len(readers) == 1
     iterator.close()  # type: ignore[attr-defined]
     readers[0].join(timeout=10)
@@ -161,6 +161,21 @@ def test_reader_thread_ends_and_errors_arrive(blocks, monkeypatch):
     monkeypatch.setattr(broken, "read", lambda first: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(iter(broken))
+
+
+def test_reading_ahead_changes_nothing_and_ends_with_its_reader():
+    assert list(read_ahead(iter(range(5)), 2)) == list(range(5))
+    made = []
+    before = set(threading.enumerate())
+    chain = read_ahead(map(str, read_ahead((made.append(i) or i for i in itertools.count()), 2)), 3)
+    assert [next(chain) for _ in range(4)] == list("0123")
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    chain.close()  # type: ignore[attr-defined]
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert len(made) <= 4 + 3 + 1 + 2 + 1 + 1, "what fits into both queues and both hands"
 
 
 def test_bad_sizes(blocks):

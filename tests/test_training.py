@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from tiny import random_tokens, tiny_model
 from torch import nn
 
-from adlm.data.loader import Batch
+from adlm.data.loader import Batch, read_ahead
 from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import NoiseConfig, ObjectiveConfig, OptimConfig
 from adlm.training import checkpoint, loop, optim
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
-from adlm.training.draw import in_pieces
+from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import Step
 from adlm.training.validation import padded_indices
@@ -161,6 +161,24 @@ def test_rows_in_pieces(tmp_path, monkeypatch):
     assert read == 4 * [((16, 8), 32)] + 4 * [((4, 32), 8)]  # two micro-batches a step
     with pytest.raises(ValueError, match=r"train\.row_pieces=5 must divide model\.length=32"):
         loop.train(run_config(tmp_path, **settings, train__row_pieces=5, out=tmp_path / "other"))
+
+
+def test_tasks_are_the_same_drawn_ahead(tmp_path):
+    cfg = run_config(tmp_path, algo="adlm", train__steps=6)
+    objective = make_objective(cfg.objective, cfg.noise, 10, 3)
+    batches = [Batch(random_tokens(4, 12, 10, seed=i).numpy(), None, np.arange(4) + 4 * i) for i in range(3)]
+    cfg.train.global_batch_size = 4
+    for i, (batch, tasks) in enumerate(read_ahead(drawn(objective, iter(batches), 2, 2, cfg, torch.device("cpu")))):
+        assert batch is batches[i] and len(tasks) == 2
+        for task, again in zip(tasks, draw_tasks(objective, batch, 2 + i, 2, cfg)):
+            copied = on_device(task, torch.device("cpu"))
+            for one in (task, copied):
+                assert torch.equal(one.tokens_BL, again.tokens_BL) and one.count == again.count
+                assert one.terms.keys() == again.terms.keys()
+                for name, term in one.terms.items():
+                    assert torch.equal(term.rows_N, again.terms[name].rows_N)
+                    assert torch.equal(term.weights_N, again.terms[name].weights_N)
+                    assert torch.equal(term.targets_N, again.terms[name].targets_N)
 
 
 def test_pieces_hold_the_same_tokens_in_order():

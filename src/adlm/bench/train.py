@@ -4,18 +4,21 @@ Ours is the step of `adlm train` with the same settings. The twin has the same w
 logits and projects them back, sends every position through both heads, and is neither compiled nor chunked.
 """
 
+import itertools
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adlm.bench.dense import dense_loss
+from adlm.data.loader import Batch
 from adlm.models import LanguageModel, build_model
 from adlm.models.flops import count_flops, peak_flops
-from adlm.objectives import Rows, make_objective
+from adlm.objectives import make_objective
 from adlm.schema import Config
-from adlm.training.draw import ahead
+from adlm.training.draw import drawn, on_device
 from adlm.training.metrics import peak_memory_gib
 from adlm.training.optim import Ema, Guard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
@@ -49,12 +52,12 @@ def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor) -> 
     objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
     ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, device)
     update = Updater(cfg.optim, step_module, ema, guard)
-    data = data.to(device)
-    example = torch.arange(batch, device=device)
+    host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
+    # the end of a run: gamma is no longer rising
+    tasks = drawn(objective, itertools.cycle(host), cfg.train.steps, 1, cfg, device)
 
-    def step(number: int) -> Tensor:
-        rows = Rows(data[number % len(data)], example, batch)
-        (task,) = ahead(device, lambda: [objective.draw(rows, number, 1.0)])
+    def step() -> Tensor:
+        task = on_device(next(tasks)[1][0], device)
         with ranks.autocast():
             total = step_module(task).total if which == "ours" else dense_loss(model, task)
         (total / task.count).backward()
@@ -62,16 +65,16 @@ def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor) -> 
         return total.detach() / task.count
 
     steps = cfg.bench.steps if which == "ours" else cfg.bench.dense_steps
-    losses = [step(i) for i in range(cfg.bench.warmup)]
+    losses = [step() for _ in range(cfg.bench.warmup)]
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    losses += [step(cfg.bench.warmup + i) for i in range(steps)]
+    losses += [step() for _ in range(steps)]
     synchronize(device)
     seconds = (time.perf_counter() - began) / steps
-    rows = Rows(data[0], example, batch)
-    flops = training_flops(cfg, model, {k: len(t.rows_N) for k, t in objective.draw(rows, 0, 1.0).terms.items()}, batch)
+    scored = {name: len(term.rows_N) for name, term in next(tasks)[1][0].terms.items()}
+    flops = training_flops(cfg, model, scored, batch)
     result = {
         "ms": 1e3 * seconds,
         "tokens_per_s": batch * L / seconds,

@@ -4,10 +4,11 @@ Example e of a run is row `order[e]`; global batch g is the examples [g*G, (g+1)
 part of it. Resuming, or changing the number of ranks, therefore needs only the number of examples consumed.
 """
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -121,35 +122,48 @@ class Batches:
         return windows
 
     def __iter__(self) -> Iterator[Batch]:
-        ahead: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, self.prefetch))
-        stopped = threading.Event()
+        starts = itertools.count(self.consumed, self.size)
+        for batch in read_ahead(map(self.read, starts), self.prefetch):
+            self.consumed += self.size
+            yield batch
 
-        def read_ahead(first: int) -> None:
-            while not stopped.is_set():
-                try:
-                    item: Batch | BaseException = self.read(first)
-                except BaseException as error:  # handed to the consumer, who raises it
-                    item = error
-                first += self.size
-                while not stopped.is_set():
-                    try:
-                        ahead.put(item, timeout=0.1)
-                        break
-                    except queue.Full:
-                        continue
-                if isinstance(item, BaseException):
-                    return
 
-        threading.Thread(target=read_ahead, args=(self.consumed,), daemon=True, name="batches").start()
+Item = TypeVar("Item")
+
+
+def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
+    """The same items, made by a thread up to `depth` ahead of whoever asks for them."""
+    ahead: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
+    stopped = threading.Event()
+
+    def put(item: Item | None, end: BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                return ahead.put((item, end), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def make() -> None:
         try:
-            while True:
-                item = ahead.get()
-                if isinstance(item, BaseException):
-                    raise item
-                self.consumed += self.size
-                yield item
-        finally:
-            stopped.set()
+            for item in items:
+                put(item, None)
+                if stopped.is_set():
+                    return
+            put(None, StopIteration())
+        except BaseException as error:  # handed to the consumer, who raises it
+            put(None, error)
+
+    threading.Thread(target=make, daemon=True, name="read ahead").start()
+    try:
+        while True:
+            item, end = ahead.get()
+            if isinstance(end, StopIteration):
+                return
+            if end is not None:
+                raise end
+            yield item  # type: ignore[misc]
+    finally:
+        stopped.set()
 
 
 def evaluation_batches(

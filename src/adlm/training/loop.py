@@ -24,7 +24,7 @@ from adlm.models.flops import count_flops
 from adlm.schema import Config, as_yaml
 from adlm.training import export, setup
 from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
-from adlm.training.draw import draw_tasks
+from adlm.training.draw import drawn, on_device
 from adlm.training.metrics import Metrics, Window, perplexity, plot_curves
 from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
 from adlm.training.parallel import Interruption, Step, accumulating, parallelise, world
@@ -129,10 +129,10 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             valid_nll = check_bound()
         stopped, saved_at = False, time.monotonic()
         stream = iter(batches) if step < cfg.train.steps else iter(())
-        for batch in stream:
-            progress = step / cfg.train.steps
-            tasks, count = draw_tasks(objective, batch, step, progress, micro_batches, cfg, ranks)
-            for i, task in enumerate(tasks):
+        for batch, tasks in drawn(objective, stream, step, micro_batches, cfg, ranks.device):
+            tokens = torch.full((), float(sum(t.count for t in tasks)), dtype=torch.float64, device=ranks.device)
+            count = ranks.sum(tokens).float()
+            for i, task in enumerate(on_device(task, ranks.device) for task in tasks):
                 if cfg.model.dropout:
                     first = int(batch.examples[i * len(batch.examples) // len(tasks)])
                     torch.manual_seed(fold(cfg.seed, Stream.SPLIT, step, first))
