@@ -22,6 +22,7 @@ from adlm.engine.uploads import Uploads
 from adlm.errors import choose
 from adlm.models import LanguageModel
 from adlm.models.attention import choose_attention
+from adlm.models.language_model import at_least_float32
 from adlm.samplers import Look
 
 # Static shapes: rows of a call, and positions masked again before it
@@ -115,8 +116,9 @@ class Network:
         h_MD = denoiser_BLD.flatten(0, 1)
         h_ND = h_MD[source[0]]
         if guided:
-            w = floats[GUIDANCE].unsqueeze(-1).to(h_ND.dtype)
-            h_ND = (1 + w) * h_ND - w * h_MD[source[1]]
+            here, away = at_least_float32(h_ND), at_least_float32(h_MD[source[1]])
+            w = floats[GUIDANCE].unsqueeze(-1).to(here.dtype)
+            h_ND = (1 + w) * here - w * away
         return h_ND
 
     def draw(

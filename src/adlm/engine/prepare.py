@@ -147,7 +147,7 @@ class Constant(nn.Module):
 
 
 def to_bfloat16(model: LanguageModel) -> None:
-    """Linear weights and the frozen bridge in bf16; norms, modulations, embedding and noise level stay float32.
+    """Linear weights, embedding and the frozen bridge in bf16; norms, modulations and noise level stay float32.
     Parameters are replaced and not converted: a folded model shares some with its original."""
     small = [part for name, part in model.named_modules() if name.endswith(("time_embedding", "modulation"))]
     keep = {id(m) for part in small for m in part.modules()}
@@ -155,5 +155,6 @@ def to_bfloat16(model: LanguageModel) -> None:
         if isinstance(module, nn.Linear) and id(module) not in keep:
             for name, p in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(p.to(torch.bfloat16), requires_grad=False))
+    model.embedding = nn.Parameter(model.embedding.to(torch.bfloat16), requires_grad=False)
     if model.bridge is not None and model.bridge.frozen_matrix_DD is not None:
         model.bridge.frozen_matrix_DD = model.bridge.frozen_matrix_DD.to(torch.bfloat16)

@@ -29,7 +29,7 @@ class Features(NamedTuple):
     stream_BLD: Tensor
     """The residual stream after the last block."""
     normed_BLD: Tensor
-    """The same after the final norm (and modulation): the input of a linear head."""
+    """The same after the final norm (and modulation), in the stream's precision: the input of a linear head."""
 
 
 class StackCache:
@@ -107,4 +107,4 @@ class Stack(nn.Module):
 
     def finish(self, x_BLD: Tensor, due_BLD: Tensor | None, final: Modulation | None) -> Features:
         x_BLD = settle(x_BLD, due_BLD)
-        return Features(x_BLD, modulate(self.norm(x_BLD), final))
+        return Features(x_BLD, modulate(self.norm(x_BLD), final).to(x_BLD.dtype))
