@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import overrides
+from scipy import stats
 
 from adlm import cli, compare
 from adlm.config.keys import group_choices
@@ -106,10 +107,10 @@ def test_every_algorithm_of_the_package_can_be_compared():
     assert len(budgets) == 1 and runs["two-stage"].objective.gamma == 0
 
 
-def entry(algo: str, row_nats: np.ndarray, tokens: np.ndarray, kind: str = "continuous") -> Entry:
+def entry(algo: str, row_nats: np.ndarray, tokens: np.ndarray, kind: str = "continuous", seed: int = 1) -> Entry:
     phase = None if kind == "exact" else phases(0, len(row_nats)).numpy()
     estimate = summarise(row_nats[:, None], tokens, phase)
-    return Entry(algo, kind, estimate.as_dict(), row_nats.tolist(), tokens.tolist(), 1, 1.0, 1.0, 1, {})
+    return Entry(algo, kind, estimate.as_dict(), row_nats.tolist(), tokens.tolist(), 1, 1.0, 1.0, 1, {"seed": seed})
 
 
 def test_paired_differences_see_what_intervals_hide():
@@ -130,6 +131,38 @@ def test_paired_differences_see_what_intervals_hide():
     assert [e.name for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
 
 
+def test_scatter_between_seeds():
+    tokens = np.full(4, 10)
+    rows = np.array([10.0, 20, 30, 40])
+    runs = {"adlm": (0.0, 1.0, 3.0), "mdlm": (2.0, 3.5, 4.5)}  # nats of all rows together, by seed
+    entries = [
+        entry(name if seed == 1 else f"{name}+seed={seed}", rows + 10 * shift, tokens, seed=seed)
+        for name, shifts in runs.items()
+        for seed, shift in enumerate(shifts, 1)
+    ]
+    entries.append(entry("mdlm+train.steps=9+seed=2", rows, tokens, seed=2))  # alone: no group
+    table = Comparison([*entries, entry("ar", rows, tokens, "exact")], "adlm", Config())
+    groups = {g["name"]: g for g in table.seeds()}
+    assert set(groups) == {"adlm", "mdlm"} and groups["mdlm"]["nats"].keys() == {1, 2, 3}
+    assert groups["adlm"]["mean"] == pytest.approx(2.5 + 4 / 3) and "to" not in groups["adlm"]
+    assert groups["adlm"]["deviation"] == pytest.approx(np.std([0, 1, 3], ddof=1))
+    expected = stats.ttest_rel(runs["mdlm"], runs["adlm"]).confidence_interval(0.95)
+    g = groups["mdlm"]
+    assert g["difference"] - g["half"] == pytest.approx(expected.low, rel=1e-3)
+    assert g["difference"] + g["half"] == pytest.approx(expected.high, rel=1e-3)
+    assert (
+        "| mdlm | 1, 2, 3 |" in table.markdown()
+        and "over seeds" not in Comparison(entries[:1], "adlm", Config()).markdown()
+    )
+
+
+def test_a_list_of_seeds_is_several_runs():
+    assert compare.each_seed("adlm+seed=1,2+model.bridge=none") == [
+        "adlm+seed=1+model.bridge=none", "adlm+seed=2+model.bridge=none",
+    ]  # fmt: skip
+    assert compare.each_seed("mdlm+eval.samplers=a,b") == ["mdlm+eval.samplers=a,b"]
+
+
 def test_every_algorithm_has_its_recipe_in_the_docs():
     text = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
     assert all(f"| `adlm train algo={name}` |" in text for name in group_choices("algo"))
@@ -137,7 +170,9 @@ def test_every_algorithm_has_its_recipe_in_the_docs():
 
 def test_variants_are_algorithms_with_changes(compared, capsys):
     """Named by what was changed; the plain algorithm's run is taken as it is."""
+    capsys.readouterr()
     assert cli.main([*line(compared), "mdlm", "mdlm+seed=7", "mdlm+train.steps=2"]) == 0
+    assert "| mdlm | 1, 7 |" in capsys.readouterr().out
     document = json.loads((compared / "run" / "table.json").read_text())
     entries = {e["name"]: e for e in document["entries"]}
     assert set(entries) == {"mdlm", "mdlm+seed=7", "mdlm+train.steps=2"}

@@ -31,7 +31,7 @@ REFERENCE = "adlm"
 
 def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> dict[str, Any]:
     """`line`: the overrides of the command line, from which each algorithm's settings are composed."""
-    names = list(dict.fromkeys(args)) or list(group_choices("algo"))
+    names = list(dict.fromkeys(name for arg in args for name in each_seed(arg))) or list(group_choices("algo"))
     folder = Path(cfg.out)
     # all of them before the first is trained: a mistake must not wait for hours
     runs = {name: config.load([*line, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
@@ -52,6 +52,16 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     return show(list(entries.values()), cfg, folder, tell=True) if entries else {}
 
 
+def each_seed(name: str) -> list[str]:
+    """`adlm+seed=1,2` -> `adlm+seed=1` and `adlm+seed=2`."""
+    parts = name.split("+")
+    at = next((i for i, part in enumerate(parts) if part.startswith("seed=")), None)
+    if at is None:
+        return [name]
+    seeds = parts[at].removeprefix("seed=").split(",")
+    return ["+".join([*parts[:at], f"seed={seed}", *parts[at + 1 :]]) for seed in seeds]
+
+
 def variant(name: str) -> list[str]:
     """`adlm+seed=2+recipe=fast` -> the overrides it stands for."""
     algo, *changes = name.split("+")
@@ -70,7 +80,9 @@ def show(entries: list[Entry], cfg: Config, folder: Path, tell: bool = False) ->
         write_atomically(folder / "table.md", comparison.markdown())
         if tell:
             console = Console()
-            (console if console.is_terminal else Console(width=160)).print(comparison.table())
+            console = console if console.is_terminal else Console(width=160)
+            console.print(comparison.table())
+            console.print("\n".join(comparison.seeds_markdown()), highlight=False)
             print(f"written to {folder / 'table.md'} and {folder / 'table.json'}")
     return document
 

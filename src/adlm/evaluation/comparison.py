@@ -18,7 +18,7 @@ from rich.table import Table
 
 from adlm import checkpoints
 from adlm.data import Blocks
-from adlm.evaluation.intervals import Estimate, summarise
+from adlm.evaluation.intervals import Estimate, student, summarise
 from adlm.evaluation.perplexity import measure, phases, token_counts
 from adlm.models.flops import count_flops
 from adlm.objectives import Objective
@@ -104,6 +104,47 @@ def paired(entry: Entry, reference: Entry, seed: int) -> Estimate | None:
     return summarise(difference_N1, np.array(entry.row_tokens), phase_N)
 
 
+@dataclass(frozen=True)
+class OverSeeds:
+    """Runs that differ in nothing but their seed."""
+
+    name: str
+    kind: str
+    nats: dict[int, float]
+    """Nats per token by seed."""
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(list(self.nats.values())))
+
+    @property
+    def deviation(self) -> float:
+        return float(np.std(list(self.nats.values()), ddof=1))
+
+    def minus(self, other: "OverSeeds") -> tuple[float, float] | None:
+        """Mean of the differences of runs with the same seed, and half of its 95% interval (Student); None where there
+        are fewer than two such pairs, or where one is a bound and the other is not."""
+        shared = self.nats.keys() & other.nats.keys()
+        if self is other or self.kind != other.kind or len(shared) < 2:
+            return None
+        d = np.array([self.nats[seed] - other.nats[seed] for seed in shared])
+        return float(d.mean()), student(len(d) - 1) * float(d.std(ddof=1)) / math.sqrt(len(d))
+
+
+def over_seeds(entries: list[Entry]) -> list[OverSeeds]:
+    """Groups of at least two, in the order of their first entries."""
+    groups: dict[str, OverSeeds] = {}
+    for entry in entries:
+        name = without_seed(entry.name)
+        group = groups.setdefault(name, OverSeeds(name, entry.kind, {}))
+        group.nats[entry.config["seed"]] = entry.estimate["nats_per_token"]
+    return [group for group in groups.values() if len(group.nats) > 1]
+
+
+def without_seed(name: str) -> str:
+    return "+".join(part for part in name.split("+") if not part.startswith("seed="))
+
+
 class Comparison:
     """Entries in the order of the table: bounds, then exact likelihoods, each from the best down."""
 
@@ -142,6 +183,29 @@ class Comparison:
             )
         return lines
 
+    def seeds(self) -> list[dict[str, Any]]:
+        """What is known of the scatter between seeds: the more severe test of a difference."""
+        groups = over_seeds(self.entries)
+        by_name = {group.name: group for group in groups}
+        found = []
+        for g in groups:
+            to = by_name.get("ar" if g.kind == "exact" else without_seed(self.reference))
+            found.append(asdict(g) | {"mean": g.mean, "deviation": g.deviation})
+            if to is not None and (difference := g.minus(to)) is not None:
+                found[-1] |= {"to": to.name, "difference": difference[0], "half": difference[1]}
+        return found
+
+    def seeds_markdown(self) -> list[str]:
+        lines = []
+        for g in self.seeds():
+            difference = ""
+            if "to" in g:
+                difference = f"{g['difference']:+.3f} +- {g['half']:.3f} to {g['to']}"
+            seeds = ", ".join(map(str, sorted(g["nats"])))
+            lines.append(f"| {g['name']} | {seeds} | {g['mean']:.3f} | {g['deviation']:.3f} | {difference} |")
+        head = ["| over seeds | seeds | mean nats per token | deviation | difference, paired by seed, 95% |"]
+        return [*head, "|---|---|---:|---:|---:|", *lines, ""] if lines else []
+
     def columns(self) -> list[str]:
         return [name.format(reference=self.reference) for name in COLUMNS]
 
@@ -167,12 +231,13 @@ class Comparison:
             f" {self.cfg.seed}. Evaluated on {self.entries[0].estimate['rows']} held-out"
             f" rows, {self.cfg.eval.draws} draws of noise for bounds. {hardware()}."
         )
-        return "\n".join([*lines, "", budget, ""])
+        return "\n".join([*lines, "", *self.seeds_markdown(), budget, ""])
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "entries": [asdict(entry) for entry in self.entries],
             "differences": {name: {"to": to, **d.as_dict()} for name, (to, d) in self.differences.items()},
+            "seeds": self.seeds(),
             "hardware": hardware(),
         }
 

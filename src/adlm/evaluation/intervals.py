@@ -20,8 +20,13 @@ _Z = 1.959963984540054
 
 
 def student(freedom: float) -> float:
-    """97.5% quantile of Student's t (Cornish-Fisher expansion; within 1% from 3 degrees of freedom on)."""
+    """97.5% quantile of Student's t: exact for one and two degrees of freedom, from three on within 1%
+    (Cornish-Fisher expansion)."""
     z, n = _Z, freedom
+    if n == 1:
+        return math.tan(math.pi * CONFIDENCE / 2)
+    if n == 2:
+        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / n + second / n**2 + third / n**3
