@@ -1,5 +1,6 @@
 """Networks: memory equals none, thoughts equal a loop that recomputes everything; our stack and transformers."""
 
+import functools
 import math
 
 import pytest
@@ -210,6 +211,27 @@ def test_hugging_face_folder_gets_the_markers(tmp_path):
     assert weight.shape[0] == tokenizer.vocab_size == network.head.weight.shape[0]
     torch.testing.assert_close(weight[-1], weight[: plain.vocab_size].mean(0))
     assert tokenizer.encode("abc") == plain.encode("abc")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_one_compiled_block_serves_all_blocks(kind, monkeypatch):
+    """For each length; reads with a memory are not compiled."""
+    network, plain, compiled = hf_network(kind), hf_network(kind), []
+
+    def backend(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    network.compile_blocks()
+    for length in (8, 16, 8):
+        x_BLD = plain.embed(torch.arange(2 * length).view(2, length) % V)
+        torch.testing.assert_close(network.read(x_BLD), plain.read(x_BLD))
+    assert len(compiled) == 2
+    rows = make_rows(*ragged(0), False, CPU)
+    assert generate(network, rows, 4, EOS, MASK) == generate(plain, rows, 4, EOS, MASK)
+    assert len(compiled) == 2
 
 
 def test_hugging_face_mistakes_are_one_line(tmp_path):

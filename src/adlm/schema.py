@@ -385,6 +385,9 @@ class ReasonConfig:
     """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
     eval_batch_size: int = 128
     """Questions answered together."""
+    row_multiple: int = 0
+    """Training rows are padded to a multiple of this many positions (0: 128 on a GPU, where every shape is compiled for
+    itself, else 1)."""
 
 
 @dataclass

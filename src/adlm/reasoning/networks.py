@@ -130,6 +130,11 @@ class HuggingFaceNetwork(nn.Module):
     def head(self) -> Any:
         return self.model.get_output_embeddings()
 
+    def compile_blocks(self) -> None:
+        """As in our own network; the blocks of a model are the first list among its modules."""
+        for block in next((m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList)), ()):
+            block.compile(dynamic=False)
+
     def embed(self, tokens_BL: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(tokens_BL)
 
@@ -147,13 +152,14 @@ class HuggingFaceNetwork(nn.Module):
         assert real_B is not None
         offset_L = torch.arange(x_BLD.shape[1], device=x_BLD.device)
         memory.real_BK = torch.cat([memory.real_BK, (offset_L < real_B[:, None]).long()], dim=1)
-        output = body(
-            inputs_embeds=x_BLD,
-            attention_mask=memory.real_BK,
-            position_ids=(memory.seen_B[:, None] + offset_L).clamp(max=self.longest - 1),
-            past_key_values=memory.cache,
-            use_cache=True,
-        )
+        with torch.compiler.set_stance("force_eager"):
+            output = body(
+                inputs_embeds=x_BLD,
+                attention_mask=memory.real_BK,
+                position_ids=(memory.seen_B[:, None] + offset_L).clamp(max=self.longest - 1),
+                past_key_values=memory.cache,
+                use_cache=True,
+            )
         memory.seen_B = memory.seen_B + real_B
         return output.last_hidden_state
 

@@ -66,12 +66,12 @@ class Classroom:
         network, self.tokenizer = build(cfg, self.splits.train)
         self.network = network.to(ranks.device)
         positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
-        self.row_multiple = math.gcd(GPU_ROW_MULTIPLE, positions) if ranks.device.type == "cuda" else 1
-        if isinstance(network, OwnNetwork):
-            if ranks.device.type == "cuda":
-                choose_attention(cfg.train.attention, cfg.train.global_batch_size, cfg.model, ranks.device)
-            if ranks.compile != "none":
-                network.compile_blocks()
+        multiple = cfg.reason.row_multiple or (GPU_ROW_MULTIPLE if ranks.device.type == "cuda" else 1)
+        self.row_multiple = math.gcd(multiple, positions)
+        if isinstance(network, OwnNetwork) and ranks.device.type == "cuda":
+            choose_attention(cfg.train.attention, cfg.train.global_batch_size, cfg.model, ranks.device)
+        if ranks.compile != "none":
+            network.compile_blocks()
         self.schedule = Schedule(cfg, len(self.splits.train))
         self.markers = markers_of(self.tokenizer)
         self.train, self.valid = (encode(part, self.tokenizer) for part in (self.splits.train, self.splits.valid))
