@@ -60,6 +60,25 @@ def test_stages_follow_epochs(tmp_path):
     assert [step for step in range(1, 37) if longer.is_validated(step)] == [6, 12, 18, 24, 36]
 
 
+def test_fresh_examples_are_read_once(tmp_path):
+    schedule = Schedule(settings(tmp_path, "method=icot", "reason.fresh=true"), 400)  # 8 epochs of 50, in 4 batches
+    assert (schedule.per_epoch, schedule.steps) == (4, 32)
+    assert sorted(np.concatenate([schedule.examples(step) for step in range(32)])) == list(range(400))
+    assert [step for step in range(32) if schedule.starts_stage(step)] == [0, 8, 16, 24]
+    with pytest.raises(ValueError, match="too few"):
+        Schedule(settings(tmp_path, "method=icot", "reason.fresh=true"), 7)
+
+
+def test_without_validations_on_the_way_there_is_one_at_the_end(tmp_path, monkeypatch):
+    asked = []
+    real = training.Classroom.score
+    monkeypatch.setattr(training.Classroom, "score", lambda *args: asked.append(args[1]) or real(*args))
+    result = train(settings(tmp_path, "method=icot", "reason.valid_every=0"))
+    assert len(asked) == 2  # validation and test questions, once each
+    assert [event["step"] for event in read_metrics(tmp_path) if event["kind"] == "valid"] == [result.step]
+    assert result.valid["accuracy"] == result.stages[-1]["accuracy"]
+
+
 def test_too_few_epochs_are_refused(tmp_path):
     with pytest.raises(ValueError, match="never reaches the last of the 4 stages"):
         Schedule(settings(tmp_path, "method=icot", "reason.epochs=6"), 40)

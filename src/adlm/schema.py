@@ -365,6 +365,8 @@ class ReasonConfig:
     """Passes over the training examples, all stages together."""
     epochs_per_stage: int = 5
     """Passes per stage; the last stage takes what is left of epochs."""
+    fresh: bool = False
+    """No example is read twice: an epoch is a pass over its own part of the training examples, one in `epochs`."""
     slots: int = 6
     """Most [ANT] positions of an example."""
     slots_per_stage: int = 1
@@ -378,7 +380,7 @@ class ReasonConfig:
     reset_optimizer: bool = True
     """Start each stage with fresh moments and its own warm-up."""
     valid_every: int = 1
-    """Epochs between validations (the end of a stage is always validated)."""
+    """Epochs between validations (the end of a stage is always validated); 0: only the end of the run."""
     minutes: float = 0.0
     """Stop training after this many minutes and test what there is, as its stage answers (0: no limit)."""
     max_new_tokens: int = 0

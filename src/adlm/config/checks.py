@@ -97,7 +97,7 @@ RANGES = {
     "reason.names": _NOT_NEGATIVE, "reason.recite": _NOT_NEGATIVE, "reason.recite_rate": _POSITIVE,
     "reason.easier": _SHARE, "reason.epochs": _COUNT, "reason.epochs_per_stage": _COUNT,
     "reason.slots": _NOT_NEGATIVE, "reason.slots_per_stage": _COUNT,
-    "reason.gamma": _NOT_NEGATIVE, "reason.valid_every": _COUNT, "reason.minutes": _NOT_NEGATIVE,
+    "reason.gamma": _NOT_NEGATIVE, "reason.valid_every": _NOT_NEGATIVE, "reason.minutes": _NOT_NEGATIVE,
     "reason.max_new_tokens": _NOT_NEGATIVE, "reason.eval_batch_size": _COUNT, "reason.row_multiple": _NOT_NEGATIVE,
 }  # fmt: skip
 

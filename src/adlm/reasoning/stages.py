@@ -25,10 +25,12 @@ class Progress:
 
 
 class Schedule:
-    """Epochs of all examples, each in a new order; a stage is some epochs, and the last one takes what is left."""
+    """Epochs of all examples, each in a new order, or (fresh) of a part each; a stage is some epochs, and the last one
+    takes what is left."""
 
     def __init__(self, cfg: Config, n_examples: int):
-        self.cfg, self.n, self.size = cfg.reason, n_examples, cfg.train.global_batch_size
+        self.cfg, self.size = cfg.reason, cfg.train.global_batch_size
+        self.n = n_examples // cfg.reason.epochs if cfg.reason.fresh else n_examples  # of an epoch
         self.plans: list[Plan] = plans_of(cfg.reason)
         needed = (len(self.plans) - 1) * cfg.reason.epochs_per_stage + 1
         require(
@@ -36,7 +38,8 @@ class Schedule:
             f"reason.epochs={cfg.reason.epochs} never reaches the last of the {len(self.plans)} stages of"
             f" reason.method={cfg.reason.method}; give at least {needed}, or lower reason.epochs_per_stage",
         )
-        self.per_epoch = math.ceil(n_examples / self.size)
+        require(self.n > 0, f"reason.fresh=true: {n_examples} examples are too few for {cfg.reason.epochs} epochs")
+        self.per_epoch = math.ceil(self.n / self.size)
         self.steps = self.per_epoch * cfg.reason.epochs
         self.per_stage = self.per_epoch * cfg.reason.epochs_per_stage
         self.order = RowOrder(n_examples, cfg.seed)
@@ -66,7 +69,7 @@ class Schedule:
         return step - first, (self.steps if stage == self.last_stage else first + self.per_stage) - first
 
     def is_validated(self, step: int) -> bool:
-        """After `step` steps: at the end of some epochs, of every stage and of the run."""
-        if step % self.per_epoch:
-            return False
+        """After `step` steps: at the end of some epochs, of every stage and of the run; or of the run alone."""
+        if step % self.per_epoch or not self.cfg.valid_every:
+            return step == self.steps
         return step == self.steps or self.starts_stage(step) or self.epoch(step) % self.cfg.valid_every == 0

@@ -156,7 +156,8 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         window, now = Window(None, ranks), Progress()
         if found is not None:
             info = checkpoints.read_info(found)
-            check_same_run(info, cfg, room.tokenizer, ("model", "reason"), FREE)
+            free = [key for key in FREE if not (reason.fresh and key == "reason.epochs")]
+            check_same_run(info, cfg, room.tokenizer, ("model", "reason"), free)
             state = tensors(step_module, update.optimizers, ema, guard)
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
@@ -171,19 +172,19 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
             info |= {"window": window.state(), "tokenizer": room.tokenizer.fingerprint, "config": asdict(cfg)}
             checkpoints.save(tensors(step_module, update.optimizers, ema, guard), info)
 
-        def validate(stage: int) -> bool:
-            """Answer the validation questions as this stage does; True if that is the best of the last stage."""
+        def validate(stage: int) -> Score:
+            """Answer the validation questions as this stage does; note if that is the best of the last stage."""
             with ema:
                 score = room.score(room.splits.valid, room.valid, stage)
             facts = {"stage": stage, "epoch": schedule.epoch(now.step), **score.facts()}
             metrics.write("valid", now.step, facts)
             metrics.say(f"epoch {facts['epoch']}/{reason.epochs}, stage {stage}: {score}")
             now.stages = [s for s in now.stages if s["stage"] != stage] + [facts]
-            if stage < schedule.last_stage or score.accuracy <= now.best:
-                return False
-            now.best, now.best_step = score.accuracy, now.step
-            return True
+            if stage == schedule.last_stage and score.accuracy > now.best:
+                now.best, now.best_step = score.accuracy, now.step
+            return score
 
+        score: Score | None = None
         stopped, started = False, time.monotonic()
         late, saved_at = False, started
         room.network.train()
@@ -215,12 +216,13 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
                     f"stopped at step {now.step}: {int(guard.in_a_row)} updates in a row had bad gradients",
                 )
             metrics.advance(now.step)
-            improved, late = False, 0 < 60 * reason.minutes <= time.monotonic() - started
+            late = 0 < 60 * reason.minutes <= time.monotonic() - started
             if schedule.is_validated(now.step) or late:
-                improved = validate(stage)
+                score = validate(stage)
                 window.restart()
             due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
             stopped = interruption.requested
+            improved = now.best_step == now.step
             if last or stopped or late or due or improved or now.step % cfg.checkpoint.every == 0:
                 save()
                 saved_at = time.monotonic()
@@ -237,7 +239,9 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         state = tensors(step_module, [], ema, guard)
         checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
         with ema:
-            best = room.score(room.splits.valid, room.valid, stage)
+            if score is None or tested != now.step:  # else these weights were the last to be validated
+                score = room.score(room.splits.valid, room.valid, stage)
+            best = score
             metrics.say(f"best of stage {stage}, validation: {best}")
             tests = {}
             for name, examples in room.splits.tests.items():
