@@ -103,11 +103,14 @@ def show_table(runs: list[str]) -> dict[str, Any]:
                 | facts
             )
     rows.sort(key=lambda row: (row["task"], row["set"], list(PAPER).index(row["method"])))
-    table = Table("task", "method", "set", "n", "accuracy %", "95 % interval", "tokens", "paper % (tokens)", "run")
+    table = Table(
+        "task", "method", "network", "set", "n", "accuracy %", "95 % interval", "tokens", "paper % (tokens)", "run"
+    )
     for row in rows:
         table.add_row(
             row["task"],
             row["method"] + ("" if row["finished"] else f" (cut short in stage {row['stage']})"),
+            Path(row["network"]).name,
             row["set"],
             str(row["n"]),
             f"{100 * row['accuracy']:.1f}",
