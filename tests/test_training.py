@@ -163,26 +163,6 @@ def test_rows_in_pieces(tmp_path, monkeypatch):
         loop.train(run_config(tmp_path, **settings, train__row_pieces=5, out=tmp_path / "other"))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_embedding_may_have_a_rate_of_its_own(name):
-    model = tiny_model()
-    cfg = OptimConfig(name=name, lr=1e-3, embedding_lr=7e-3, clip=0.0, ema=0.0)
-    update = optim.Updater(cfg, Step(model))
-    _, embedding = update.optimizers[0].param_groups
-    assert [p is model.embedding for p in embedding["params"]] == [True]
-    assert sum(len(g["params"]) for o in update.optimizers for g in o.param_groups) == len(list(model.parameters()))
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    update(0.5)  # the first step of AdamW moves every weight by its rate
-    moved = {n: (p.detach() - before[n]).abs().max().item() for n, p in model.named_parameters()}
-    assert moved["embedding"] == pytest.approx(3.5e-3, rel=1e-3) and moved["head.weight"] == pytest.approx(
-        5e-4, rel=1e-3
-    )
-    (only,) = optim.Updater(OptimConfig(lr=1e-3), Step(model)).optimizers[0].param_groups
-    assert len(only["params"]) == len(list(model.parameters()))
-
-
 def test_tasks_are_the_same_drawn_ahead(tmp_path):
     cfg = run_config(tmp_path, algo="adlm", train__steps=6)
     objective = make_objective(cfg.objective, cfg.noise, 10, 3)

@@ -134,8 +134,6 @@ class OptimConfig:
     """adamw, or muon (Muon on the matrices of the blocks, AdamW on the rest)."""
     lr: float = 3e-4
     """Peak learning rate of AdamW."""
-    embedding_lr: float = 0.0
-    """Peak learning rate of AdamW for the token embedding (0: lr)."""
     muon_lr: float = 2e-3
     """Peak learning rate of Muon, in AdamW-equivalent units."""
     muon_momentum: float = 0.95

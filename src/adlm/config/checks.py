@@ -69,7 +69,6 @@ RANGES = {
     "objective.time_density_b": _POSITIVE, "objective.time_density_anneal": _SHARE,
     "objective.sampling_eps": _BELOW_ONE,
     "data.valid_share": _INSIDE, "data.num_proc": _NOT_NEGATIVE, "data.max_rows": _NOT_NEGATIVE,
-    "optim.embedding_lr": _NOT_NEGATIVE,
     "optim.lr": _POSITIVE, "optim.muon_lr": _POSITIVE, "optim.muon_momentum": _BELOW_ONE, "optim.beta1": _BELOW_ONE,
     "optim.beta2": _BELOW_ONE, "optim.eps": _POSITIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip": _NOT_NEGATIVE,
     "optim.warmup": _NOT_NEGATIVE, "optim.final": _SHARE, "optim.ema": _BELOW_ONE,

@@ -114,13 +114,10 @@ def build_optimizers(cfg: OptimConfig, model: nn.Module) -> list[torch.optim.Opt
     require(cfg.lr > 0 and cfg.muon_lr > 0, f"optim.lr={cfg.lr} and optim.muon_lr={cfg.muon_lr} must be positive")
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = [p for n, p in named if cfg.name == "muon" and is_block_matrix(n, p)]
-    embedding = [p for n, p in named if cfg.embedding_lr and n.rpartition(".")[2] == "embedding"]
-    chosen = {id(p) for p in (*muon, *embedding)}
-    groups: list[dict[str, Any]] = [{"params": [p for _, p in named if id(p) not in chosen]}]
-    if embedding:
-        groups.append({"params": embedding, "lr": cfg.embedding_lr})
+    chosen = {id(p) for p in muon}
+    rest = [p for _, p in named if id(p) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
+        torch.optim.AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
     ]
     if muon:
         optimizers.append(Muon(muon, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay))
