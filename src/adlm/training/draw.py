@@ -5,7 +5,7 @@ every step; drawing itself takes it 2 ms for 16 rows of 1024, while the step bef
 counters, so it does not matter where it is drawn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -21,13 +21,14 @@ HOST = torch.device("cpu")
 def rows_on(
     device: torch.device, tokens: np.ndarray, mask: np.ndarray | None, examples: np.ndarray, total: int
 ) -> Rows:
-    """Rows as tensors of a device; the copy to a GPU does not make the host wait."""
+    """Rows as tensors of a device."""
+    tokens_BL, example_B = (put(torch.from_numpy(x), device) for x in (tokens, examples))
+    return Rows(tokens_BL, example_B, total, None if mask is None else put(torch.from_numpy(mask), device))
 
-    def put(array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-    return Rows(put(tokens), put(examples), total, None if mask is None else put(mask))
+def put(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; the copy to a GPU does not make the host wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def in_pieces(batch: Batch, pieces: int) -> Batch:
@@ -38,9 +39,7 @@ def in_pieces(batch: Batch, pieces: int) -> Batch:
     return Batch(batch.tokens.reshape(B * pieces, L // pieces), mask, examples)
 
 
-def draw_tasks(
-    objective: Objective, batch: Batch, step: int, micro_batches: int, cfg: Config, pin: bool = False
-) -> list[Task]:
+def draw_tasks(objective: Objective, batch: Batch, step: int, micro_batches: int, cfg: Config) -> list[Task]:
     """The tasks of a rank's micro-batches of optimizer step `step`, on the host."""
     progress = step / cfg.train.steps
     pieces = cfg.train.row_pieces if progress < cfg.train.row_pieces_share else 1
@@ -49,8 +48,7 @@ def draw_tasks(
     for part in np.array_split(np.arange(len(batch.tokens)), micro_batches):
         mask = None if batch.attention_mask is None else batch.attention_mask[part]
         rows = rows_on(HOST, batch.tokens[part], mask, batch.examples[part] % total, total)
-        task = objective.draw(rows, step, progress)
-        tasks.append(each_tensor(task, Tensor.pin_memory) if pin else task)
+        tasks.append(objective.draw(rows, step, progress))
     return tasks
 
 
@@ -58,24 +56,18 @@ def drawn(
     objective: Objective, batches: Iterator[Batch], first: int, micro_batches: int, cfg: Config, device: torch.device
 ) -> Iterator[tuple[Batch, list[Task]]]:
     """Every batch with its tasks, from optimizer step `first` on; beside a GPU a thread draws ahead."""
-    gpu = device.type == "cuda"
-    steps = (
-        (batch, draw_tasks(objective, batch, i, micro_batches, cfg, gpu)) for i, batch in enumerate(batches, first)
-    )
-    return read_ahead(steps) if gpu else steps
+    steps = ((batch, draw_tasks(objective, batch, i, micro_batches, cfg)) for i, batch in enumerate(batches, first))
+    return read_ahead(steps) if device.type == "cuda" else steps
 
 
 def on_device(task: Task, device: torch.device) -> Task:
-    """Copied from pinned memory, where it is, without waiting."""
-    return each_tensor(task, lambda x: x.to(device, non_blocking=True))
-
-
-def each_tensor(task: Task, change: Callable[[Tensor], Tensor]) -> Task:
     terms = {
         name: term._replace(
-            rows_N=change(term.rows_N), targets_N=change(term.targets_N), weights_N=change(term.weights_N)
+            rows_N=put(term.rows_N, device),
+            targets_N=put(term.targets_N, device),
+            weights_N=put(term.weights_N, device),
         )
         for name, term in task.terms.items()
     }
-    sigma_B = None if task.sigma_B is None else change(task.sigma_B)
-    return task._replace(tokens_BL=change(task.tokens_BL), sigma_B=sigma_B, terms=terms)
+    sigma_B = None if task.sigma_B is None else put(task.sigma_B, device)
+    return task._replace(tokens_BL=put(task.tokens_BL, device), sigma_B=sigma_B, terms=terms)
