@@ -21,6 +21,7 @@ from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.graphs import Graphs, unwrap
 from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
 from adlm.engine.template import parse_template
+from adlm.engine.uploads import AHEAD, Uploads
 from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig
 
@@ -313,6 +314,27 @@ def test_padding_to_static_shapes_changes_nothing(model, monkeypatch):
     masks, batches = ({shapes[i][-1] for shapes in padded.shapes["look"]} for i in (0, 1))
     assert batches <= {1, 2, 4, 8} and masks == {64}
     assert {shapes[0][-1] for shapes in padded.shapes["draw"]} <= {16, 64, 256}
+
+
+def test_uploads_go_round_a_few_buffers(monkeypatch):
+    """As on a GPU, with events that only say what was asked of them: no buffer is written before its last copy."""
+    log: list[tuple[str, int]] = []
+
+    class Copied:
+        def __init__(self, i):
+            self.synchronize = lambda: log.append(("waited for", i))
+            self.record = lambda: log.append(("copied", i))
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    send, plain = Uploads(torch.device("cpu")), Uploads(torch.device("cpu"))
+    send.copied = [Copied(i) for i in range(AHEAD)]
+    for k in range(2 * AHEAD + 3):
+        ints, floats = np.arange(2 * (k % 5 + 1)).reshape(2, -1) + k, np.linspace(0, k, 3)
+        for ours, theirs, sent in zip(send(ints, floats), plain(ints, floats), (ints, floats)):
+            assert torch.equal(ours, theirs) and np.array_equal(ours.numpy(), sent) and ours.dtype == theirs.dtype
+        assert log[-2:] == [("waited for", k % AHEAD), ("copied", k % AHEAD)]
+    assert len({b.data_ptr() for b in send.buffers}) == AHEAD
 
 
 def test_the_kernel_draws_what_the_plain_draw_draws():

@@ -14,6 +14,7 @@ from torch import Tensor
 from adlm.objectives.base import LossOutput, Task, Term, score_terms
 from adlm.reasoning.methods import IGNORE, Layout
 from adlm.reasoning.networks import Network
+from adlm.training.draw import put
 
 
 class Rows(NamedTuple):
@@ -38,14 +39,8 @@ def make_rows(
 ) -> Rows:
     tokens = padded(token_lists, 0, multiple)
     length, first = np.array([len(ids) for ids in token_lists]), np.array([at.start for at in slots])
-    on_device = (upload(array, device) for array in (tokens, length, first))
+    on_device = (put(torch.from_numpy(array), device) for array in (tokens, length, first))
     return Rows(*on_device, n_slots=len(slots[0]) if fed_back else 0)
-
-
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """From pinned memory: a copy from any other waits for all that the GPU has been given to do."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def padded(lists: list[list[int]], filler: int, multiple: int = 1) -> np.ndarray:
@@ -70,7 +65,7 @@ def make_batch(
         labels_N = padded(lists, IGNORE, multiple).reshape(-1)
         (at_N,) = np.nonzero(labels_N != IGNORE)
         if len(at_N):
-            position_N, target_N = (upload(x, device) for x in (at_N, labels_N[at_N]))
+            position_N, target_N = (put(torch.from_numpy(x), device) for x in (at_N, labels_N[at_N]))
             weight_N = torch.ones(len(at_N), device=device)
             terms[name] = Term("denoiser", position_N, target_N, weight_N, scale, exclude=mask_id)
     return Batch(rows, Task(rows.tokens_BL, None, len(terms["nll"].rows_N), terms))

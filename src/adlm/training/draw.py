@@ -28,7 +28,7 @@ def rows_on(
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device; the copy to a GPU does not make the host wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def in_pieces(batch: Batch, pieces: int) -> Batch:
