@@ -8,6 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from adlm.reasoning.command import PAPER
+
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 RELEASE, OURS = "#b8b8b8", "#1f6f8b"
 
@@ -44,6 +46,60 @@ def plot_box() -> None:
     save(figure, "box.png")
 
 
+def plot_evidence() -> None:
+    """Held-out bound over training tokens, one line a run: what differs between lines of one colour is the seed."""
+    families = {
+        "adlm+recipe=fast": ("ours: anchors read inside one stack", OURS, "-"),
+        "mdlm-matched+recipe=fast": ("the same block and optimizer, no anchors", "#e08e45", "-"),
+        "adlm": ("ADLM as published", OURS, ":"),
+        "mdlm-matched": ("its recipe, as many blocks, no anchors", "#e08e45", ":"),
+    }
+    table = json.loads((RESULTS / "evidence" / "table.json").read_text())
+    tokens = {entry["name"]: entry["training_tokens"] / 1e6 for entry in table["entries"]}
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in (RESULTS / "evidence" / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] == "valid" and event["step"]:
+            curves.setdefault(event["run"], []).append((event["step"], event["nll"]))
+    figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    for family, (label, color, dashes) in families.items():
+        for name in (f"{family}+seed={seed}" for seed in (1, 2, 3)):
+            steps, nats = zip(*curves[name])
+            x = [step / steps[-1] * tokens[name] for step in steps]
+            axis.plot(x, nats, dashes, color=color, marker="o", markersize=3, label=label)
+            label = None
+    axis.set(xlabel="million training tokens", ylabel="held-out bound, nats per token (128 rows)")
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=2)
+    save(figure, "evidence.png")
+
+
+def plot_reasoning() -> None:
+    """Accuracy on the published test files with intervals, the paper's beside it, and training losses."""
+    results = json.loads((RESULTS / "reasoning" / "results.json").read_text())
+    events = [json.loads(line) for line in (RESULTS / "reasoning" / "metrics.jsonl").read_text().splitlines()]
+    tasks = {"prosqa": "ProsQA", "prontoqa": "ProntoQA", "gsm8k": "GSM8K"}
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    for (task, title), bars, curve in zip(tasks.items(), *axes):
+        runs = {name: run for name, run in results.items() if run["task"] == task}
+        for x, (name, run) in enumerate(runs.items()):
+            test = next(test for test_name, test in run["tests"].items() if not test_name.endswith("generated"))
+            accuracy = 100 * test["accuracy"]
+            error = [[accuracy - 100 * test["low"]], [100 * test["high"] - accuracy]]
+            drawn = bars.bar(x, accuracy, 0.6, yerr=error, capsize=4)
+            bars.text(x, 100 * test["high"] + 1, f"{accuracy:.1f}", ha="center", fontsize=9)
+            bars.hlines(float(PAPER[run["method"]][task].split()[0]), x - 0.38, x + 0.38, color="black", linestyle=":")
+            points = [(e["step"], e["nll"]) for e in events if e["run"] == name and e["kind"] == "train"]
+            curve.plot(*zip(*points), color=drawn.patches[0].get_facecolor(), label=run["method"])
+        bars.set_xticks(range(len(runs)), [run["method"] for run in runs.values()])
+        bars.set(title=title, ylim=(0, 109), ylabel="accuracy %, published test")
+        curve.set(xlabel="step", ylabel="training loss, nats a token", yscale="log")
+        curve.grid(alpha=0.3)
+        curve.legend()
+    figure.suptitle("dotted: the paper's, which starts from GPT-2 and trains far longer", fontsize=10)
+    save(figure, "reasoning.png")
+
+
 def save(figure, name: str) -> None:
     figure.savefig(RESULTS / name, dpi=120)
     plt.close(figure)
@@ -52,3 +108,5 @@ def save(figure, name: str) -> None:
 if __name__ == "__main__":
     plot_speed()
     plot_box()
+    plot_evidence()
+    plot_reasoning()
