@@ -93,9 +93,9 @@ def test_the_gelu_inside_the_product():
 
 
 def test_compiled_dropout_has_the_bits_of_the_eager_one():
-    """64-bit hashes of an arange: the compiler likes to compute those in 32 bits."""
+    """Hashes of an arange: the compiler likes to turn those into arithmetic of indices, which does not wrap."""
     x = torch.randn(16, 1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    key = torch.tensor(2**30 + 7)
+    key = torch.tensor([2**30 + 7, -5], dtype=torch.int32)
     results = []
     for function in (layers.dropout, torch.compile(layers.dropout)):
         y = function(x, 0.1, key.cuda())

@@ -12,6 +12,7 @@ from adlm import config
 from adlm.config.keys import group_choices
 from adlm.models import build_model, layers
 from adlm.models.layers import Norm
+from adlm.models.transformer import draw_keys
 from adlm.objectives import Rows, loss, make_objective
 from adlm.objectives.base import only_rows, score_terms
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
@@ -131,8 +132,9 @@ def test_the_short_gelu_is_torch_s():
 def test_hashed_dropout():
     """Drops a share p, keeps the mean, has an independent mask for each key, and the gradient of its own mask."""
     x = torch.ones(400, 500, requires_grad=True)
-    kept = [layers.dropout(x, 0.1, torch.tensor(key)) for key in (3, 4)]
-    assert torch.equal(kept[0], layers.dropout(x, 0.1, torch.tensor(3)))
+    keys = [key for pair in draw_keys(1, x.device) for key in pair]
+    kept = [layers.dropout(x, 0.1, key) for key in keys]
+    assert torch.equal(kept[0], layers.dropout(x, 0.1, keys[0]))
     masks = [y > 0 for y in kept]
     for mask in masks:
         assert abs(mask.float().mean() - 0.9) < 0.003  # 4.5 standard errors

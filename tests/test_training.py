@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tiny import random_tokens, tiny_model
 from torch import nn
 
+from adlm import config
 from adlm.data.loader import Batch, read_ahead
 from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
@@ -27,7 +28,7 @@ from adlm.training import checkpoint, loop, optim
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
 from adlm.training.metrics import read_metrics
-from adlm.training.parallel import Step
+from adlm.training.parallel import Step, world
 from adlm.training.validation import padded_indices
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -504,3 +505,23 @@ def test_compiled_steps_expect_any_number_of_scored_positions():
         scored.add(len(only_rows(task)))
         step(task).total.backward()
     assert len(scored) > 1 and counter.frame_count == 1
+
+
+def test_compiled_gradients_are_those_of_eager_under_autocast(monkeypatch):
+    """The conditioning of adaLN is kept out of autocast; so must be its gradient, which the compiler traces."""
+    torch.manual_seed(0)
+    model = tiny_model().train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens = random_tokens(4, 12, 10)
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if "modulation" in n or "time_" in n))
+
+    def gradients(function) -> tuple[torch.Tensor, ...]:
+        with world(config.load(["train.device=cpu", "train.precision=bf16"]).train) as ranks, ranks.autocast():
+            loss = function(tokens).denoiser_BLD.float().square().mean()
+        return torch.autograd.grad(loss, parameters)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bf16 products are not there on every CPU
+    for name, eager, compiled in zip(names, gradients(model), gradients(torch.compile(model, backend="aot_eager"))):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-7, msg=name)

@@ -6,7 +6,7 @@ import torch
 from chance import LEVEL, chi_square
 from scipy import stats
 
-from adlm.diffusion.uniforms import Stream, fold, hash_counters, to_unit, uniforms, uniforms32
+from adlm.diffusion.uniforms import Stream, coins32, fold, hash_counters, to_unit, uniforms, uniforms32
 
 MILLION = 1_000_000
 
@@ -138,3 +138,49 @@ def test_bad_counters_are_answered():
         uniforms(0, torch.tensor([1.0]))
     with pytest.raises(ValueError, match="seed"):
         uniforms(torch.tensor([1], dtype=torch.int32), 1)
+
+
+def naive_coin(key: tuple[int, int], position: int, p: float) -> bool:
+    """The definition of `coins32` in unbounded Python integers."""
+    word = 2**32
+    x = (position ^ key[0]) % word
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % word
+    x = (x ^ (x >> 13) ^ key[1] % word) * 0xC2B2AE35 % word
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % word
+    return (x - word if x >= word // 2 else x) < round(p * word) - word // 2
+
+
+KEYS = [(0, 0), (0, 1), (1, 0), (1, 1), (-(2**31), 2**31 - 1), (123456789, -987654321)]
+
+
+def flips(key: tuple[int, int], n: int, p: float = 0.1) -> torch.Tensor:
+    return coins32(torch.tensor(key, dtype=torch.int32), torch.arange(n, dtype=torch.int32), p)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_coins_are_the_definition_and_fall_at_their_rate(key):
+    coins = flips(key, MILLION)
+    some = [*range(50), 999_999]
+    assert coins[some].tolist() == [naive_coin(key, i, 0.1) for i in some]
+    assert torch.equal(torch.compile(flips, backend="aot_eager")(key, 2000), coins[:2000])
+    for p in (0.1, 0.5, 0.9):
+        assert abs(flips(key, MILLION, p).float().mean() - p) < 4.5 * (p * (1 - p) / MILLION) ** 0.5
+    assert flips(key, 1000, 0.0).sum() == 0
+
+
+def test_coins_do_not_know_each_other():
+    """Neighbours at the distances of a tensor's rows, and two keys, also where only one word differs and where one is
+    read in the order in which the other's first word would permute it."""
+    pairs = [(flips(key, MILLION)[: -d or None], flips(key, MILLION)[d:]) for key in KEYS for d in (1, 2, 768, 3072)]
+    pairs += [(flips(a, MILLION), flips(b, MILLION)) for a in KEYS for b in KEYS if a < b]
+    order = torch.arange(2**19) ^ 1
+    pairs.append((flips((0, 7), 2**19), flips((1, 8), 2**19)[order]))
+    for a, b in pairs:
+        counts = torch.bincount(2 * a.long() + b.long(), minlength=4).numpy()
+        p_value = stats.chi2_contingency(counts.reshape(2, 2), correction=False).pvalue
+        assert p_value > LEVEL / len(pairs), counts
+
+
+def test_coins_need_int32():
+    with pytest.raises(ValueError, match="int32"):
+        coins32(torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0.1)

@@ -109,3 +109,22 @@ def uniforms(seed: int | Tensor, *counters: int | Tensor, device: torch.device |
 def uniforms32(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
     """Float32 uniforms in (0, 1) from the top 23 bits: enough to compare with a probability, not for Gumbel noise."""
     return (_shift(hash_counters(seed, *counters, device=device), 41).float() + 0.5) * 2.0**-23
+
+
+# For compiled kernels that wait for arithmetic: 32 bits, a third of the instructions, and a stream of 2^32 numbers a key.
+_MIX32_1, _MIX32_2 = -0x7A143595, -0x3D4D51CB  # murmur3's, 0x85EBCA6B and 0xC2B2AE35, as int32
+
+
+def coins32(key_2: Tensor, position: Tensor, p: float) -> Tensor:
+    """True with probability p (to 2^-32), a pure function of two words of key and a position, all int32.
+
+    The second word comes between the rounds of the hash: with the first alone, two keys would give the same numbers in
+    another order. After it there must be two more products: after one, keys that differ in a bit know each other.
+    """
+    if key_2.dtype != torch.int32 or position.dtype != torch.int32:
+        raise ValueError(f"key and position must be int32, got {key_2.dtype} and {position.dtype}")
+    x = position ^ key_2[0]
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX32_1
+    x = (x ^ key_2[1] ^ ((x >> 13) & 0x7FFFF)) * _MIX32_2
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX32_1
+    return x < round(p * 2**32) - 2**31  # the upper bits decide, and those a product has mixed best

@@ -102,9 +102,14 @@ class Stack(nn.Module):
         """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""
         if not (self.training and self.dropout and device.type == "cuda"):
             return [(None, None)] * len(self.blocks)
-        keys = torch.randint(2**31 - 1, (2 * len(self.blocks),), device=device).unbind(0)
-        return list(zip(keys[::2], keys[1::2]))
+        return draw_keys(len(self.blocks), device)
 
     def finish(self, x_BLD: Tensor, due_BLD: Tensor | None, final: Modulation | None) -> Features:
         x_BLD = settle(x_BLD, due_BLD)
         return Features(x_BLD, modulate(self.norm(x_BLD), final).to(x_BLD.dtype))
+
+
+def draw_keys(blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Keys of `dropout`, two for each block."""
+    keys = torch.randint(-(2**31), 2**31, (2 * blocks, 2), dtype=torch.int32, device=device).unbind(0)
+    return list(zip(keys[::2], keys[1::2]))
