@@ -45,6 +45,7 @@ def test_every_algorithm_has_its_line(compared):
     assert entries["adlm"]["parameters"] > entries["mdlm"]["parameters"]
     assert set(document["differences"]) == {"mdlm", "sedd", "d3pm"}
     text = (compared / "run" / "table.md").read_text()
+    assert "Budget of each:" in text
     assert text.count("\n| ") == len(ALGOS) and "bound" in text and "exact" in text and "3 steps of 8 rows" in text
 
 

@@ -224,7 +224,7 @@ class Comparison:
         lines += [f"| {' | '.join(line)} |" for line in self.rows()]
         t, m = self.cfg.train, self.cfg.model
         tokens = t.steps * t.global_batch_size * m.length
-        alike = all(entry.training_tokens == tokens for entry in self.entries)
+        alike = all(e.training_tokens == tokens and "seed=" not in e.name for e in self.entries)
         budget = (
             f"Budget of each{'' if alike else ', unless its name says otherwise'}: {t.steps:,} steps of"
             f" {t.global_batch_size} rows of {m.length} tokens ({tokens:,} tokens) of {self.cfg.data.name}, seed"
