@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dense import dense_anelbo, dense_log_probs, dense_logits, naive_anchor_mask
+from dense import dense_anelbo, dense_log_probs, dense_logits, naive_anchor_mask, naive_hard_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tiny import MODERN, random_tokens, tiny_model
+from tiny import HARD, MODERN, random_tokens, tiny_model
 from torch import nn
 
 from adlm.diffusion.schedules import SCHEDULES, make_schedule
@@ -176,6 +176,31 @@ def test_anelbo_equals_the_dense_loss_in_value_and_every_gradient(variant, posit
             assert (a - b).norm() <= tolerance * max(1.0, b.norm().item()) * (1 if dtype == torch.float64 else 3), name
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("positions", ["all", "masked"])
+def test_hard_anchors_equal_the_dense_loss_in_value_and_every_gradient(positions, dtype, tolerance):
+    """anchor_rule=loss: the anchors are where -log p_phi(x0) >= hard, and the choice itself has no gradient."""
+    model = tiny_model(dtype=dtype)
+    cfg = ObjectiveConfig(gamma=0.3, gamma_warmup=0.0, anchor_rule="loss", hard=HARD, anchor_positions=positions)
+    objective = make_objective(cfg, NoiseConfig(), 10, seed=5)
+    x0 = random_tokens(6, 12, 10)
+    task = objective.draw(rows_of(x0), step=3, progress=1.0)
+    nats = -dense_logits(model, task.tokens_BL)[1].log_softmax(-1).gather(-1, x0[..., None]).squeeze(-1)
+    assert 0.2 < (nats >= HARD).double().mean() < 0.8 and (nats - HARD).abs().min() > 1e-4, "no close calls"
+    weight = objective.draw_training(rows_of(x0), 3, 1.0).weight_B
+    named = dict(model.named_parameters())
+    fast = loss(model, task)
+    slow = dense_anelbo(model, task, x0, weight, 0.3, 2, positions, HARD).sum()
+    torch.testing.assert_close(fast.total.to(dtype), slow, rtol=tolerance, atol=0)
+    for name, a, b in zip(
+        named,
+        torch.autograd.grad(fast.total, list(named.values())),
+        torch.autograd.grad(slow, list(named.values())),
+    ):
+        assert (a - b).norm() <= 3 * tolerance * max(1.0, b.norm().item()), name
+    assert fast.count == x0.numel(), "divided by tokens, however many anchors there are"
+
+
 def test_gamma_zero_is_the_nelbo():
     model = tiny_model(dtype=torch.float64)
     rows = rows_of(random_tokens(4, 12, 10))
@@ -249,6 +274,8 @@ def test_anchor_rules():
     assert torch.equal(found, given_BL)
     found, _ = anchor_positions(ObjectiveConfig(anchor_rule="none"), rows)
     assert not found.any()
+    found, _ = anchor_positions(ObjectiveConfig(anchor_rule="loss"), rows)
+    assert found.all(), "which of them are hard is not known before the network has run"
 
 
 # Noise
@@ -325,6 +352,18 @@ def test_a2r_scores_anchors_where_the_target_is_one():
     torch.testing.assert_close(output.total, output.terms["nll"] + 0.5 * expected, rtol=1e-9, atol=0)
 
 
+def test_a2r_scores_hard_targets():
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False)
+    x0 = random_tokens(3, 12, 10)
+    log_phi = model.anchor_logits(x0[:, :-1]).log_softmax(-1).gather(-1, x0[:, 1:, None]).squeeze(-1)
+    hard = -log_phi.flatten().sort().values[20:22].mean().item()
+    cfg = ObjectiveConfig(name="autoregressive", gamma=0.5, gamma_warmup=0, anchor_rule="loss", hard=hard)
+    output = loss(model, make_objective(cfg, NoiseConfig(), 10, seed=0).draw(rows_of(x0), 0, 1.0))
+    chosen = naive_hard_mask(log_phi, hard)
+    assert chosen.sum() == 21
+    torch.testing.assert_close(output.terms["anchor"], -(log_phi * chosen).sum(), rtol=1e-9, atol=0)
+
+
 # Bad input
 
 
@@ -334,6 +373,8 @@ def test_a2r_scores_anchors_where_the_target_is_one():
         (ObjectiveConfig(name="nelb"), "did you mean 'nelbo'"),
         (ObjectiveConfig(anchor_rule="counts"), "did you mean 'count'"),
         (ObjectiveConfig(anchor_rule="rarity"), "token frequencies"),
+        (ObjectiveConfig(anchor_rule="loss", hard=0.0), "objective.hard=0.0 must be above 0"),
+        (ObjectiveConfig(anchor_rule="loss", hard=math.nan), "objective.hard=nan must be above 0"),
         (ObjectiveConfig(anchor_positions="some"), "objective.anchor_positions='some'"),
         (ObjectiveConfig(gamma=-1.0), "objective.gamma=-1.0"),
         (ObjectiveConfig(gamma_warmup=2.0), "share of the run"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adlm.errors import require
 from adlm.objectives.anchors import make_anchor_rule
-from adlm.objectives.anelbo import check_anchor_options, gamma_at
+from adlm.objectives.anelbo import anchor_term, check_anchor_options, gamma_at
 from adlm.objectives.base import Rows, Task, Term, select
 from adlm.schema import ModelConfig, ObjectiveConfig
 
@@ -33,7 +33,8 @@ class Autoregressive:
         if gamma <= 0:
             return task
         anchors_BL = self.anchors(rows)[:, 1:] & valid(rows)
-        return task._replace(terms=task.terms | {"anchor": Term("anchor", *next_tokens(rows, anchors_BL), scale=gamma)})
+        anchor = anchor_term(self.cfg, gamma, *next_tokens(rows, anchors_BL))
+        return task._replace(terms=task.terms | {"anchor": anchor})
 
     def draw_bound(self, rows: Rows, draw: int) -> Task:
         positions_BL = valid(rows)
