@@ -19,6 +19,7 @@ from adlm.models import Hidden
 from adlm.models.layers import activations_at
 from adlm.objectives import OBJECTIVES, Rows, loss, make_objective, row_bounds
 from adlm.objectives.anchors import counts_in_row
+from adlm.objectives.anelbo import gamma_at
 from adlm.objectives.times import annealed, beta_quantile, draw_times, strata
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
@@ -223,6 +224,20 @@ def test_gamma_rises_linearly_then_stays():
     assert "anchor" not in objective.draw_bound(rows, 0).terms
 
 
+@pytest.mark.parametrize(
+    ("gamma", "warmup", "end"), [(0.2, 0.5, 0.0), (0.2, 0.25, 0.6), (0.3, 0.0, 0.1), (0.0, 0.0, 0.4), (0.3, 0.1, 0.3)]
+)
+def test_gamma_moves_linearly_from_its_warm_up_to_its_end(gamma, warmup, end):
+    cfg = ObjectiveConfig(gamma=gamma, gamma_warmup=warmup, gamma_end=end)
+    objective = make_objective(cfg, NoiseConfig(), 10, seed=1)
+    rows = rows_of(random_tokens(4, 12, 10))
+    corners = ([0.0, warmup, 1.0], [0.0, gamma, end]) if warmup else ([0.0, 1.0], [gamma, end])
+    for progress in np.linspace(0, 1, 21).tolist():
+        anchor = objective.draw(rows, 0, progress).terms.get("anchor")
+        assert (anchor.scale if anchor else 0.0) == pytest.approx(np.interp(progress, *corners), abs=1e-12)
+    assert gamma_at(cfg, 1.0) == gamma_at(cfg, 1.5) == end, "the very number, and not beyond it"
+
+
 def test_padding_carries_no_loss():
     model = tiny_model(dtype=torch.float64)
     x0 = random_tokens(4, 12, 10)
@@ -378,6 +393,9 @@ def test_a2r_scores_hard_targets():
         (ObjectiveConfig(anchor_positions="some"), "objective.anchor_positions='some'"),
         (ObjectiveConfig(gamma=-1.0), "objective.gamma=-1.0"),
         (ObjectiveConfig(gamma_warmup=2.0), "share of the run"),
+        (ObjectiveConfig(gamma_end=-0.5), "objective.gamma_end=-0.5 must be at least 0, or -1"),
+        (ObjectiveConfig(gamma_end=math.nan), "objective.gamma_end=nan must be at least 0, or -1"),
+        (ObjectiveConfig(gamma_end=0.0, gamma_warmup=1.0), "leaves nothing of the run for objective.gamma_end"),
         (ObjectiveConfig(T=-1), "objective.T=-1"),
         (ObjectiveConfig(sampling_eps=1.0), "outside [0, 1)"),
         (ObjectiveConfig(time_density_a=0.5), "must be at least 1"),
@@ -402,6 +420,9 @@ def test_objective_and_model_must_fit():
         with pytest.raises(ValueError) as error:
             make_objective(ObjectiveConfig(name=name), NoiseConfig(), 10, seed=0).check(cfg)
         assert message in str(error.value)
+    late = ObjectiveConfig(name="autoregressive", gamma=0.0, gamma_end=0.1)
+    with pytest.raises(ValueError, match=r"objective\.gamma_end=0\.1 needs model\.anchored=true"):
+        make_objective(late, NoiseConfig(), 10, seed=0).check(replace(plain, causal=True))
     with pytest.raises(ValueError, match="carry no anchors"):
         anchor_positions(ObjectiveConfig(anchor_rule="given"), rows_of(random_tokens(1, 4, 10)))
 

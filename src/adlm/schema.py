@@ -77,6 +77,8 @@ class ObjectiveConfig:
     """Weight of the anchor term (0: plain NELBO through both stages)."""
     gamma_warmup: float = 3e-3
     """Share of the run over which gamma rises linearly from 0 (0: constant)."""
+    gamma_end: float = -1.0
+    """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
     anchor_rule: str = "count"
     """Which tokens are anchors: count (at most tau times in its row), rarity (corpus frequency), loss (hard), none."""
     tau: int = 5

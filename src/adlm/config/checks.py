@@ -64,7 +64,9 @@ RANGES = {
     "model.n_denoiser_blocks": _NOT_NEGATIVE, "model.mlp_ratio": _COUNT, "model.dropout": _BELOW_ONE,
     "model.length": ("at least 4", lambda x: x >= 4),
     "noise.eps": _BELOW_ONE, "noise.sigma_min": _POSITIVE, "noise.sigma_max": _POSITIVE, "noise.power": _POSITIVE,
-    "objective.gamma": _NOT_NEGATIVE, "objective.gamma_warmup": _SHARE, "objective.tau": _COUNT,
+    "objective.gamma": _NOT_NEGATIVE, "objective.gamma_warmup": _SHARE,
+    "objective.gamma_end": ("at least 0, or -1: gamma stays", lambda x: x == -1 or 0 <= x < math.inf),
+    "objective.tau": _COUNT,
     "objective.rarity": _UP_TO_ONE, "objective.hard": _POSITIVE, "objective.T": _NOT_NEGATIVE,
     "objective.time_density_a": _POSITIVE, "objective.time_density_b": _POSITIVE,
     "objective.time_density_anneal": _SHARE, "objective.sampling_eps": _BELOW_ONE,
@@ -177,6 +179,10 @@ def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
     require(
         o.name not in ("d3pm", "score-entropy") or not m.anchored,
         f"objective.name={o.name} is a baseline without anchors: set model.anchored=false (algo=d3pm or sedd)",
+    )
+    require(
+        o.gamma_end < 0 or o.gamma_warmup < 1,
+        "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
     )
     require(o.name != "d3pm" or o.T >= 1, "objective.name=d3pm is a discrete-time bound: set objective.T, e.g. 1000")
     require(

@@ -18,10 +18,13 @@ ANCHOR_POSITIONS = ("all", "masked")
 
 
 def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
-    """gamma * min(1, progress / gamma_warmup)."""
-    if cfg.gamma_warmup <= 0:
+    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, or another line to gamma_end at 1."""
+    if progress < cfg.gamma_warmup:
+        return cfg.gamma * (progress / cfg.gamma_warmup)
+    if cfg.gamma_end < 0:
         return cfg.gamma
-    return cfg.gamma * min(1.0, progress / cfg.gamma_warmup)
+    share = min(1.0, (progress - cfg.gamma_warmup) / (1 - cfg.gamma_warmup))
+    return (1 - share) * cfg.gamma + share * cfg.gamma_end
 
 
 def anchor_term(cfg: ObjectiveConfig, gamma: float, rows_N: Tensor, targets_N: Tensor, weights_N: Tensor) -> Term:
@@ -62,3 +65,11 @@ def check_anchor_options(cfg: ObjectiveConfig) -> None:
     choose("objective.anchor_positions", cfg.anchor_positions, ANCHOR_POSITIONS)
     require(cfg.gamma >= 0, f"objective.gamma={cfg.gamma} must not be negative")
     require(0 <= cfg.gamma_warmup <= 1, f"objective.gamma_warmup={cfg.gamma_warmup} is a share of the run, in [0, 1]")
+    require(
+        cfg.gamma_end == -1 or cfg.gamma_end >= 0,
+        f"objective.gamma_end={cfg.gamma_end} must be at least 0, or -1: gamma stays",
+    )
+    require(
+        cfg.gamma_end < 0 or cfg.gamma_warmup < 1,
+        "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
+    )

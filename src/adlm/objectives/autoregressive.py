@@ -22,9 +22,11 @@ class Autoregressive:
 
     def check(self, model: ModelConfig) -> None:
         require(model.causal, "objective.name=autoregressive needs model.causal=true")
+        gamma, end = self.cfg.gamma, self.cfg.gamma_end
         require(
-            model.anchored or self.cfg.gamma == 0,
-            f"objective.gamma={self.cfg.gamma} needs model.anchored=true (A2R); plain AR has objective.gamma=0",
+            model.anchored or max(gamma, end) <= 0,
+            (f"objective.gamma={gamma}" if gamma > 0 else f"objective.gamma_end={end}")
+            + " needs model.anchored=true (A2R); plain AR has objective.gamma=0 and no gamma_end",
         )
 
     def draw(self, rows: Rows, step: int, progress: float) -> Task:
