@@ -14,7 +14,7 @@ from adlm.evaluation import anchor_levels
 from adlm.evaluation.anchor_command import read_text
 from adlm.evaluation.anchor_levels import Level, read_level, windows
 from adlm.evaluation.anchors import Guess, Reading
-from adlm.objectives.anchors import make_anchor_rule
+from adlm.objectives.anchors import ANCHOR_RULES, make_anchor_rule
 from adlm.schema import ObjectiveConfig
 
 
@@ -79,6 +79,18 @@ def test_the_command_tells_and_writes(folder, tmp_path, capsys):
     document = Document((tmp_path / "a.html").read_text())
     assert "Rank of the truth" in document.words and "hello <b>there</b> [bold]" in document.words.replace("\n", "")
     assert "b" not in document.tags
+
+
+@pytest.mark.parametrize("rule", sorted(set(ANCHOR_RULES) - {"rarity"}))  # which needs the corpus of the training
+def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
+    """What no text tells by itself (hard for a network in training, given, none) is answered by the paper's rule."""
+    folder = export(tmp_path / "export")
+    info = json.loads((folder / "config.json").read_text())
+    info["objective"] |= {"anchor_rule": rule, "tau": 1}
+    (folder / "config.json").write_text(json.dumps(info))
+    assert cli.main(["anchors", str(folder), "hello", f"eval.out={tmp_path / 'a.json'}"]) == 0
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["anchors"] == 3 and result["rule"] == "tokens that occur at most 1 time in their row"
 
 
 def test_text_comes_from_words_files_or_standard_input(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import HARD, tiny_model
 
 from adlm import config
 from adlm.bench import command
@@ -27,11 +27,12 @@ def settings(*more):
     return config.load([*TINY, *more])
 
 
+@pytest.mark.parametrize("rule", ["count", "loss"])
 @pytest.mark.parametrize("options", [{}, {"bridge": "residual"}, {"anchored": False}])
-def test_the_dense_loss_is_our_loss(options):
+def test_the_dense_loss_is_our_loss(options, rule):
     model = tiny_model(dtype=torch.float64, **options)
     name = "anelbo" if model.config.anchored else "nelbo"
-    goal = ObjectiveConfig(name=name, gamma=0.3, gamma_warmup=0.0, tau=2)
+    goal = ObjectiveConfig(name=name, gamma=0.3, gamma_warmup=0.0, tau=2, anchor_rule=rule, hard=HARD)
     objective = make_objective(goal, NoiseConfig(), model.mask_id, 0)
     task = objective.draw(Rows(text_like((3, 12), 11), torch.arange(3), 3), 0, 1.0)
     torch.testing.assert_close(dense_loss(model, task).double(), loss(model, task).total.double())

@@ -11,10 +11,11 @@ from scipy import stats
 
 from adlm import cli, compare
 from adlm.config.keys import group_choices
-from adlm.evaluation.comparison import Comparison, Entry, paired
+from adlm.evaluation.comparison import Comparison, Entry, paired, scored_shares
 from adlm.evaluation.intervals import summarise
 from adlm.evaluation.perplexity import phases
-from adlm.schema import Config
+from adlm.objectives import make_objective
+from adlm.schema import Config, NoiseConfig, ObjectiveConfig
 
 ALGOS = ("adlm", "mdlm", "ar", "sedd", "d3pm")
 
@@ -61,6 +62,23 @@ def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     assert entries["mdlm"]["flops_per_token"] == pytest.approx(mdlm, rel=0.05)
     assert entries["sedd"]["flops_per_token"] == entries["mdlm"]["flops_per_token"]
     assert entries["adlm"]["flops_per_token"] > 1.3 * mdlm
+
+
+@pytest.mark.parametrize("gammas", [(0.3, 0.0, -1.0), (0.3, 0.2, 0.0), (0.0, 0.0, 0.3)])
+def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
+    class Texts:
+        def __len__(self):
+            return 8
+
+        def rows(self, indices):
+            return np.arange(8 * 12).reshape(8, 12)[indices] % 50  # no token twice in a row
+
+        def attention_masks(self, indices):
+            return None
+
+    cfg = ObjectiveConfig(gamma=gammas[0], gamma_warmup=gammas[1], gamma_end=gammas[2])
+    scored, anchors = scored_shares(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
+    assert 0.3 < scored < 0.7 and anchors == 1.0
 
 
 def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):

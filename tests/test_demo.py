@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from test_report import Document, player_data
 from tiny import random_tokens, tiny_model
 
+import adlm
 from adlm import cli, config
+from adlm.data import prepare
+from adlm.evaluation.anchor_report import anchors_section
 from adlm.evaluation.anchors import guesses, hide, read_hidden
 
 SMALL = [
@@ -62,6 +66,16 @@ def test_a_second_call_rebuilds_the_report_and_says_so(ran, capsys):
 
 def players(text: str) -> list[str]:
     return re.findall(r'<script type="application/json">.*?</script>', text, re.DOTALL)
+
+
+@pytest.mark.parametrize(("rule", "words"), [("loss", "in their row"), ("rarity", "of the corpus")])
+def test_the_report_shows_anchors_by_a_rule_that_a_text_can_answer(ran, rule, words):
+    folder, _ = ran
+    lm = adlm.load(folder / "run", device="cpu")
+    data = config.load([*SMALL, f"data.cache_dir={folder / 'cache'}"]).data
+    loaded = lm.loaded._replace(objective=replace(lm.loaded.objective, anchor_rule=rule, rarity=0.01))
+    text = str(anchors_section(loaded, prepare(data, lm.tokenizer, 64, "valid")))
+    assert words in text and text.count("Held-out text") == 3
 
 
 def test_the_experiment_is_what_the_issue_asks_for():

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adlm.models import linear_cross_entropy, linear_nll
+from adlm.models import linear_cross_entropy, linear_nll, linear_row_losses
+from adlm.models.linear_cross_entropy import cross_entropy_chunk
 
 
 def problem(dtype, N=37, D=8, V=23, seed=0):
@@ -42,6 +43,41 @@ def test_equals_dense(dtype, tolerance, exclude, with_bias, chunk_rows):
     torch.testing.assert_close(fast, slow, rtol=tolerance, atol=0)
     for a, b in zip(torch.autograd.grad(fast, inputs), torch.autograd.grad(slow, inputs)):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
+def test_rows_below_the_floor_carry_nothing(dtype, tolerance, chunk_rows):
+    hidden, weight, bias, targets, weights = problem(dtype)
+    nats = linear_nll(hidden, weight, bias, targets)
+    # before the weight, which would let other rows through; and between two rows, not on one
+    floor = nats.sort().values[17:19].mean().item()
+    hard = [i for i, value in enumerate(nats.tolist()) if value >= floor]
+    assert len(hard) == 19 and hard != (nats * weights >= floor).nonzero().squeeze(1).tolist()
+    fast = linear_cross_entropy(hidden, weight, bias, targets, weights, floor=floor, chunk_rows=chunk_rows)
+    slow = dense(hidden[hard], weight, bias, targets[hard], weights[hard], None)
+    torch.testing.assert_close(fast, slow, rtol=tolerance, atol=0)
+    inputs = (hidden, weight, bias)
+    gradients = torch.autograd.grad(fast, inputs)
+    for a, b in zip(gradients, torch.autograd.grad(slow, inputs)):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    assert torch.equal(gradients[0].norm(dim=1) > 0, nats >= floor), "exactly zero, not small"
+    rows = linear_row_losses(hidden, weight, bias, targets, weights, floor=floor)
+    torch.testing.assert_close(rows.sum(), fast, rtol=tolerance, atol=0)
+
+
+def test_a_row_on_the_floor_counts_and_so_does_one_that_is_not_a_number():
+    z = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    z[3] = torch.nan
+    target, weight = torch.tensor([0, 3, 8, 2]), torch.tensor([0.5, 1.0, 2.0, 1.0])
+    nats, _ = cross_entropy_chunk(z.clone(), target, torch.ones(4))
+    for i, floor in enumerate(nats[:3].tolist()):
+        loss, gradient = cross_entropy_chunk(z.clone(), target, weight, floor)
+        assert loss[i] == floor * weight[i] and gradient[i].abs().sum() > 0
+        above = torch.nextafter(nats[i], torch.tensor(torch.inf)).item()
+        loss, gradient = cross_entropy_chunk(z.clone(), target, weight, above)
+        assert loss[i] == 0 and gradient[i].abs().sum() == 0
+        assert loss[3].isnan(), "the loop looks for broken steps in the loss: a floor must not hide them"
 
 
 def test_rows_without_gradient():
@@ -124,10 +160,16 @@ for n, V in ((5, 5000), (3, 8192), (4, 300), (2, 20000), (0, 9)):
     bias[3] = bias[-2:] = -torch.inf  # an excluded class, and padding
     target, weight = torch.randint(4, max(5, V - 2), (n,), generator=generator), torch.rand(n, generator=generator)
     z += bias
-    expected = cross_entropy_chunk(z.clone(), target, weight)
-    got = cross_entropy_rows(z.clone(), target, weight)
-    for a, b in zip(got, expected):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    nats = cross_entropy_chunk(z.clone(), target, torch.ones(n))[0]
+    for floor in (0.0, nats.mean().item() if n else 1.0, 1e9):
+        expected = cross_entropy_chunk(z.clone(), target, weight, floor)
+        got = cross_entropy_rows(z.clone(), target, weight, floor)
+        for a, b in zip(got, expected):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert torch.equal(got[0] > 0, nats >= floor) and torch.equal(got[1].norm(dim=1) > 0, nats >= floor)
+broken = torch.full((1, 300), torch.nan)
+loss, _ = cross_entropy_rows(broken, torch.tensor([3]), torch.ones(1), 2.0)
+assert loss.isnan().all()
 """
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dense import dense_anelbo, dense_log_probs, dense_logits, naive_anchor_mask
+from dense import dense_anelbo, dense_log_probs, dense_logits, naive_anchor_mask, naive_hard_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tiny import MODERN, random_tokens, tiny_model
+from tiny import HARD, MODERN, random_tokens, tiny_model
 from torch import nn
 
 from adlm.diffusion.schedules import SCHEDULES, make_schedule
@@ -19,6 +19,7 @@ from adlm.models import Hidden
 from adlm.models.layers import activations_at
 from adlm.objectives import OBJECTIVES, Rows, loss, make_objective, row_bounds
 from adlm.objectives.anchors import counts_in_row
+from adlm.objectives.anelbo import gamma_at
 from adlm.objectives.times import annealed, beta_quantile, draw_times, strata
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
@@ -176,6 +177,31 @@ def test_anelbo_equals_the_dense_loss_in_value_and_every_gradient(variant, posit
             assert (a - b).norm() <= tolerance * max(1.0, b.norm().item()) * (1 if dtype == torch.float64 else 3), name
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("positions", ["all", "masked"])
+def test_hard_anchors_equal_the_dense_loss_in_value_and_every_gradient(positions, dtype, tolerance):
+    """anchor_rule=loss: the anchors are where -log p_phi(x0) >= hard, and the choice itself has no gradient."""
+    model = tiny_model(dtype=dtype)
+    cfg = ObjectiveConfig(gamma=0.3, gamma_warmup=0.0, anchor_rule="loss", hard=HARD, anchor_positions=positions)
+    objective = make_objective(cfg, NoiseConfig(), 10, seed=5)
+    x0 = random_tokens(6, 12, 10)
+    task = objective.draw(rows_of(x0), step=3, progress=1.0)
+    nats = -dense_logits(model, task.tokens_BL)[1].log_softmax(-1).gather(-1, x0[..., None]).squeeze(-1)
+    assert 0.2 < (nats >= HARD).double().mean() < 0.8 and (nats - HARD).abs().min() > 1e-4, "no close calls"
+    weight = objective.draw_training(rows_of(x0), 3, 1.0).weight_B
+    named = dict(model.named_parameters())
+    fast = loss(model, task)
+    slow = dense_anelbo(model, task, x0, weight, 0.3, 2, positions, HARD).sum()
+    torch.testing.assert_close(fast.total.to(dtype), slow, rtol=tolerance, atol=0)
+    for name, a, b in zip(
+        named,
+        torch.autograd.grad(fast.total, list(named.values())),
+        torch.autograd.grad(slow, list(named.values())),
+    ):
+        assert (a - b).norm() <= 3 * tolerance * max(1.0, b.norm().item()), name
+    assert fast.count == x0.numel(), "divided by tokens, however many anchors there are"
+
+
 def test_gamma_zero_is_the_nelbo():
     model = tiny_model(dtype=torch.float64)
     rows = rows_of(random_tokens(4, 12, 10))
@@ -196,6 +222,20 @@ def test_gamma_rises_linearly_then_stays():
     assert scales == pytest.approx([0.05, 0.1, 0.2, 0.2])
     assert "anchor" not in objective.draw(rows, 0, 0.0).terms
     assert "anchor" not in objective.draw_bound(rows, 0).terms
+
+
+@pytest.mark.parametrize(
+    ("gamma", "warmup", "end"), [(0.2, 0.5, 0.0), (0.2, 0.25, 0.6), (0.3, 0.0, 0.1), (0.0, 0.0, 0.4), (0.3, 0.1, 0.3)]
+)
+def test_gamma_moves_linearly_from_its_warm_up_to_its_end(gamma, warmup, end):
+    cfg = ObjectiveConfig(gamma=gamma, gamma_warmup=warmup, gamma_end=end)
+    objective = make_objective(cfg, NoiseConfig(), 10, seed=1)
+    rows = rows_of(random_tokens(4, 12, 10))
+    corners = ([0.0, warmup, 1.0], [0.0, gamma, end]) if warmup else ([0.0, 1.0], [gamma, end])
+    for progress in np.linspace(0, 1, 21).tolist():
+        anchor = objective.draw(rows, 0, progress).terms.get("anchor")
+        assert (anchor.scale if anchor else 0.0) == pytest.approx(np.interp(progress, *corners), abs=1e-12)
+    assert gamma_at(cfg, 1.0) == gamma_at(cfg, 1.5) == end, "the very number, and not beyond it"
 
 
 def test_padding_carries_no_loss():
@@ -249,6 +289,8 @@ def test_anchor_rules():
     assert torch.equal(found, given_BL)
     found, _ = anchor_positions(ObjectiveConfig(anchor_rule="none"), rows)
     assert not found.any()
+    found, _ = anchor_positions(ObjectiveConfig(anchor_rule="loss"), rows)
+    assert found.all(), "which of them are hard is not known before the network has run"
 
 
 # Noise
@@ -325,6 +367,18 @@ def test_a2r_scores_anchors_where_the_target_is_one():
     torch.testing.assert_close(output.total, output.terms["nll"] + 0.5 * expected, rtol=1e-9, atol=0)
 
 
+def test_a2r_scores_hard_targets():
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False)
+    x0 = random_tokens(3, 12, 10)
+    log_phi = model.anchor_logits(x0[:, :-1]).log_softmax(-1).gather(-1, x0[:, 1:, None]).squeeze(-1)
+    hard = -log_phi.flatten().sort().values[20:22].mean().item()
+    cfg = ObjectiveConfig(name="autoregressive", gamma=0.5, gamma_warmup=0, anchor_rule="loss", hard=hard)
+    output = loss(model, make_objective(cfg, NoiseConfig(), 10, seed=0).draw(rows_of(x0), 0, 1.0))
+    chosen = naive_hard_mask(log_phi, hard)
+    assert chosen.sum() == 21
+    torch.testing.assert_close(output.terms["anchor"], -(log_phi * chosen).sum(), rtol=1e-9, atol=0)
+
+
 # Bad input
 
 
@@ -334,9 +388,14 @@ def test_a2r_scores_anchors_where_the_target_is_one():
         (ObjectiveConfig(name="nelb"), "did you mean 'nelbo'"),
         (ObjectiveConfig(anchor_rule="counts"), "did you mean 'count'"),
         (ObjectiveConfig(anchor_rule="rarity"), "token frequencies"),
+        (ObjectiveConfig(anchor_rule="loss", hard=0.0), "objective.hard=0.0 must be above 0"),
+        (ObjectiveConfig(anchor_rule="loss", hard=math.nan), "objective.hard=nan must be above 0"),
         (ObjectiveConfig(anchor_positions="some"), "objective.anchor_positions='some'"),
         (ObjectiveConfig(gamma=-1.0), "objective.gamma=-1.0"),
         (ObjectiveConfig(gamma_warmup=2.0), "share of the run"),
+        (ObjectiveConfig(gamma_end=-0.5), "objective.gamma_end=-0.5 must be at least 0, or -1"),
+        (ObjectiveConfig(gamma_end=math.nan), "objective.gamma_end=nan must be at least 0, or -1"),
+        (ObjectiveConfig(gamma_end=0.0, gamma_warmup=1.0), "leaves nothing of the run for objective.gamma_end"),
         (ObjectiveConfig(T=-1), "objective.T=-1"),
         (ObjectiveConfig(sampling_eps=1.0), "outside [0, 1)"),
         (ObjectiveConfig(time_density_a=0.5), "must be at least 1"),
@@ -361,6 +420,9 @@ def test_objective_and_model_must_fit():
         with pytest.raises(ValueError) as error:
             make_objective(ObjectiveConfig(name=name), NoiseConfig(), 10, seed=0).check(cfg)
         assert message in str(error.value)
+    late = ObjectiveConfig(name="autoregressive", gamma=0.0, gamma_end=0.1)
+    with pytest.raises(ValueError, match=r"objective\.gamma_end=0\.1 needs model\.anchored=true"):
+        make_objective(late, NoiseConfig(), 10, seed=0).check(replace(plain, causal=True))
     with pytest.raises(ValueError, match="carry no anchors"):
         anchor_positions(ObjectiveConfig(anchor_rule="given"), rows_of(random_tokens(1, 4, 10)))
 

@@ -75,6 +75,16 @@ class Dies(Exception):
     pass
 
 
+# At 3 nats every token is hard at first; from the tenth step on, after the resume, only some are.
+MOVING = {
+    "objective__gamma": 0.5,
+    "objective__gamma_warmup": 0.25,
+    "objective__gamma_end": 0.1,
+    "objective__anchor_rule": "loss",
+    "objective__hard": 3.0,
+}
+
+
 @pytest.mark.parametrize(
     ("dies_at", "options"),
     [
@@ -84,8 +94,9 @@ class Dies(Exception):
         (7, {"model__dropout": 0.2, "train__batch_size": 4}),
         (7, {"optim": "muon"}),
         (5, {"train__log_every": 5, "checkpoint__every": 3}),
+        (7, MOVING),
     ],
-    ids=["before the first checkpoint", "middle", "end", "dropout", "muon", "between two log lines"],
+    ids=["before the first checkpoint", "middle", "end", "dropout", "muon", "between two log lines", "moving gamma"],
 )
 def test_a_run_that_died_resumes_bit_for_bit(tmp_path, monkeypatch, uninterrupted, dies_at, options):
     whole = uninterrupted / "run"

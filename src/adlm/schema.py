@@ -77,12 +77,16 @@ class ObjectiveConfig:
     """Weight of the anchor term (0: plain NELBO through both stages)."""
     gamma_warmup: float = 3e-3
     """Share of the run over which gamma rises linearly from 0 (0: constant)."""
+    gamma_end: float = -1.0
+    """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
     anchor_rule: str = "count"
-    """Which tokens are anchors: count (at most tau times in its row), rarity (corpus frequency), none."""
+    """Which tokens are anchors: count (at most tau times in its row), rarity (corpus frequency), loss (hard), none."""
     tau: int = 5
     """count rule: a token is an anchor if it occurs at most tau times in its own row."""
     rarity: float = 1e-4
     """rarity rule: a token is an anchor if its share of the training corpus is at most this."""
+    hard: float = 4.0
+    """loss rule: a token is an anchor if the anchor network's cross-entropy there is at least this many nats."""
     anchor_positions: str = "all"
     """all: every anchor carries the anchor loss (the release); masked: only masked ones."""
     T: int = 0

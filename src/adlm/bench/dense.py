@@ -41,6 +41,8 @@ def dense_loss(model: LanguageModel, task: Task) -> Tensor:
         weight = torch.zeros(z.numel(), device=z.device).index_put((term.rows_N,), term.weights_N)
         target = torch.zeros(z.numel(), dtype=torch.long, device=z.device).index_put((term.rows_N,), term.targets_N)
         log_p = values.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
+        if term.floor > 0:
+            weight = weight.masked_fill(-log_p < term.floor, 0)
         total = total - term.scale * (log_p * weight).sum()
     return total
 

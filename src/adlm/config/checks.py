@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.init": ("torch", "normal"),
     "noise.name": ("loglinear", "linear", "geometric", "cosine", "cosine-squared", "polynomial"),
     "objective.name": ("anelbo", "nelbo", "d3pm", "score-entropy", "autoregressive"),
-    "objective.anchor_rule": ("count", "rarity", "given", "none"),
+    "objective.anchor_rule": ("count", "rarity", "loss", "given", "none"),
     "objective.anchor_positions": ("all", "masked"),
     "data.name": CORPORA,
     "data.valid_name": ("", *CORPORA),
@@ -64,10 +64,12 @@ RANGES = {
     "model.n_denoiser_blocks": _NOT_NEGATIVE, "model.mlp_ratio": _COUNT, "model.dropout": _BELOW_ONE,
     "model.length": ("at least 4", lambda x: x >= 4),
     "noise.eps": _BELOW_ONE, "noise.sigma_min": _POSITIVE, "noise.sigma_max": _POSITIVE, "noise.power": _POSITIVE,
-    "objective.gamma": _NOT_NEGATIVE, "objective.gamma_warmup": _SHARE, "objective.tau": _COUNT,
-    "objective.rarity": _UP_TO_ONE, "objective.T": _NOT_NEGATIVE, "objective.time_density_a": _POSITIVE,
-    "objective.time_density_b": _POSITIVE, "objective.time_density_anneal": _SHARE,
-    "objective.sampling_eps": _BELOW_ONE,
+    "objective.gamma": _NOT_NEGATIVE, "objective.gamma_warmup": _SHARE,
+    "objective.gamma_end": ("at least 0, or -1: gamma stays", lambda x: x == -1 or 0 <= x < math.inf),
+    "objective.tau": _COUNT,
+    "objective.rarity": _UP_TO_ONE, "objective.hard": _POSITIVE, "objective.T": _NOT_NEGATIVE,
+    "objective.time_density_a": _POSITIVE, "objective.time_density_b": _POSITIVE,
+    "objective.time_density_anneal": _SHARE, "objective.sampling_eps": _BELOW_ONE,
     "data.valid_share": _INSIDE, "data.num_proc": _NOT_NEGATIVE, "data.max_rows": _NOT_NEGATIVE,
     "optim.lr": _POSITIVE, "optim.muon_lr": _POSITIVE, "optim.muon_momentum": _BELOW_ONE, "optim.beta1": _BELOW_ONE,
     "optim.beta2": _BELOW_ONE, "optim.eps": _POSITIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip": _NOT_NEGATIVE,
@@ -177,6 +179,10 @@ def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
     require(
         o.name not in ("d3pm", "score-entropy") or not m.anchored,
         f"objective.name={o.name} is a baseline without anchors: set model.anchored=false (algo=d3pm or sedd)",
+    )
+    require(
+        o.gamma_end < 0 or o.gamma_warmup < 1,
+        "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
     )
     require(o.name != "d3pm" or o.T >= 1, "objective.name=d3pm is a discrete-time bound: set objective.T, e.g. 1000")
     require(

@@ -24,7 +24,7 @@ from adlm.evaluation.chart import Series, line_chart
 from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.report import Html, columns, legend, page, passage, section, table, tag, write
 from adlm.evaluation.results import model_facts, result_path, versions, write_result
-from adlm.objectives.anchors import AnchorRule, make_anchor_rule
+from adlm.objectives.anchors import AnchorRule, for_texts, make_anchor_rule
 from adlm.schema import Config, ObjectiveConfig
 
 # Anchors listed on the terminal; the page and the JSON file hold all.
@@ -84,10 +84,8 @@ def read_text(args: Sequence[str]) -> str:
 
 
 def rule_of(lm: LanguageModel, cfg: Config) -> tuple[ObjectiveConfig, AnchorRule]:
-    """The rule the model was trained with; the paper's where training had none."""
-    objective, share_V = lm.loaded.objective, None
-    if objective.anchor_rule in ("none", "given"):
-        objective = replace(objective, anchor_rule="count")
+    """The rule the model was trained with, if it tells a text's anchors; else the paper's."""
+    objective, share_V = for_texts(lm.loaded.objective), None
     if objective.anchor_rule == "rarity":
         data = own_data(lm.loaded, replace(cfg.data, name="checkpoint"))
         counts_V = prepare(data, lm.tokenizer, lm.length, "train").frequencies()

@@ -7,7 +7,7 @@ from adlm.data import Blocks, Tokenizer
 from adlm.evaluation.anchors import Reading, hide, read_hidden
 from adlm.evaluation.report import Html, Piece, join, legend, passage, section, table, tag
 from adlm.objectives import Rows
-from adlm.objectives.anchors import make_anchor_rule
+from adlm.objectives.anchors import for_texts, make_anchor_rule
 from adlm.training.export import Loaded
 
 # Held-out rows shown, the share of their anchors that is hidden, and hidden anchors listed below each row.
@@ -19,7 +19,8 @@ LISTED = 6
 def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
     """Held-out rows with their anchors, some of them hidden, and what both networks read there."""
     share_V = torch.from_numpy(valid.frequencies() / valid.frequencies().sum())
-    rule = make_anchor_rule(loaded.objective, share_V)
+    cfg = for_texts(loaded.objective)
+    rule = make_anchor_rule(cfg, share_V)
     blocks, found, total = [], 0, 0
     for number, index in enumerate(readable_rows(valid, loaded.tokenizer, EXAMPLES), start=1):
         tokens_L = torch.from_numpy(valid.rows(np.array([index]))[0])
@@ -35,11 +36,10 @@ def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
             passage(pieces(loaded.tokenizer, tokens_L.tolist(), anchors_L.tolist(), hidden_L.tolist())),
             reading_table(loaded.tokenizer, readings),
         ]
-    cfg = loaded.objective
     what = {
         "count": f"tokens that occur at most {cfg.tau} time{'s' * (cfg.tau != 1)} in their row",
         "rarity": f"tokens with at most {cfg.rarity:g} of the corpus",
-    }.get(cfg.anchor_rule, cfg.anchor_rule)
+    }[cfg.anchor_rule]
     return section(
         "Anchors",
         legend({"anchor": "anchor", "masked": "anchor that was hidden from the model"}),

@@ -22,9 +22,12 @@ CHUNK_ELEMENTS = {"cuda": 2**28, "cpu": 2**24}
 COLUMN_MULTIPLE = {"cuda": 128, "cpu": 1}
 
 
-def cross_entropy_chunk(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_chunk(
+    logits_nV: Tensor, target_n: Tensor, weight_n: Tensor, floor: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropies of a chunk, and their gradient with respect to the logits (in the logits' dtype).
 
+    A row whose cross-entropy, before its weight, is below `floor` has neither loss nor gradient (0: every row counts).
     Columns at -inf are classes that do not exist. Works in place, on the chunk itself where its precision allows: a
     pass over n x V numbers costs as much as the products that made them.
     """
@@ -33,7 +36,10 @@ def cross_entropy_chunk(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -
     gold_n1 = z.gather(1, target_n[:, None])
     p = z.sub_(peak_n1).exp_()
     sum_n1 = p.sum(-1, keepdim=True)
-    loss_n = (sum_n1.log() + peak_n1 - gold_n1).squeeze(1) * weight_n
+    nats_n = (sum_n1.log() + peak_n1 - gold_n1).squeeze(1)
+    if floor > 0:
+        weight_n = weight_n.masked_fill(nats_n < floor, 0)
+    loss_n = nats_n * weight_n
     gradient = p.mul_(weight_n[:, None] / sum_n1).to(logits_nV.dtype)
     gradient.scatter_add_(1, target_n[:, None], -weight_n[:, None].to(gradient.dtype))
     return loss_n, gradient
@@ -55,11 +61,18 @@ def on_gpu(chunk_loss: ChunkLoss, dtype: torch.dtype) -> ChunkLoss:
     return torch.compile(chunk_loss, dynamic=True)  # the number of rows varies
 
 
+def with_floor(chunk_loss: ChunkLoss, floor: float) -> ChunkLoss:
+    """Only cross-entropy has a floor; other chunk losses take no such argument."""
+    return functools.partial(chunk_loss, floor=floor) if floor > 0 else chunk_loss
+
+
 class _ChunkedHead(torch.autograd.Function):
     """sum_i loss(h_i W^T + b, target_i, weight_i), any per-row loss that gives its own gradient."""
 
     @staticmethod
-    def forward(ctx, h_ND, weight_VD, bias_V, target_N, weight_N, exclude, chunk_loss, chunk_rows, dtype, gradients):
+    def forward(
+        ctx, h_ND, weight_VD, bias_V, target_N, weight_N, exclude, chunk_loss, floor, chunk_rows, dtype, gradients
+    ):
         V, D = weight_VD.shape
         columns = -(-V // COLUMN_MULTIPLE.get(h_ND.device.type, 1)) * COLUMN_MULTIPLE.get(h_ND.device.type, 1)
         accumulate = torch.promote_types(dtype, torch.float32)
@@ -69,7 +82,7 @@ class _ChunkedHead(torch.autograd.Function):
             w[:V] = weight_VD
         b = offsets(weight_VD, bias_V, exclude, columns, dtype)
 
-        per_chunk = on_gpu(chunk_loss, accumulate) if h_ND.is_cuda else chunk_loss
+        per_chunk = with_floor(on_gpu(chunk_loss, accumulate) if h_ND.is_cuda else chunk_loss, floor)
         total = h_ND.new_zeros((), dtype=accumulate)
         grad_h = torch.zeros_like(h_ND) if gradients else None
         grad_w: Tensor | None = None
@@ -95,7 +108,7 @@ class _ChunkedHead(torch.autograd.Function):
         (scale,) = grad_outputs
         grad_h, grad_w, grad_b = ctx.saved_tensors
         grad_b = None if grad_b is None else grad_b * scale
-        return grad_h * scale.to(grad_h.dtype), grad_w * scale, grad_b, *[None] * 7
+        return grad_h * scale.to(grad_h.dtype), grad_w * scale, grad_b, *[None] * 8
 
 
 def offsets(weight_VD: Tensor, bias_V: Tensor | None, exclude: int | None, columns: int, dtype: torch.dtype) -> Tensor:
@@ -127,11 +140,13 @@ def linear_cross_entropy(
     weights_N: Tensor,
     exclude: int | None = None,
     chunk_loss: ChunkLoss = cross_entropy_chunk,
+    floor: float = 0.0,
     chunk_rows: int = 0,
 ) -> Tensor:
     """sum_i weights_i * CE(softmax(hidden_i W^T + b), targets_i), a scalar.
 
     `exclude` takes one class out of the softmax (the mask: SUBS zero-masking); it must not be a target.
+    `floor` leaves out the rows with a smaller cross-entropy (before their weight).
     `chunk_rows` is how many rows of logits exist at a time (0: chosen from the vocabulary).
     Under autocast the products run in its dtype; sums and the weight's gradient stay in float32.
     """
@@ -143,7 +158,7 @@ def linear_cross_entropy(
     needed = (hidden_ND, weight_VD) if bias_V is None else (hidden_ND, weight_VD, bias_V)
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in needed)
     return _ChunkedHead.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, weights_N, exclude, chunk_loss, chunk_rows, dtype, gradients
+        hidden_ND, weight_VD, bias_V, targets_N, weights_N, exclude, chunk_loss, floor, chunk_rows, dtype, gradients
     )
 
 
@@ -156,6 +171,7 @@ def linear_row_losses(
     weights_N: Tensor,
     exclude: int | None = None,
     chunk_loss: ChunkLoss = cross_entropy_chunk,
+    floor: float = 0.0,
 ) -> Tensor:
     """The loss of every row, of which `linear_cross_entropy` is the sum; no gradients: for evaluation."""
     check_rows(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
@@ -163,10 +179,11 @@ def linear_row_losses(
     rows = max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
     b = offsets(weight_VD, bias_V, exclude, weight_VD.shape[0], accumulate)
+    per_chunk = with_floor(chunk_loss, floor)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
     for h_nD, target_n, weight_n in zip(hidden_ND.split(rows), targets_N.split(rows), weights_N.split(rows)):
         logits_nV = torch.nn.functional.linear(h_nD, weight_VD, b)
-        losses.append(chunk_loss(logits_nV, target_n, weight_n.to(accumulate))[0])
+        losses.append(per_chunk(logits_nV, target_n, weight_n.to(accumulate))[0])
     return torch.cat(losses)
 
 

@@ -1,10 +1,12 @@
 """Who is an anchor: the operator A(x) of the paper as a table of vectorised rules.
 
 A rule maps clean rows to a boolean [B, L]. The paper's rule counts inside the row, so the same word is an anchor in one
-row and not in another; `rarity` uses the share of a token in the whole training corpus instead.
+row and not in another; `rarity` uses the share of a token in the whole training corpus instead. `loss` asks the anchor
+network, which only the loss can: as a rule it lets every position through, and `anchor_floor` decides there.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,6 +42,12 @@ def rarity_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     return lambda rows: rare_V.to(rows.tokens_BL.device)[rows.tokens_BL]
 
 
+def loss_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
+    """Any token may be one that the anchor network finds hard (`anchor_floor`)."""
+    require(cfg.hard > 0, f"objective.hard={cfg.hard} must be above 0 nats for objective.anchor_rule=loss")
+    return lambda rows: torch.ones_like(rows.tokens_BL, dtype=torch.bool)
+
+
 def given_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     """The rows carry their own anchors."""
 
@@ -58,6 +66,7 @@ def no_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
 ANCHOR_RULES: dict[str, Callable[[ObjectiveConfig, Tensor | None], AnchorRule]] = {
     "count": count_rule,
     "rarity": rarity_rule,
+    "loss": loss_rule,
     "given": given_rule,
     "none": no_rule,
 }
@@ -66,3 +75,17 @@ ANCHOR_RULES: dict[str, Callable[[ObjectiveConfig, Tensor | None], AnchorRule]] 
 def make_anchor_rule(cfg: ObjectiveConfig, share_V: Tensor | None = None) -> AnchorRule:
     """`share_V`: share of each token in the training corpus, for the rarity rule."""
     return ANCHOR_RULES[choose("objective.anchor_rule", cfg.anchor_rule, ANCHOR_RULES)](cfg, share_V)
+
+
+def anchor_floor(cfg: ObjectiveConfig) -> float:
+    """Cross-entropy of the anchor network, in nats, below which a position that the rule allows is no anchor."""
+    return cfg.hard if cfg.anchor_rule == "loss" else 0.0
+
+
+# Rules that need nothing but a text. The others need the rows of training or a network's loss.
+RULES_OF_TEXTS = ("count", "rarity")
+
+
+def for_texts(cfg: ObjectiveConfig) -> ObjectiveConfig:
+    """The options by which a text's anchors are shown: the paper's rule where the text alone does not tell."""
+    return cfg if cfg.anchor_rule in RULES_OF_TEXTS else replace(cfg, anchor_rule="count")

@@ -2,14 +2,14 @@
 
 The anchor term has the same weight w(t) and acts where the rule A(x) says anchor: at every such position, visible ones
 included, as in the release (anchor_positions=all), or at masked ones only. It is a plain softmax over all V entries,
-without SUBS. gamma rises linearly over the first gamma_warmup of the run. Perplexity never contains it.
+without SUBS. gamma is a function of the step (`gamma_at`). Perplexity never contains it.
 """
 
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule
 from adlm.errors import choose, require
-from adlm.objectives.anchors import make_anchor_rule
+from adlm.objectives.anchors import anchor_floor, make_anchor_rule
 from adlm.objectives.base import Rows, Task, Term, count_tokens
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import ModelConfig, ObjectiveConfig
@@ -18,10 +18,23 @@ ANCHOR_POSITIONS = ("all", "masked")
 
 
 def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
-    """gamma * min(1, progress / gamma_warmup)."""
-    if cfg.gamma_warmup <= 0:
+    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, or another line to gamma_end at 1."""
+    if progress < cfg.gamma_warmup:
+        return cfg.gamma * (progress / cfg.gamma_warmup)
+    if cfg.gamma_end < 0:
         return cfg.gamma
-    return cfg.gamma * min(1.0, progress / cfg.gamma_warmup)
+    share = min(1.0, (progress - cfg.gamma_warmup) / (1 - cfg.gamma_warmup))
+    return (1 - share) * cfg.gamma + share * cfg.gamma_end
+
+
+def anchor_term(cfg: ObjectiveConfig, gamma: float, rows_N: Tensor, targets_N: Tensor, weights_N: Tensor) -> Term:
+    """The anchor network's cross-entropy at the positions that the rule allows.
+
+    As in Eq. 7 it is a sum, divided by all tokens and not by the anchors among them, whatever the rule. So under
+    anchor_rule=loss it fades as the network learns; a mean over the hard tokens would keep their pull constant
+    however few are left, and their number would have to be known before the loss is.
+    """
+    return Term("anchor", rows_N, targets_N, weights_N, scale=gamma, floor=anchor_floor(cfg))
 
 
 class Anelbo(Nelbo):
@@ -44,7 +57,7 @@ class Anelbo(Nelbo):
             anchors_BL = self.anchors(rows)
             if self.cfg.anchor_positions == "masked":
                 anchors_BL = anchors_BL & noised.masked_BL
-            terms["anchor"] = Term("anchor", *noised.where(anchors_BL), scale=gamma)
+            terms["anchor"] = anchor_term(self.cfg, gamma, *noised.where(anchors_BL))
         return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), terms)
 
 
@@ -52,3 +65,11 @@ def check_anchor_options(cfg: ObjectiveConfig) -> None:
     choose("objective.anchor_positions", cfg.anchor_positions, ANCHOR_POSITIONS)
     require(cfg.gamma >= 0, f"objective.gamma={cfg.gamma} must not be negative")
     require(0 <= cfg.gamma_warmup <= 1, f"objective.gamma_warmup={cfg.gamma_warmup} is a share of the run, in [0, 1]")
+    require(
+        cfg.gamma_end == -1 or cfg.gamma_end >= 0,
+        f"objective.gamma_end={cfg.gamma_end} must be at least 0, or -1: gamma stays",
+    )
+    require(
+        cfg.gamma_end < 0 or cfg.gamma_warmup < 1,
+        "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
+    )

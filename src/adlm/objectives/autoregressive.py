@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adlm.errors import require
 from adlm.objectives.anchors import make_anchor_rule
-from adlm.objectives.anelbo import check_anchor_options, gamma_at
+from adlm.objectives.anelbo import anchor_term, check_anchor_options, gamma_at
 from adlm.objectives.base import Rows, Task, Term, select
 from adlm.schema import ModelConfig, ObjectiveConfig
 
@@ -22,9 +22,11 @@ class Autoregressive:
 
     def check(self, model: ModelConfig) -> None:
         require(model.causal, "objective.name=autoregressive needs model.causal=true")
+        gamma, end = self.cfg.gamma, self.cfg.gamma_end
         require(
-            model.anchored or self.cfg.gamma == 0,
-            f"objective.gamma={self.cfg.gamma} needs model.anchored=true (A2R); plain AR has objective.gamma=0",
+            model.anchored or max(gamma, end) <= 0,
+            (f"objective.gamma={gamma}" if gamma > 0 else f"objective.gamma_end={end}")
+            + " needs model.anchored=true (A2R); plain AR has objective.gamma=0 and no gamma_end",
         )
 
     def draw(self, rows: Rows, step: int, progress: float) -> Task:
@@ -33,7 +35,8 @@ class Autoregressive:
         if gamma <= 0:
             return task
         anchors_BL = self.anchors(rows)[:, 1:] & valid(rows)
-        return task._replace(terms=task.terms | {"anchor": Term("anchor", *next_tokens(rows, anchors_BL), scale=gamma)})
+        anchor = anchor_term(self.cfg, gamma, *next_tokens(rows, anchors_BL))
+        return task._replace(terms=task.terms | {"anchor": anchor})
 
     def draw_bound(self, rows: Rows, draw: int) -> Task:
         positions_BL = valid(rows)

@@ -47,6 +47,8 @@ class Term(NamedTuple):
     exclude: int | None = None
     """Class left out of the softmax (the mask)."""
     chunk_loss: ChunkLoss = cross_entropy_chunk
+    floor: float = 0.0
+    """Nats of cross-entropy below which a position carries no loss (0: every position counts)."""
 
 
 class Task(NamedTuple):
@@ -109,7 +111,14 @@ def term_losses(model: LanguageModel, task: Task) -> Tensor:
     if at_N is None:
         hidden_ND = hidden_ND.index_select(0, term.rows_N)
     return linear_row_losses(
-        hidden_ND, model.head.weight, model.head.bias, term.targets_N, term.weights_N, term.exclude, term.chunk_loss
+        hidden_ND,
+        model.head.weight,
+        model.head.bias,
+        term.targets_N,
+        term.weights_N,
+        exclude=term.exclude,
+        chunk_loss=term.chunk_loss,
+        floor=term.floor,
     )
 
 
@@ -142,6 +151,7 @@ def score_terms(
             term.weights_N,
             exclude=term.exclude,
             chunk_loss=term.chunk_loss,
+            floor=term.floor,
         )
         total = total + term.scale * value
         terms[name] = value.detach()
