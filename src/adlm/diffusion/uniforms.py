@@ -111,7 +111,7 @@ def uniforms32(seed: int | Tensor, *counters: int | Tensor, device: torch.device
     return (_shift(hash_counters(seed, *counters, device=device), 41).float() + 0.5) * 2.0**-23
 
 
-# For compiled kernels that wait for arithmetic: 32 bits, a third of the instructions, and a stream of 2^32 numbers a key.
+# For compiled kernels that wait for arithmetic: 32 bits, a third of the instructions, 2^32 numbers a key.
 _MIX32_1, _MIX32_2 = -0x7A143595, -0x3D4D51CB  # murmur3's, 0x85EBCA6B and 0xC2B2AE35, as int32
 
 
