@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
