@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -33,7 +34,7 @@ def plot_speed() -> None:
 
 def plot_box() -> None:
     """Bound over training tokens."""
-    lines = [json.loads(line) for line in (RESULTS / "box" / "metrics.jsonl").read_text().splitlines()]
+    lines = events_of("box")
     tokens = json.loads((RESULTS / "box" / "run.json").read_text())["tokens_per_step"] / 1e6
     figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
     train = [(e["step"] * tokens, e["nelbo"]) for e in lines if e["kind"] == "train"]
@@ -57,8 +58,7 @@ def plot_evidence() -> None:
     table = json.loads((RESULTS / "evidence" / "table.json").read_text())
     tokens = {entry["name"]: entry["training_tokens"] / 1e6 for entry in table["entries"]}
     curves: dict[str, list[tuple[int, float]]] = {}
-    for line in (RESULTS / "evidence" / "metrics.jsonl").read_text().splitlines():
-        event = json.loads(line)
+    for event in events_of("evidence"):
         if event["kind"] == "valid" and event["step"]:
             curves.setdefault(event["run"], []).append((event["step"], event["nll"]))
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
@@ -77,7 +77,7 @@ def plot_evidence() -> None:
 def plot_reasoning() -> None:
     """Accuracy on the published test files with intervals, the paper's beside it, and training losses."""
     results = json.loads((RESULTS / "reasoning" / "results.json").read_text())
-    events = [json.loads(line) for line in (RESULTS / "reasoning" / "metrics.jsonl").read_text().splitlines()]
+    events = events_of("reasoning")
     tasks = {"prosqa": "ProsQA", "prontoqa": "ProntoQA", "gsm8k": "GSM8K"}
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
     for (task, title), bars, curve in zip(tasks.items(), *axes):
@@ -98,6 +98,10 @@ def plot_reasoning() -> None:
         curve.legend()
     figure.suptitle("dotted: the paper's, which starts from GPT-2 and trains far longer", fontsize=10)
     save(figure, "reasoning.png")
+
+
+def events_of(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def save(figure, name: str) -> None:

@@ -87,7 +87,8 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     elif cfg.num_threads > 0:
         torch.set_num_threads(cfg.num_threads)
     # Compiled gradients as autograd's own, outside autocast: what the forward pass kept in float32 stays in float32.
-    torch._functorch.config.backward_pass_autocast = "off"
+    if hasattr(torch._functorch.config, "backward_pass_autocast"):  # not in every version of torch
+        torch._functorch.config.backward_pass_autocast = "off"
     if size > 1 or cfg.strategy == "fsdp":
         for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
             os.environ.setdefault(key, value)
