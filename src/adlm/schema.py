@@ -43,6 +43,8 @@ class ModelConfig:
     """layernorm or rmsnorm."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
+    value_residual: bool = False
+    """Blocks attend to a learned mixture of their own values and those of the first block of the residual stream."""
     activation: str = "gelu"
     """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
     bias: bool = True
