@@ -55,17 +55,23 @@ def plain_block(block, x, c, cos, sin, first=None):
 
 
 def plain_logits(model: LanguageModel, tokens_BL, sigma_B=None):
-    """(denoiser logits, anchor logits or None), block after block: who reads whose values is written out."""
-    cfg, first, anchor_logits = model.config, None, None
+    """(denoiser logits, anchor logits or None), block after block: who reads what of whom is written out."""
+    cfg, first, after, anchor_logits = model.config, None, [], None
     x = model.embedding[tokens_BL]
-    for stack in [s for s in (model.anchor, model.denoiser) if s is not None]:
+    stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
+    for stack in stacks:
+        depth = len(stack.blocks) if cfg.bridge == "collapsed" else sum(len(s.blocks) for s in stacks)
         if anchor_logits is not None and cfg.bridge != "none":
             predicted = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
-            x, first = (predicted, None) if cfg.bridge == "collapsed" else (x + predicted, first)
+            x, first, after = (predicted, None, []) if cfg.bridge == "collapsed" else (x + predicted, first, after)
         c, (cos, sin) = stack.conditioning(x, sigma_B), stack.rotary.tables(x.shape[1], None)
         for block in stack.blocks:
+            other = depth - 1 - len(after)
+            if cfg.skips and other < len(after) - 1:
+                x = x + block.skip * after[other]
             x, values = plain_block(block, x, c, cos, sin, first)
             first = values if first is None else first
+            after.append(x)
         shift, scale = (0.0, 0.0) if stack.modulation is None else stack.modulation(c).unsqueeze(1).chunk(2, dim=-1)
         h = plain_norm(x, stack.norm) * (1 + scale) + shift
         if stack is model.anchor:

@@ -82,7 +82,7 @@ class Dies(Exception):
         (11, {}),
         (7, {"model__dropout": 0.2, "train__batch_size": 4}),
         (7, {"optim": "muon"}),
-        (7, {"recipe": "fast", "model__value_residual": True}),
+        (7, {"recipe": "fast", "model__value_residual": True, "model__skips": True}),
         (5, {"train__log_every": 5, "checkpoint__every": 3}),
     ],
     ids=["before the first checkpoint", "middle", "end", "dropout", "muon", "shortcuts", "between two log lines"],

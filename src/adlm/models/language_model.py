@@ -50,17 +50,19 @@ class LanguageModel(nn.Module):
         self.config, self.vocab_size, self.mask_id = cfg, vocab_size, mask_id
         D = cfg.hidden_size
         self.embedding = nn.Parameter(torch.empty(vocab_size, D))
-        # The collapsed bridge ends the residual stream: the denoiser reads predictions, and not the anchor
-        # network's values, which would lead the tokens around them.
+        # The collapsed bridge ends the residual stream: the denoiser reads predictions, and neither values nor
+        # skips of the anchor network, which would lead the tokens around them.
         start = cfg.n_blocks if cfg.anchored and cfg.bridge != "collapsed" else 0
         end = start + (cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
-        self.anchor = Stack(cfg, range(cfg.n_blocks)) if cfg.anchored else None
+        self.anchor = Stack(cfg, range(cfg.n_blocks), end if start else cfg.n_blocks) if cfg.anchored else None
         self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias) if cfg.anchored else None
         self.bridge = Bridge(vocab_size, D, cfg.bias) if cfg.anchored and cfg.bridge != "none" else None
-        self.denoiser = Stack(cfg, range(start, end))
+        self.denoiser = Stack(cfg, range(start, end), end)
         self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
         self.residual_dtype: torch.dtype | None = None
         """Precision of the residual stream; None: that of the embedding."""
+        passed = any(block.skip is not None for block in self.modules() if isinstance(block, Block))
+        require(passed or not cfg.skips, "model.skips=true needs 3 blocks or more in one residual stream to skip one")
         initialise(self)
 
     def forward(

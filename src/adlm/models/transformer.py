@@ -30,6 +30,8 @@ class Trail(NamedTuple):
 
     values_BLD: Tensor | None = None
     """Attention values of the first block, for a value residual."""
+    skips: tuple[Tensor, ...] = ()
+    """The stream after blocks that left it for a later one, which has not come yet; the next to be read stands last."""
 
 
 START = Trail()
@@ -53,14 +55,14 @@ class StackCache:
 
 
 class Stack(nn.Module):
-    def __init__(self, cfg: ModelConfig, places: range):
-        """`places`: of its blocks in the residual stream, which another stack may have begun."""
+    def __init__(self, cfg: ModelConfig, places: range, depth: int):
+        """`places`: of its blocks in a residual stream of `depth` blocks, of which another stack may have the rest."""
         super().__init__()
         self.time_conditioning, self.dropout = cfg.time_conditioning, cfg.dropout
         self.n_heads, self.head_width = cfg.n_heads, cfg.hidden_size // cfg.n_heads
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
         self.rotary = Rotary(self.head_width, cfg.length)
-        self.blocks = nn.ModuleList(Block(cfg, place) for place in places)
+        self.blocks = nn.ModuleList(Block(cfg, place, depth) for place in places)
         self.norm = Norm(cfg.hidden_size, cfg.norm)
         self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.adaln else None
         self.checkpoint_activations = False
@@ -102,19 +104,23 @@ class Stack(nn.Module):
             assert positions_BL is not None
             key_position = torch.arange(layers[0].k_BNLH.shape[2], device=x_BLD.device)
             mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
-        due_BLD, values_BLD = None, trail.values_BLD
+        due_BLD, values_BLD, skips = None, trail.values_BLD, list(trail.skips)
         read = [None] * (len(self.blocks) - 1) + [at]
         L = x_BLD.shape[1]
         for block, layer, keys, at_last in zip(self.blocks, layers, self.dropout_keys(x_BLD.device), read):
-            inputs = (x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask, keys, at_last, values_BLD)
+            skip_BLD = None if block.skip is None else skips.pop()
+            inputs = (x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask, keys, at_last, values_BLD, skip_BLD)
             if self.checkpoint_activations and self.training:
                 x_BLD, due_BLD, given_BLD = checkpoint(block, *inputs, use_reentrant=False)  # type: ignore[misc]
             else:
                 x_BLD, due_BLD, given_BLD = block(*inputs)
             values_BLD = values_BLD if given_BLD is None else given_BLD
+            if block.leaves_skip:
+                x_BLD, due_BLD = settle(x_BLD, due_BLD), None
+                skips.append(x_BLD)
         (final,) = modulations(self.modulation, c_BC, 1, parts=2)
         final = final if at is None else modulation_at(final, at, L)
-        return Features(*self.finish(x_BLD, due_BLD, final), Trail(values_BLD))
+        return Features(*self.finish(x_BLD, due_BLD, final), Trail(values_BLD, tuple(skips)))
 
     def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[tuple[None, None]]:
         """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""
