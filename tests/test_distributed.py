@@ -81,6 +81,15 @@ def test_other_bridges_on_two_ranks(alone, bridge):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_shortcuts_on_two_ranks(alone, strategy):
+    """Their factors are fewer numbers than there may be ranks to share them."""
+    options = {"recipe": "fast", "model__value_residual": True, "model__skips": True}
+    one = launch(alone, 1, f"one-shortcuts-{strategy}", **options)
+    assert_same_curve(launch(alone, 2, f"two-shortcuts-{strategy}", f"train.strategy={strategy}", **options), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_saved_on_two_ranks_resumed_on_one_and_on_four(alone, ranks, strategy):
     """Stop at step 8 by cutting the later checkpoints away, then go on with another number of ranks."""

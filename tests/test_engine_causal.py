@@ -14,9 +14,16 @@ from adlm.schema import SamplingConfig
 V, M, L = 11, 10, 12
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["ar", "a2r"])
+MODELS = {
+    "ar": {"anchored": False},
+    "a2r": {},
+    "shortcuts": {"bridge": "none", "value_residual": True, "skips": True},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    return tiny_model(causal=True, anchored=request.param, adaln=False, dtype=torch.float32).requires_grad_(False)
+    return tiny_model(causal=True, adaln=False, **MODELS[request.param]).requires_grad_(False)
 
 
 def make(seed: int, prompt=(1,), length: int = L, **settings) -> Request:

@@ -118,7 +118,11 @@ def test_the_draw_kernel_draws_what_the_plain_draw_draws(vocab_size):
     check_draws(vocab_size, "cuda")
 
 
-@pytest.mark.parametrize("variant", [{}, MODERN], ids=["published", "modern"])
+@pytest.mark.parametrize(
+    "variant",
+    [{}, MODERN, MODERN | {"bridge": "none", "value_residual": True, "skips": True}],
+    ids=["published", "modern", "shortcuts"],
+)
 def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
     cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=128, cond_dim=16, **variant)
     torch.manual_seed(0)

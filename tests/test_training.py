@@ -93,10 +93,20 @@ MOVING = {
         (11, {}),
         (7, {"model__dropout": 0.2, "train__batch_size": 4}),
         (7, {"optim": "muon"}),
+        (7, {"recipe": "fast", "model__value_residual": True, "model__skips": True}),
         (5, {"train__log_every": 5, "checkpoint__every": 3}),
         (7, MOVING),
     ],
-    ids=["before the first checkpoint", "middle", "end", "dropout", "muon", "between two log lines", "moving gamma"],
+    ids=[
+        "before the first checkpoint",
+        "middle",
+        "end",
+        "dropout",
+        "muon",
+        "shortcuts",
+        "between two log lines",
+        "moving gamma",
+    ],
 )
 def test_a_run_that_died_resumes_bit_for_bit(tmp_path, monkeypatch, uninterrupted, dies_at, options):
     whole = uninterrupted / "run"

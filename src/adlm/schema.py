@@ -43,6 +43,11 @@ class ModelConfig:
     """layernorm or rmsnorm."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
+    value_residual: bool = False
+    """Blocks attend to a learned mixture of their own values and those of the first block of the residual stream."""
+    skips: bool = False
+    """The last block also reads the residual stream as it was after the first, the second to last as it was after the
+    second, and so on, each times a learned factor that starts at 0."""
     activation: str = "gelu"
     """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
     bias: bool = True

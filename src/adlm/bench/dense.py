@@ -6,6 +6,7 @@ from torch import Tensor
 
 from adlm.diffusion.absorbing import remasking_posterior
 from adlm.models import LanguageModel
+from adlm.models.transformer import START
 from adlm.objectives import Task
 
 
@@ -14,15 +15,15 @@ def dense_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """(denoiser logits, anchor logits or None), the anchor logits formed and projected back to the width."""
     x = F.embedding(tokens_BL, model.embedding)
-    anchor_logits = None
+    anchor_logits, trail = None, START
     if model.anchor is not None and model.anchor_head is not None:
-        stream, normed = model.anchor(x, sigma_B)
+        stream, normed, trail = model.anchor(x, sigma_B)
         anchor_logits = F.linear(normed, model.anchor_head.weight, model.anchor_head.bias)
         x = stream
         if model.bridge is not None:
             projected = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
             x = projected if model.config.bridge == "collapsed" else stream + projected
-    hidden = model.denoiser(x, sigma_B).normed_BLD
+    hidden = model.denoiser(x, sigma_B, trail=trail).normed_BLD
     return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
 
 

@@ -17,7 +17,7 @@ from adlm.diffusion.absorbing import subs
 from adlm.errors import choose, require
 from adlm.models.bridge import Bridge
 from adlm.models.layers import Block
-from adlm.models.transformer import Stack, StackCache
+from adlm.models.transformer import START, Stack, StackCache
 from adlm.schema import ModelConfig
 
 BRIDGES = ("collapsed", "residual", "none")
@@ -50,13 +50,19 @@ class LanguageModel(nn.Module):
         self.config, self.vocab_size, self.mask_id = cfg, vocab_size, mask_id
         D = cfg.hidden_size
         self.embedding = nn.Parameter(torch.empty(vocab_size, D))
-        self.anchor = Stack(cfg, cfg.n_blocks) if cfg.anchored else None
+        # The collapsed bridge ends the residual stream: the denoiser reads predictions, and neither values nor
+        # skips of the anchor network, which would lead the tokens around them.
+        start = cfg.n_blocks if cfg.anchored and cfg.bridge != "collapsed" else 0
+        end = start + (cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
+        self.anchor = Stack(cfg, range(cfg.n_blocks), end if start else cfg.n_blocks) if cfg.anchored else None
         self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias) if cfg.anchored else None
         self.bridge = Bridge(vocab_size, D, cfg.bias) if cfg.anchored and cfg.bridge != "none" else None
-        self.denoiser = Stack(cfg, cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
+        self.denoiser = Stack(cfg, range(start, end), end)
         self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
         self.residual_dtype: torch.dtype | None = None
         """Precision of the residual stream; None: that of the embedding."""
+        passed = any(block.skip is not None for block in self.modules() if isinstance(block, Block))
+        require(passed or not cfg.skips, "model.skips=true needs 3 blocks or more in one residual stream to skip one")
         initialise(self)
 
     def forward(
@@ -89,13 +95,13 @@ class LanguageModel(nn.Module):
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         if self.residual_dtype is not None:
             x_BLD = x_BLD.to(self.residual_dtype)
-        anchor_BLD = None
+        anchor_BLD, trail = None, START
         if self.anchor is not None:
             anchor_cache = None if cache is None else cache.anchor
-            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
+            stream_BLD, anchor_BLD, trail = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
             x_BLD = self.cross(stream_BLD, anchor_BLD)
         denoiser_cache = None if cache is None else cache.denoiser
-        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at)
+        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at, trail)
         return Hidden(denoised.normed_BLD, anchor_BLD)
 
     def cross(self, stream_BLD: Tensor, anchor_BLD: Tensor) -> Tensor:

@@ -152,9 +152,17 @@ class Block(nn.Module):
 
     A block leaves its last branch to whatever comes next: the sum is then part of the norm that reads it, one pass over
     the stream instead of two, also where every block is compiled by itself.
+
+    With `value_residual` the first block of a stream gives its attention values to all later ones, and each of these
+    attends to a v + b v_1: a plain path from the tokens to every depth, which starts as the mean of both.
+
+    With `skips` the last block of a stream reads what stood in it after the first one, too, the second to last after
+    the second, and so on: x + s x_i. s starts at 0: the model starts as the plain one, whose scale of the stream is the
+    one that all other starting values were chosen for.
     """
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, place: int, depth: int):
+        """`place`: among the `depth` blocks of one residual stream, from 0."""
         super().__init__()
         D = cfg.hidden_size
         self.n_heads = cfg.n_heads
@@ -170,10 +178,23 @@ class Block(nn.Module):
         self.q_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
         self.k_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
         self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.adaln else None
+        self.gives_values = cfg.value_residual and place == 0
+        # (a, b), and s: vectors, since FSDP does not shard parameters without a dimension
+        self.value_mix = nn.Parameter(torch.full((2,), 0.5)) if cfg.value_residual and place > 0 else None
+        # The block at the other end of a skip is so many places ahead, or behind. Neighbours, in the middle of an even
+        # number of blocks, have none: it would pass over no block.
+        ahead = depth - 1 - 2 * place
+        self.leaves_skip = cfg.skips and ahead > 1
+        self.skip = nn.Parameter(torch.zeros(1)) if cfg.skips and ahead < -1 else None
 
-    def attention(self, qkv_BLE: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask, at_BQ) -> Tensor:
+    def attention(
+        self, qkv_BLE: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask, at_BQ, values_BLD
+    ) -> Tensor:
         B, L, E = qkv_BLE.shape
         q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads)).unbind(2)
+        if self.value_mix is not None:
+            a, b = self.value_mix  # without a dimension, in which float32 leaves bf16 values bf16
+            v_BLNH = a * v_BLNH + b * values_BLD.view(v_BLNH.shape)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLNH = self.q_norm(q_BLNH).to(v_BLNH.dtype), self.k_norm(k_BLNH).to(v_BLNH.dtype)
         # Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
@@ -215,24 +236,31 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         keys: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
         at: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The stream and what is still to be added to it, of the block before and of this one.
+        values_BLD: Tensor | None = None,
+        skip_BLD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The stream and what is still to be added to it, of the block before and of this one; from the first block
+        of a value residual also `values_BLD`, which later ones get.
 
         `keys`: of dropout. `at`: the positions that somebody reads after this block (see `activations_at`); what comes
-        after attention, or after its keys and values, is computed for them alone.
+        after attention, or after its keys and values, is computed for them alone. `skip_BLD`: an earlier stream.
         """
         x_BLD = settle(x_BLD, due_BLD)
+        if self.skip is not None:
+            assert skip_BLD is not None
+            x_BLD = x_BLD + self.skip[0] * skip_BLD
         attend, feed = modulations(self.modulation, c_BC, 2)
         qkv_BLE = enter(x_BLD, self.norm1, attend, self.qkv)
         asks = at if at is not None and at.ndim == 2 else None
-        o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask, asks)
+        o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask, asks, values_BLD)
         if at is not None:
             L = x_BLD.shape[1]
             attend, feed = modulation_at(attend, at, L), modulation_at(feed, at, L)
             o_BLD, x_BLD = o_BLD if asks is not None else activations_at(o_BLD, at), activations_at(x_BLD, at)
         x_BLD = x_BLD + self.drop(leave(o_BLD, self.attn_out, attend), keys[0])
         h_BLF = self.activate(enter(x_BLD, self.norm2, feed, self.mlp_in))
-        return x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), keys[1])
+        given_BLD = qkv_BLE.chunk(3, dim=-1)[2] if self.gives_values else None
+        return x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), keys[1]), given_BLD
 
 
 def settle(x_BLD: Tensor, due_BLD: Tensor | None) -> Tensor:
