@@ -315,6 +315,15 @@ def test_pruning_keeps_newest_best_and_milestones(tmp_path):
     assert kept == [4, 8, 12]
 
 
+@pytest.mark.parametrize(("best", "saved"), [(True, [3, 6, 9, 12]), (False, [12])])
+def test_better_bounds_are_saved_unless_that_is_off(tmp_path, best, saved):
+    cfg = run_config(tmp_path, checkpoint__every=1000, checkpoint__keep=9, checkpoint__best=best, train__valid_every=3)
+    loop.train(cfg)
+    bounds = [line["nll"] for line in read_metrics(tmp_path / "run") if line["kind"] == "valid"]
+    assert bounds == sorted(bounds, reverse=True)
+    assert Checkpoints(tmp_path / "run", cfg.checkpoint, None).steps() == saved
+
+
 def test_weights_can_be_read_without_the_run(uninterrupted):
     run = uninterrupted / "run"
     averaged, info = read_weights(run, ema=True)

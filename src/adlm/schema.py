@@ -221,6 +221,8 @@ class CheckpointConfig:
     """Also save after this many minutes since the last save (0: off)."""
     keep: int = 2
     """Newest checkpoints kept."""
+    best: bool = True
+    """Also save whenever a validation finds a better bound, and keep the best."""
     milestone_every: int = 0
     """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True

@@ -160,7 +160,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             if last or (cfg.train.valid_every and step % cfg.train.valid_every == 0):
                 before = best
                 valid_nll = check_bound()
-                improved = best < before
+                improved = cfg.checkpoint.best and best < before
                 window.restart()
             if cfg.train.sample_every and step % cfg.train.sample_every == 0:
                 averages = ema.whole()
