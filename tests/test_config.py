@@ -129,6 +129,9 @@ def test_later_groups_and_the_command_line_win():
     assert config.load(["recipe=fast", "optim=adamw"]).optim.name == "adamw"
     assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
     assert config.load(["algo=adlm-time", "recipe=fast"]).model.adaln is True
+    quick = config.load(["recipe=quick"])
+    assert (quick.model, quick.optim) == (fast.model, fast.optim)
+    assert (quick.train.row_pieces, quick.objective.time_density_a, quick.objective.gamma) == (4, 2.0, 0.1)
     assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
     assert config.load(["algo=sedd"]).sampling.sampler == "score"
     assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
