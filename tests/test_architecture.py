@@ -16,6 +16,7 @@ NEED_AN_EXTRA = {
     "serving",
     "evaluation/harness.py",
     "models/kernels.py",
+    "models/backward_kernels.py",
     "models/folding_kernels.py",
     "engine/kernels.py",
     "training/kernels.py",
