@@ -167,15 +167,18 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(variant, monkeypatch):
     def gradients() -> list[torch.Tensor]:
         hidden = model.eval()(tokens)
         parameters = [p for n, p in model.named_parameters() if "head" not in n]
-        return list(torch.autograd.grad(hidden.denoiser_BLD.square().mean(), parameters, allow_unused=True))
+        # without a bridge the anchor network's last norm is not reached: None from autograd, zeros if compiled
+        return list(
+            torch.autograd.grad(
+                hidden.denoiser_BLD.square().mean(), parameters, allow_unused=True, materialize_grads=True
+            )
+        )
 
     eager = gradients()
     assert not unfolded
     model.compile()
     for a, b in zip(gradients(), eager):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     assert len(unfolded) == (3 if cfg.adaln else 0), "one backward pass of a fold for every block"
 
 
