@@ -16,7 +16,6 @@ NEED_AN_EXTRA = {
     "serving",
     "evaluation/harness.py",
     "models/kernels.py",
-    "models/backward_kernels.py",
     "models/folding_kernels.py",
     "engine/kernels.py",
     "training/kernels.py",

@@ -15,7 +15,7 @@ from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
 from adlm.training.optim import Ema, Guard, Updater
-from adlm.training.parallel import compiler_options, expect_any_number
+from adlm.training.parallel import compiler_options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,38 +119,10 @@ def test_the_draw_kernel_draws_what_the_plain_draw_draws(vocab_size):
     check_draws(vocab_size, "cuda")
 
 
-def test_kernels_that_sum_gradients_of_biases_equal_autograd():
-    from bias_gradient_cases import check_gelu, check_heads, check_kernels
-
-    check_kernels("cuda")
-    for dtype in (torch.float32, torch.bfloat16):  # widths of `model=small`
-        check_gelu((3, 1001, 3072), dtype, "cuda")
-        check_heads(2, 1001, 12, 64, dtype, "cuda")
-
-
-SHORTCUTS = {"bridge": "none", "value_residual": True, "skips": True}
-
-
 @pytest.mark.parametrize(
     "variant",
-    [
-        {},
-        {"bias": False},
-        MODERN,
-        MODERN | SHORTCUTS,
-        SHORTCUTS,
-        {"qk_norm": True},
-        {"activation": "relu2", "bias": False},
-    ],
-    ids=[
-        "published",
-        "no bias",
-        "modern",
-        "modern shortcuts",
-        "published shortcuts",
-        "normed heads",
-        "relu2 without bias",
-    ],
+    [{}, {"bias": False}, MODERN, MODERN | {"bridge": "none", "value_residual": True, "skips": True}],
+    ids=["published", "no bias", "modern", "shortcuts"],
 )
 def test_compiled_blocks_have_the_gradients_of_eager_ones(variant, monkeypatch):
     from adlm.models import folding_kernels
@@ -197,17 +169,14 @@ def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(mon
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     rows = Rows(torch.randint(0, 1000, (16, cfg.length), device="cuda"), torch.arange(16, device="cuda"), 16)
-    objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 1000, seed=0)
-    tasks = [objective.draw(rows, step, 1.0) for step in (0, 1)]  # which score different numbers of positions
+    task = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 1000, seed=0).draw(rows, 0, 1.0)
 
-    def gradients(task) -> list[torch.Tensor]:
+    def gradients() -> list[torch.Tensor]:
         with torch.autocast("cuda", torch.bfloat16):
             total = loss(model, task).total
         return list(torch.autograd.grad(total / task.count, list(model.parameters())))
 
-    eager = [gradients(task) for task in tasks]
+    eager = gradients()
     model.compile(options=compiler_options(most=False))
-    for task, expected in zip(tasks, eager):
-        expect_any_number(task)
-        for (name, _), a, b in zip(model.named_parameters(), gradients(task), expected):
-            assert (a - b).norm() <= 0.05 * b.norm(), f"{name}: {a.norm():.3e} compiled, {b.norm():.3e} eager"
+    for (name, _), a, b in zip(model.named_parameters(), gradients(), eager):
+        assert (a - b).norm() <= 0.05 * b.norm(), f"{name}: {a.norm():.3e} compiled, {b.norm():.3e} eager"

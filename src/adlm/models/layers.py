@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adlm.diffusion.uniforms import coins32
 from adlm.models import folding
-from adlm.models.bias_gradients import gelu_after, heads_after, sums_here
-from adlm.models.pointwise import cast, dropout, gelu, rotate, split_heads
 from adlm.schema import ModelConfig
 
 EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-6}
@@ -32,7 +31,10 @@ class _Normalise(torch.autograd.Function):
         if center:
             wide = wide - wide.mean(-1, keepdim=True)
         r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        y = cast(wide * r, dtype)
+        y = wide * r
+        # torch 2.11 compiles a function that returns a conversion to the same type without gradient
+        if y.dtype != dtype:
+            y = y.to(dtype)
         ctx.save_for_backward(y, r)
         ctx.center, ctx.dtype = center, x.dtype
         return y
@@ -86,6 +88,28 @@ class Rotary(nn.Module):
         """cos and sin, broadcastable to [B, L, N, H/2]."""
         at = slice(length) if positions_BL is None else positions_BL
         return self.cos_LH[at].unsqueeze(-2), self.sin_LH[at].unsqueeze(-2)
+
+
+def rotate(x_BLNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x_BLNH.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BLNH.dtype)
+
+
+# Where a compiled kernel reads and writes a few bytes a number, its arithmetic counts too (instructions on Hopper):
+# gelu by tanh 31, by a sigmoid 24; dropout by torch's generator 65, by our 32-bit hash 18, and no mask is kept.
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), written as x sigmoid(2 u): one exponential."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    u = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    return (wide * torch.sigmoid(2 * u)).to(x.dtype)
+
+
+def dropout(x: Tensor, p: float, key_2: Tensor) -> Tensor:
+    """Dropout whose mask is a hash of key and position: nothing random is kept for the backward pass."""
+    position = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
+    return torch.where(coins32(key_2, position, p), 0, x * (1 / (1 - p)))
 
 
 class TimeEmbedding(nn.Module):
@@ -164,25 +188,19 @@ class Block(nn.Module):
         self.leaves_skip = cfg.skips and ahead > 1
         self.skip = nn.Parameter(torch.zeros(1)) if cfg.skips and ahead < -1 else None
 
-    def heads(self, qkv_BLE: Tensor, bias_E: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, rotated, and values, each [B, L, N, H].
-
-        Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
-        in this order it is the input of the next product as it lies.
-        """
-        if bias_E is not None:
-            return heads_after(qkv_BLE, bias_E, self.n_heads, cos, sin)
-        q_BLNH, k_BLNH, v_BLNH = split_heads(qkv_BLE, self.n_heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BLNH, k_BLNH = self.q_norm(q_BLNH).to(v_BLNH.dtype), self.k_norm(k_BLNH).to(v_BLNH.dtype)
-        return rotate(q_BLNH, cos, sin), rotate(k_BLNH, cos, sin), v_BLNH
-
     def attention(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, cache, positions_BL, mask, at_BQ, values_BLD
+        self, qkv_BLE: Tensor, cos: Tensor, sin: Tensor, cache, positions_BL, mask, at_BQ, values_BLD
     ) -> Tensor:
+        B, L, E = qkv_BLE.shape
+        q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads)).unbind(2)
         if self.value_mix is not None:
             a, b = self.value_mix  # without a dimension, in which float32 leaves bf16 values bf16
             v_BLNH = a * v_BLNH + b * values_BLD.view(v_BLNH.shape)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLNH, k_BLNH = self.q_norm(q_BLNH).to(v_BLNH.dtype), self.k_norm(k_BLNH).to(v_BLNH.dtype)
+        # Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
+        # in this order it is the input of the next product as it lies.
+        q_BLNH, k_BLNH = rotate(q_BLNH, cos, sin), rotate(k_BLNH, cos, sin)
         if at_BQ is not None:
             assert not self.causal
             q_BLNH = activations_at(q_BLNH.flatten(2), at_BQ).unflatten(2, q_BLNH.shape[2:])
@@ -195,9 +213,7 @@ class Block(nn.Module):
             o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=mask)
         return o_BNLH.transpose(1, 2).flatten(2)
 
-    def activate(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None:
-            return gelu_after(h, bias)
+    def activate(self, h: Tensor) -> Tensor:
         if self.activation == "done":  # by the linear map before it, in an inference copy
             return h
         if self.activation == "relu2":
@@ -251,17 +267,16 @@ class Block(nn.Module):
             assert skip_BLD is not None
             x_BLD = x_BLD + self.skip[0] * skip_BLD
         attend, feed = self.branches(x_BLD, c_BC, at)
-        qkv = enter(x_BLD, self.norm1, attend, self.qkv, reader_sums=self.q_norm is None)
-        q_BLNH, k_BLNH, v_BLNH = self.heads(*qkv, cos, sin)
+        qkv_BLE = enter(x_BLD, self.norm1, attend, self.qkv)
         asks = at if at is not None and at.ndim == 2 else None
-        o_BLD = self.attention(q_BLNH, k_BLNH, v_BLNH, cache, positions_BL, mask, asks, values_BLD)
+        o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask, asks, values_BLD)
         if at is not None:
             L = x_BLD.shape[1]
             attend, feed = modulation_at(attend, at, L), modulation_at(feed, at, L)
             o_BLD, x_BLD = o_BLD if asks is not None else activations_at(o_BLD, at), activations_at(x_BLD, at)
         x_BLD = x_BLD + self.drop(leave(o_BLD, self.attn_out, attend), keys[0])
-        h_BLF = self.activate(*enter(x_BLD, self.norm2, feed, self.mlp_in, reader_sums=self.activation == "gelu"))
-        given_BLD = v_BLNH.flatten(2) if self.gives_values else None
+        h_BLF = self.activate(enter(x_BLD, self.norm2, feed, self.mlp_in))
+        given_BLD = qkv_BLE.chunk(3, dim=-1)[2] if self.gives_values else None
         return x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), keys[1]), given_BLD
 
 
@@ -335,24 +350,17 @@ def modulations(
     return [Modulation(*vectors[i * parts : (i + 1) * parts]) for i in range(branches)]
 
 
-def enter(
-    x_BLD: Tensor, norm: Norm, modulation: Modulation | Folded | None, linear: nn.Linear, reader_sums: bool
-) -> tuple[Tensor, Tensor | None]:
-    """linear(norm(x) * (1 + scale) + shift), and the bias, if its gradient is left to the reader of the first.
-
-    `reader_sums`: whether that one can give it (see `bias_gradients`)."""
+def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | Folded | None, linear: nn.Linear) -> Tensor:
+    """linear(norm(x) * (1 + scale) + shift)."""
     if norm.weight is None:  # an inference copy: everything is in the weights of the map already
-        return linear(norm.normalise(x_BLD, product_dtype(x_BLD, linear.weight))), None
+        return linear(norm.normalise(x_BLD, product_dtype(x_BLD, linear.weight)))
     if isinstance(modulation, Folded):
         weight, bias = modulation.entry
     elif folds(x_BLD, modulation, linear):
         weight, bias = fold_entry(norm, modulation, linear)
     else:
-        return linear(modulate(norm(x_BLD), modulation)), None
-    y_BLD = norm.normalise(x_BLD, product_dtype(x_BLD, weight))
-    if bias is None or not (reader_sums and sums_here(x_BLD)):
-        return F.linear(y_BLD, weight, bias), None
-    return F.linear(y_BLD, weight, bias.detach()), bias
+        return linear(modulate(norm(x_BLD), modulation))
+    return F.linear(norm.normalise(x_BLD, product_dtype(x_BLD, weight)), weight, bias)
 
 
 def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | Folded | None) -> Tensor:
