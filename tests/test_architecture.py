@@ -12,14 +12,7 @@ LAYERS = [
 # What may be imported at the top of a module; the rest is optional and imported where used.
 ALWAYS_PRESENT = {"torch", "numpy", "safetensors", "tokenizers", "rich", "hydra", "omegaconf"}
 # These are useless without the packages of their extra (or of torch's CUDA build), and imported only where used.
-NEED_AN_EXTRA = {
-    "serving",
-    "evaluation/harness.py",
-    "models/kernels.py",
-    "models/folding_kernels.py",
-    "engine/kernels.py",
-    "training/kernels.py",
-}
+NEED_AN_EXTRA = {"serving", "evaluation/harness.py", "models/kernels.py", "engine/kernels.py", "training/kernels.py"}
 # No tensors here: the command line must answer `--help` without loading torch.
 NO_TORCH = {"schema", "errors", "config", "compat", "cli"}
 

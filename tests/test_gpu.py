@@ -6,11 +6,10 @@ import pytest
 import torch
 from dense import dense_anelbo
 from draw_cases import check_draws
-from folding_cases import check_kernels
 from tiny import HARD, MODERN, random_tokens, tiny_model
 
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
-from adlm.models import build_model, folding, layers
+from adlm.models import build_model, layers
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Rows, loss, make_objective
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
@@ -121,14 +120,10 @@ def test_the_draw_kernel_draws_what_the_plain_draw_draws(vocab_size):
 
 @pytest.mark.parametrize(
     "variant",
-    [{}, {"bias": False}, MODERN, MODERN | {"bridge": "none", "value_residual": True, "skips": True}],
-    ids=["published", "no bias", "modern", "shortcuts"],
+    [{}, MODERN, MODERN | {"bridge": "none", "value_residual": True, "skips": True}],
+    ids=["published", "modern", "shortcuts"],
 )
-def test_compiled_blocks_have_the_gradients_of_eager_ones(variant, monkeypatch):
-    from adlm.models import folding_kernels
-
-    unfolded, unfold_block = [], folding_kernels.unfold_block
-    monkeypatch.setattr(folding_kernels, "unfold_block", lambda *args: (unfolded.append(1), unfold_block(*args))[1])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
     cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=128, cond_dim=16, **variant)
     torch.manual_seed(0)
     model = build_model(cfg, 211, 210).cuda()
@@ -147,22 +142,13 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(variant, monkeypatch):
         )
 
     eager = gradients()
-    assert not unfolded
     model.compile()
     for a, b in zip(gradients(), eager):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-    assert len(unfolded) == (3 if cfg.adaln else 0), "one backward pass of a fold for every block"
 
 
-def test_the_folding_kernels_equal_their_twin():
-    check_kernels("cuda")
-
-
-@pytest.mark.parametrize("in_one_pass", [True, False])
-def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(monkeypatch, in_one_pass):
+def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width():
     """Sizes and precision of real training: the compiler chooses other kernels there, and one was wrong."""
-    monkeypatch.setattr(folding, "IN_ONE_PASS", in_one_pass)
-    torch._dynamo.reset()
     cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0)
     torch.manual_seed(0)
     model = build_model(cfg, 1001, 1000).cuda().train()

@@ -5,14 +5,13 @@ Letters: B rows, L positions, D width, N heads, H head width, C width of the con
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adlm.diffusion.uniforms import coins32
-from adlm.models import folding
 from adlm.schema import ModelConfig
 
 EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-6}
@@ -225,22 +224,6 @@ class Block(nn.Module):
             return dropout(branch_BLD, self.dropout, key)
         return F.dropout(branch_BLD, self.dropout, self.training)
 
-    def branches(self, x_BLD: Tensor, c_BC: Tensor | None, at: Tensor | None) -> "list[Modulation | Folded | None]":
-        """What adaLN does to attention and to the MLP."""
-        positions = x_BLD.shape[0] * x_BLD.shape[1] if at is None else at.numel()
-        if self.folds_at_once(c_BC) and positions >= max(self.qkv.out_features, self.mlp_in.out_features):
-            return fold_block(self, c_BC, product_dtype(x_BLD, self.qkv.weight))  # type: ignore[arg-type]
-        return [*modulations(self.modulation, c_BC, 2)]
-
-    def folds_at_once(self, c_BC: Tensor | None) -> bool:
-        """Whether `folding.fold` takes all four maps: its kernels are for a GPU and float32 weights, and its forward
-        pass is left to the compiler. Inference copies have nothing to fold."""
-        if c_BC is None or self.modulation is None or self.norm1.weight is None:
-            return False
-        weight = self.qkv.weight
-        fast = folding.IN_ONE_PASS and torch.compiler.is_compiling() and weight.is_cuda
-        return fast and weight.dtype == torch.float32 and c_BC.shape[0] == 1
-
     def forward(
         self,
         x_BLD: Tensor,
@@ -266,7 +249,7 @@ class Block(nn.Module):
         if self.skip is not None:
             assert skip_BLD is not None
             x_BLD = x_BLD + self.skip[0] * skip_BLD
-        attend, feed = self.branches(x_BLD, c_BC, at)
+        attend, feed = modulations(self.modulation, c_BC, 2)
         qkv_BLE = enter(x_BLD, self.norm1, attend, self.qkv)
         asks = at if at is not None and at.ndim == 2 else None
         o_BLD = self.attention(qkv_BLE, cos, sin, cache, positions_BL, mask, asks, values_BLD)
@@ -319,20 +302,9 @@ class Modulation(NamedTuple):
     """Not used before a head."""
 
 
-class Folded(NamedTuple):
-    """A modulation that all rows share, in the weights already: weight and bias of the maps into and out of its
-    branch."""
-
-    entry: tuple[Tensor, Tensor | None]
-    exit: tuple[Tensor, Tensor | None]
-
-
-AnyModulation = TypeVar("AnyModulation", bound=Modulation | Folded | None)
-
-
-def modulation_at(modulation: AnyModulation, at: Tensor, length: int) -> AnyModulation:
+def modulation_at(modulation: Modulation | None, at: Tensor, length: int) -> Modulation | None:
     """For `activations_at`: of each position that of its row, [1, N, D]; as it is where rows are still apart."""
-    if modulation is None or isinstance(modulation, Folded) or modulation.shift.shape[0] == 1 or at.ndim == 2:
+    if modulation is None or modulation.shift.shape[0] == 1 or at.ndim == 2:
         return modulation
     row_N = at // length
     return Modulation(*(None if v is None else v[row_N].transpose(0, 1) for v in modulation))  # type: ignore[arg-type]
@@ -350,33 +322,33 @@ def modulations(
     return [Modulation(*vectors[i * parts : (i + 1) * parts]) for i in range(branches)]
 
 
-def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | Folded | None, linear: nn.Linear) -> Tensor:
+# Modulations that all rows share are vectors, like the norm's weight: products with diagonal matrices, which can go
+# into the weights of the linear map next to them. What is left for the activations is a plain norm and a plain sum;
+# what is saved, for every vector, is its gradient's sum over all positions and the activations kept for that.
+
+
+def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> Tensor:
     """linear(norm(x) * (1 + scale) + shift)."""
     if norm.weight is None:  # an inference copy: everything is in the weights of the map already
         return linear(norm.normalise(x_BLD, product_dtype(x_BLD, linear.weight)))
-    if isinstance(modulation, Folded):
-        weight, bias = modulation.entry
-    elif folds(x_BLD, modulation, linear):
-        weight, bias = fold_entry(norm, modulation, linear)
-    else:
+    if not folds(x_BLD, modulation, linear):
         return linear(modulate(norm(x_BLD), modulation))
+    weight, bias = fold_entry(norm, modulation, linear)
     return F.linear(norm.normalise(x_BLD, product_dtype(x_BLD, weight)), weight, bias)
 
 
-def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | Folded | None) -> Tensor:
+def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Tensor:
     """gate * linear(h)."""
     if modulation is None:
         return linear(h_BLE)
-    if isinstance(modulation, Folded):
-        return F.linear(h_BLE, *modulation.exit)
     if not folds(h_BLE, modulation, linear):
         return modulation.gate * linear(h_BLE)
     return F.linear(h_BLE, *fold_exit(linear, modulation))
 
 
 def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bool:
-    """Whether the vectors go into the weights (see folding.py): they must be shared, and positions outnumber rows of
-    the matrix (a decoder that reads one token at a time has fewer activations than weights)."""
+    """Whether the vectors go into the weights: they must be shared, and positions outnumber rows of the matrix (a
+    decoder that reads one token at a time has fewer activations than weights)."""
     shared = modulation is None or modulation.shift.shape[:-1].numel() == 1
     return shared and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
 
@@ -384,35 +356,18 @@ def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bo
 def fold_entry(norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of `enter` as a map of the normalised x."""
     assert norm.weight is not None
-    vectors = () if modulation is None else (modulation.shift.view(-1), modulation.scale.view(-1))
-    return folding.entry_map(linear.weight, linear.bias, norm.weight, *vectors)
+    if modulation is None:
+        return linear.weight * norm.weight, linear.bias
+    through = (linear.weight * modulation.shift.view(-1)).sum(-1)
+    bias = through if linear.bias is None else linear.bias + through
+    return linear.weight * (norm.weight * (1 + modulation.scale.view(-1))), bias
 
 
 def fold_exit(linear: nn.Linear, modulation: Modulation | None) -> tuple[Tensor, Tensor | None]:
     if modulation is None:
         return linear.weight, linear.bias
-    return folding.exit_map(linear.weight, linear.bias, modulation.gate.view(-1))
-
-
-def fold_block(block: Block, c_1C: Tensor, dtype: torch.dtype) -> list[Modulation | Folded | None]:
-    """`fold_entry` and `fold_exit` of both branches, for products in `dtype`."""
-    assert block.modulation is not None and block.norm1.weight is not None and block.norm2.weight is not None
-    parts = folding.Parts(
-        c_1C,
-        block.modulation.weight,
-        block.modulation.bias,
-        block.norm1.weight,
-        block.qkv.weight,
-        block.attn_out.weight,
-        block.norm2.weight,
-        block.mlp_in.weight,
-        block.mlp_out.weight,
-        block.mlp_in.bias,
-        block.mlp_out.bias,
-    )
-    maps = folding.fold(parts, dtype)
-    attend = Folded((maps.qkv, maps.qkv_bias), (maps.attn_out, None))
-    return [attend, Folded((maps.mlp_in, maps.mlp_in_bias), (maps.mlp_out, maps.mlp_out_bias))]
+    gate_D = modulation.gate.view(-1)
+    return gate_D[:, None] * linear.weight, None if linear.bias is None else gate_D * linear.bias
 
 
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
