@@ -1,10 +1,12 @@
 """One optimizer step - network, loss, gradients, clipping, update, average - ours and the dense twin's.
 
 Ours is the step of `adlm train` with the same settings. The twin has the same weights and noise, forms the anchor
-logits and projects them back, sends every position through both heads, and is neither compiled nor chunked.
+logits and projects them back, sends every position through both heads, and is neither compiled nor chunked. A time is
+the median of `bench.steps` steps, since one hiccup of the host is worth several of them; the mean stands beside it.
 """
 
 import itertools
+import statistics
 import time
 from typing import Any
 
@@ -69,14 +71,17 @@ def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor) -> 
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    losses += [step() for _ in range(steps)]
-    synchronize(device)
-    seconds = (time.perf_counter() - began) / steps
+    clock = Clock(device)
+    for _ in range(steps):
+        losses.append(step())
+        clock.lap()
+    laps = clock.laps()
+    seconds = statistics.median(laps)
     scored = {name: len(term.rows_N) for name, term in next(tasks)[1][0].terms.items()}
     flops = training_flops(cfg, model, scored, batch)
     result = {
         "ms": 1e3 * seconds,
+        "mean_ms": 1e3 * statistics.mean(laps),
         "tokens_per_s": batch * L / seconds,
         "peak_gib": peak_memory_gib(device),
         "losses": [round(x.item(), 4) for x in losses],
@@ -92,6 +97,30 @@ def training_flops(cfg: Config, model: LanguageModel, scored: dict[str, int], ba
     share = sum(scored.values()) / tokens
     flops = count_flops(cfg.model, model.vocab_size, cfg.model.length, scored=share, anchors_scored=anchors)
     return flops.training_per_token * tokens
+
+
+class Clock:
+    """Seconds between laps. On a GPU the device notes the time when it gets there, and the host does not wait: a step
+    is then timed as it runs in training, with the next one queued behind it."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.notes: list[Any] = []
+        self.lap()
+
+    def lap(self) -> None:
+        if self.on_gpu:
+            note = torch.cuda.Event(enable_timing=True)
+            note.record()
+            self.notes.append(note)
+        else:
+            self.notes.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        if not self.on_gpu:
+            return [b - a for a, b in itertools.pairwise(self.notes)]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.notes)]
 
 
 def synchronize(device: torch.device) -> None:
