@@ -14,7 +14,7 @@ from adlm.models import build_model, layers
 from adlm.models.layers import Norm
 from adlm.models.transformer import draw_keys
 from adlm.objectives import Rows, loss, make_objective
-from adlm.objectives.base import only_rows, score_terms
+from adlm.objectives.base import Task, Term, only_rows, rounded, score_terms
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 BRIDGES = ["collapsed", "residual", "none"]
@@ -88,10 +88,22 @@ def test_a_loss_that_reads_some_positions_has_the_gradients_of_one_that_runs_all
     whole = score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task)
     assert only_rows(task) is not None
     results = []
-    for found in (loss(model, task), whole):
+    for found in (loss(model, task), loss(model, rounded(task)), whole):
         results.append([found.total, *torch.autograd.grad(found.total, model.parameters(), materialize_grads=True)])
-    for some, every in zip(*results):
+    for some, round_number, every in zip(*results):
         torch.testing.assert_close(some, every, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(round_number, every, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scored", [0, 1, 31, 32, 33, 100, 230])
+def test_a_round_number_of_positions_is_read_each_once_and_those_that_are_scored_first(scored):
+    rows_N = torch.randperm(256)[:scored].sort().values
+    term = Term("denoiser", rows_N, torch.zeros(scored, dtype=torch.long), torch.ones(scored))
+    read_M = only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": term})))
+    assert len(read_M) % 16 == 0 and scored <= len(read_M) < scored + 16
+    assert torch.equal(read_M[:scored], rows_N) and len(set(read_M.tolist())) == len(read_M)
+    whole = term._replace(rows_N=torch.arange(240))
+    assert only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": whole}))) is None
 
 
 def test_the_short_gelu_is_torch_s():

@@ -24,11 +24,12 @@ from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import NoiseConfig, ObjectiveConfig, OptimConfig
-from adlm.training import checkpoint, loop, optim
+from adlm.training import checkpoint, loop, optim, parallel
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
+from adlm.training.graphs import Replays
 from adlm.training.metrics import read_metrics
-from adlm.training.parallel import Step, world
+from adlm.training.parallel import Step, parallelise, world
 from adlm.training.validation import padded_indices
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -535,6 +536,46 @@ def test_compiled_steps_expect_any_number_of_scored_positions():
         scored.add(len(only_rows(task)))
         step(task).total.backward()
     assert len(scored) > 1 and counter.frame_count == 1
+
+
+def test_replayed_steps_are_recorded_once_for_each_round_number(tmp_path, monkeypatch):
+    """On a CPU, where the recorder gives back what it gets; tests/test_gpu.py has the real one."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda module, example, **options: module)
+    model = tiny_model(dropout=0.0).train()
+    plain, replayed = Step(model), Step(model)
+    replayed.replays = Replays(model)
+    cfg = run_config(tmp_path, algo="adlm", train__steps=6, train__cuda_graphs=True)
+    objective = make_objective(cfg.objective, cfg.noise, model.mask_id, 1)
+    read = set()
+    for i in range(6):
+        batch = Batch(random_tokens(8, 12, 10, seed=i).numpy(), None, np.arange(8))
+        (task,) = draw_tasks(objective, batch, i, 1, cfg)
+        read.add(None if only_rows(task) is None else len(only_rows(task)))
+        results = []
+        for step in (plain, replayed):
+            total = step(task).total
+            results.append([total, *torch.autograd.grad(total, model.parameters(), materialize_grads=True)])
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
+    assert len(replayed.replays.recorded) == len(read) < 6
+    with torch.no_grad():
+        replayed(task)  # a validation is not a training pass: nothing is recorded for it
+    assert len(replayed.replays.recorded) == len(read)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [({}, "needs a GPU"), ({"train__batch_size": 4, "train__global_batch_size": 8}, "all rows of a step at once")],
+)
+def test_what_cannot_be_replayed_is_refused(tmp_path, monkeypatch, settings, complaint):
+    cfg = run_config(tmp_path, train__cuda_graphs=True, **settings)
+    with world(cfg.train) as ranks:
+        if settings:
+            ranks.device = torch.device("cuda")
+            monkeypatch.setattr(parallel, "choose_attention", lambda *arguments: None)
+        with pytest.raises(ValueError, match=complaint):
+            parallelise(Step(tiny_model()), cfg.train, ranks)
 
 
 def test_compiled_gradients_are_those_of_eager_under_autocast(monkeypatch):

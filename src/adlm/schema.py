@@ -199,6 +199,9 @@ class TrainConfig:
     compile: str = "auto"
     """auto (on a GPU), true, false, block (compile one block and reuse it: starts sooner, runs a little slower) or max
     (kernels chosen by timing them: starts minutes later)."""
+    cuda_graphs: bool = False
+    """Replay the network as CUDA graphs, for small models or batches, where the host is slower than the GPU. One
+    process, one micro-batch a step."""
     checkpoint_activations: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more time."""
     strategy: str = "ddp"

@@ -59,6 +59,8 @@ class Task(NamedTuple):
     count: int
     """Tokens of the rows: what the loss is divided by, summed over ranks."""
     terms: dict[str, Term]
+    read_M: Tensor | None = None
+    """Positions of which the denoiser's states are computed, where these are more than its term scores (`rounded`)."""
 
 
 class LossOutput(NamedTuple):
@@ -99,7 +101,23 @@ def only_rows(task: Task) -> Tensor | None:
     denoiser = [term for term in task.terms.values() if term.head == "denoiser"]
     if len(denoiser) != 1 or len(denoiser[0].rows_N) > MOST * task.tokens_BL.numel():
         return None
-    return denoiser[0].rows_N
+    return denoiser[0].rows_N if task.read_M is None else task.read_M
+
+
+ROUND = 16
+
+
+def rounded(task: Task) -> Task:
+    """The same task, which reads a round number of positions, a multiple of a 16th of all: those that are scored, and
+    then others. For whoever needs shapes that seldom change; the loss is the same."""
+    rows_N = only_rows(task)
+    if rows_N is None:
+        return task
+    positions = task.tokens_BL.numel()
+    unit = max(1, positions // ROUND)
+    more = -len(rows_N) % unit
+    other = torch.ones(positions, dtype=torch.bool, device=rows_N.device).index_fill_(0, rows_N, False)
+    return task._replace(read_M=torch.cat((rows_N, other.nonzero().squeeze(1)[:more])))
 
 
 @torch.no_grad()
@@ -108,8 +126,7 @@ def term_losses(model: LanguageModel, task: Task) -> Tensor:
     (term,) = task.terms.values()
     at_N = only_rows(task)
     hidden_ND = model(task.tokens_BL, task.sigma_B, at=at_N).denoiser_BLD.flatten(0, 1)
-    if at_N is None:
-        hidden_ND = hidden_ND.index_select(0, term.rows_N)
+    hidden_ND = hidden_ND.index_select(0, term.rows_N) if at_N is None else hidden_ND[: len(term.rows_N)]
     return linear_row_losses(
         hidden_ND,
         model.head.weight,
@@ -134,15 +151,14 @@ class Heads(Protocol):
 def score_terms(
     model: Heads, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, task: Task, picked: bool = False
 ) -> LossOutput:
-    """`picked`: the denoiser's states are already those of the rows its term scores."""
+    """`picked`: the denoiser's states are already those of the rows its term scores, and perhaps more behind them."""
     total = torch.zeros((), device=task.tokens_BL.device)
     terms = {}
     for name, term in task.terms.items():
         hidden_BLD, head = (denoiser_BLD, model.head) if term.head == "denoiser" else (anchor_BLD, model.anchor_head)
         assert hidden_BLD is not None and head is not None, f"{name} reads a head this model lacks"
-        hidden_ND = hidden_BLD.flatten(0, 1)
-        if not (picked and term.head == "denoiser"):
-            hidden_ND = hidden_ND.index_select(0, term.rows_N)
+        hidden_ND, there = hidden_BLD.flatten(0, 1), picked and term.head == "denoiser"
+        hidden_ND = hidden_ND[: len(term.rows_N)] if there else hidden_ND.index_select(0, term.rows_N)
         value = linear_cross_entropy(
             hidden_ND,
             head.weight,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adlm.data.loader import Batch, read_ahead
 from adlm.objectives import Objective, Rows, Task
+from adlm.objectives.base import rounded
 from adlm.schema import Config
 
 HOST = torch.device("cpu")
@@ -48,7 +49,8 @@ def draw_tasks(objective: Objective, batch: Batch, step: int, micro_batches: int
     for part in np.array_split(np.arange(len(batch.tokens)), micro_batches):
         mask = None if batch.attention_mask is None else batch.attention_mask[part]
         rows = rows_on(HOST, batch.tokens[part], mask, batch.examples[part] % total, total)
-        tasks.append(objective.draw(rows, step, progress))
+        task = objective.draw(rows, step, progress)
+        tasks.append(rounded(task) if cfg.train.cuda_graphs else task)
     return tasks
 
 
@@ -69,5 +71,5 @@ def on_device(task: Task, device: torch.device) -> Task:
         )
         for name, term in task.terms.items()
     }
-    sigma_B = None if task.sigma_B is None else put(task.sigma_B, device)
-    return task._replace(tokens_BL=put(task.tokens_BL, device), sigma_B=sigma_B, terms=terms)
+    sigma_B, read_M = (None if x is None else put(x, device) for x in (task.sigma_B, task.read_M))
+    return task._replace(tokens_BL=put(task.tokens_BL, device), sigma_B=sigma_B, read_M=read_M, terms=terms)

@@ -22,6 +22,7 @@ from adlm.errors import choose, require
 from adlm.models.attention import choose_attention
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
+from adlm.training.graphs import Replays
 
 STRATEGIES = ("ddp", "fsdp")
 COMPILE = ("auto", "true", "false", "block", "max")
@@ -129,10 +130,13 @@ class Step(nn.Module):
         self.model = model
         self.score = score
         self.compiled = False
+        self.replays: Replays | None = None
 
     def forward(self, task: Any) -> LossOutput:
         if self.compiled:
             expect_any_number(task)
+        if self.replays is not None and self.training and torch.is_grad_enabled():
+            return self.score(self.replays, task)
         return self.score(self.model, task)
 
 
@@ -155,6 +159,15 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
     step.compiled = world.compile in ("block", "model", "max")
+    if cfg.cuda_graphs:
+        rows = cfg.global_batch_size // world.size
+        require(world.device.type == "cuda", f"train.cuda_graphs=true needs a GPU, not train.device={world.device}")
+        require(world.size == 1, f"train.cuda_graphs=true is for one process, not {world.size}")
+        require(
+            cfg.batch_size in (0, rows),
+            f"train.cuda_graphs=true needs all rows of a step at once: train.batch_size={rows}, not {cfg.batch_size}",
+        )
+        step.replays = Replays(model)
     if world.compile == "block":
         for stack in stacks:
             for block in stack.blocks:
