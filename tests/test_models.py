@@ -100,7 +100,7 @@ def test_a_round_number_of_positions_is_read_each_once_and_those_that_are_scored
     rows_N = torch.randperm(256)[:scored].sort().values
     term = Term("denoiser", rows_N, torch.zeros(scored, dtype=torch.long), torch.ones(scored))
     read_M = only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": term})))
-    assert len(read_M) % 16 == 0 and scored <= len(read_M) < scored + 16
+    assert len(read_M) % 32 == 0 and scored <= len(read_M) < scored + 32
     assert torch.equal(read_M[:scored], rows_N) and len(set(read_M.tolist())) == len(read_M)
     whole = term._replace(rows_N=torch.arange(240))
     assert only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": whole}))) is None

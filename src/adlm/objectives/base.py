@@ -104,18 +104,14 @@ def only_rows(task: Task) -> Tensor | None:
     return denoiser[0].rows_N if task.read_M is None else task.read_M
 
 
-ROUND = 16
-
-
 def rounded(task: Task) -> Task:
-    """The same task, which reads a round number of positions, a multiple of a 16th of all: those that are scored, and
-    then others. For whoever needs shapes that seldom change; the loss is the same."""
+    """The same task, which reads a round number of positions, a multiple of an eighth of all: those that are scored,
+    and then others. For whoever needs shapes that seldom change; the loss is the same."""
     rows_N = only_rows(task)
     if rows_N is None:
         return task
     positions = task.tokens_BL.numel()
-    unit = max(1, positions // ROUND)
-    more = -len(rows_N) % unit
+    more = -len(rows_N) % max(1, positions // 8)
     other = torch.ones(positions, dtype=torch.bool, device=rows_N.device).index_fill_(0, rows_N, False)
     return task._replace(read_M=torch.cat((rows_N, other.nonzero().squeeze(1)[:more])))
 

@@ -2,10 +2,10 @@
 
 A graph is a recording of kernels with their addresses, so everything it reads and writes must have a fixed shape and
 place. Weights have. Batches are copied into the graph's own memory (kilobytes). Only the number of positions that the
-denoiser's head reads changes from step to step: `objectives.base.rounded` fills it up to a sixteenth of the batch, and
-there is one pair of graphs for each number met, three or four in practice. All of them share their memory: a backward
-pass follows its forward pass before the next one starts. So do gradients, which are the graph's, too, and have to be
-used before the next step: no accumulation over micro-batches. Losses and update stay outside.
+denoiser's head reads changes from step to step: `objectives.base.rounded` fills it up to an eighth of the batch, and
+there is a pair of graphs for each number met, two or three in practice. They share the memory of their activations: a
+backward pass follows its forward pass before the next one starts. Gradients are the graph's, too, and have to be used
+before the next step: no accumulation over micro-batches. Losses and update stay outside.
 """
 
 from typing import Any
