@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,13 +24,13 @@ from adlm.data.loader import Batch, read_ahead
 from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
-from adlm.schema import NoiseConfig, ObjectiveConfig, OptimConfig
+from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig
 from adlm.training import checkpoint, loop, optim, parallel
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
 from adlm.training.graphs import Replays
 from adlm.training.metrics import read_metrics
-from adlm.training.parallel import Step, parallelise, world
+from adlm.training.parallel import Step, World, parallelise, world
 from adlm.training.validation import padded_indices
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -309,6 +310,35 @@ def test_a_full_disk_does_not_stop_training_until_the_end(tmp_path, monkeypatch,
         loop.train(run_config(tmp_path, out=tmp_path / "other"))
 
 
+def test_a_checkpoint_is_completed_beside_training(tmp_path, monkeypatch, capsys):
+    """What was saved is what stood there when `save` returned, it appears when it is safe, and a failure is told."""
+    may_go_on, sealed = threading.Event(), checkpoint.seal
+
+    def slow_seal(folder: Path) -> None:
+        assert may_go_on.wait(60)
+        sealed(folder)
+
+    monkeypatch.setattr(checkpoint, "seal", slow_seal)
+    ranks = World(0, 1, torch.device("cpu"), "fp32", "none")
+    checkpoints, state = Checkpoints(tmp_path, CheckpointConfig(), ranks), {"model": {"x": torch.ones(1000)}}
+    checkpoints.save(state, {"step": 1}, wait=False)
+    assert checkpoints.steps() == []
+    state["model"]["x"].zero_()
+    may_go_on.set()
+    checkpoints.settle()
+    assert checkpoints.steps() == [1] and damage(checkpoints.path(1)) is None
+    checkpoints.load(1, state)
+    assert torch.equal(state["model"]["x"], torch.ones(1000))
+
+    monkeypatch.setattr(checkpoint, "seal", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left")))
+    checkpoints.save(state, {"step": 2}, wait=False)
+    checkpoints.writing.join()
+    monkeypatch.setattr(checkpoint, "seal", sealed)
+    checkpoints.save(state, {"step": 3})
+    assert "step 2 could not be written" in capsys.readouterr().err
+    assert checkpoints.steps() == [1, 3] and not list(checkpoints.folder.glob("partial-*"))
+
+
 def test_pruning_keeps_newest_best_and_milestones(tmp_path):
     cfg = run_config(tmp_path, checkpoint__every=2, checkpoint__milestone_every=4, checkpoint__keep=1)
     loop.train(cfg)
@@ -491,9 +521,6 @@ def test_dry_run_trains_nothing(tmp_path):
 
 
 def test_checkpoints_of_nothing(tmp_path):
-    from adlm.schema import CheckpointConfig
-    from adlm.training.parallel import World
-
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
     assert checkpoints.newest_sound() is None
     with pytest.raises(ValueError, match="holds no checkpoint yet"):

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -60,6 +61,8 @@ class Checkpoints:
             cfg.every > 0 and cfg.keep > 0, f"checkpoint.every={cfg.every} and checkpoint.keep={cfg.keep} must be > 0"
         )
         self.folder, self.cfg, self.world = run / "checkpoints", cfg, world
+        self.writing: threading.Thread | None = None
+        self.failure: OSError | None = None
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -70,8 +73,14 @@ class Checkpoints:
 
     # Writing
 
-    def save(self, state: State, info: dict[str, Any]) -> None:
-        """Write the checkpoint of info["step"]; all ranks call it. Raises OSError, leaving older ones as they were."""
+    def save(self, state: State, info: dict[str, Any], wait: bool = True) -> None:
+        """Write the checkpoint of info["step"]; all ranks call it. Raises OSError, leaving older ones as they were.
+
+        `wait=False` returns when everything is copied to the host's memory, and a thread does the rest, which takes
+        many times as long; what fails there is told at the next call. (Only where there is one process: a checkpoint of
+        several is complete when all say so.)
+        """
+        self.settle()
         final = self.path(info["step"])
         if final.is_dir():
             return
@@ -81,6 +90,15 @@ class Checkpoints:
             for stale in self.folder.glob("partial-*"):
                 shutil.rmtree(stale, ignore_errors=True)
         self.world.barrier()
+        if wait or dist.is_initialized():
+            self.write(state, partial, final, info)
+            self.world.barrier()
+            return
+        copy = {part: {name: x.to("cpu", copy=True) for name, x in xs.items()} for part, xs in state.items()}
+        self.writing = threading.Thread(target=self.write_beside, args=(copy, partial, final, info))
+        self.writing.start()
+
+    def write(self, state: State, partial: Path, final: Path, info: dict[str, Any]) -> None:
         try:
             with quiet():
                 dcp.save(state, checkpoint_id=partial)
@@ -95,7 +113,20 @@ class Checkpoints:
             raise OSError(
                 f"checkpoint of step {info['step']} could not be written to {self.folder}: {brief(error)}"
             ) from None
-        self.world.barrier()
+
+    def write_beside(self, *what: Any) -> None:
+        try:
+            self.write(*what)
+        except OSError as error:
+            self.failure = error
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is complete, or tell what became of it."""
+        if self.writing is not None:
+            self.writing.join()
+        if self.failure is not None:
+            note(f"warning: {self.failure}; training goes on")
+        self.writing = self.failure = None
 
     def prune(self, best_step: int | None) -> None:
         """Keep the newest `keep`, the best, and milestones."""

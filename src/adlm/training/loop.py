@@ -93,6 +93,8 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         if ranks.is_main:
             (run / "config.yaml").write_text(as_yaml(cfg))
             metrics.say(setup.show(facts) if found is None else f"resuming {run} at step {step}")
+            if step_module.compiled:
+                metrics.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
         batches = Batches(
             data.train,
             cfg.seed,
@@ -102,7 +104,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             step * cfg.train.global_batch_size,
         )
 
-        def save() -> None:
+        def save(wait: bool) -> None:
             info = {
                 "step": step,
                 "best": None if math.isinf(best) else best,
@@ -112,7 +114,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                 "tokenizer": data.tokenizer.fingerprint,
                 "config": asdict(cfg),
             }
-            checkpoints.save(tensors(step_module, update.optimizers, ema, guard), info)
+            checkpoints.save(tensors(step_module, update.optimizers, ema, guard), info, wait)
 
         def check_bound() -> float:
             nonlocal best, best_step
@@ -175,7 +177,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                 stopped, due = ranks.any(interruption.requested), ranks.any(due)
             if last or stopped or due or improved or step % cfg.checkpoint.every == 0:
                 try:
-                    save()
+                    save(wait=last or stopped)
                 except OSError as error:
                     if last or stopped:
                         raise
