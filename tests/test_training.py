@@ -25,11 +25,11 @@ from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig
-from adlm.training import checkpoint, loop, optim, parallel
+from adlm.training import checkpoint, loop, metrics, optim, parallel
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
 from adlm.training.graphs import Replays
-from adlm.training.metrics import read_metrics
+from adlm.training.metrics import Window, read_metrics
 from adlm.training.parallel import Step, World, parallelise, world
 from adlm.training.validation import padded_indices
 
@@ -469,6 +469,20 @@ def test_swapping_averages_in_and_out_restores_every_bit():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), shadow))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), raw))
     assert all(torch.equal(a, b) for a, b in zip(ema.shadow.values(), shadow))
+
+
+def test_speed_leaves_out_what_is_no_training(monkeypatch):
+    """Ten steps of 100 tokens, of which the last four came after a validation: 400 tokens in 4 s."""
+    now = iter([0.0, 96.0, 100.0, 100.0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
+    window = Window(None, World(0, 1, torch.device("cpu"), "fp32", "none"))
+    for i in range(10):
+        window.add({"nelbo": torch.tensor(100.0)})
+        window.end_step(torch.tensor(100.0))
+        if i == 5:
+            window.restart()
+    values = window.read(torch.tensor(1.0), 0.1, optim.Guard(0.0, torch.device("cpu")))
+    assert values["tokens_per_s"] == pytest.approx(100.0) and values["nelbo"] == pytest.approx(1.0)
 
 
 def test_every_rank_validates_the_same_number_of_batches():

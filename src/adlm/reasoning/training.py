@@ -203,7 +203,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
             at, of = schedule.within_stage(now.step) if reason.reset_optimizer else (now.step, schedule.steps)
             factor = learning_rate_factor(cfg.optim, at, of)
             norm = update(factor)
-            window.count += count
+            window.end_step(count)
             now.step += 1
             last = now.step == schedule.steps
 

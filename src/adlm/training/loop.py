@@ -144,7 +144,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                 window.add(output.terms)
             factor = learning_rate_factor(cfg.optim, step, cfg.train.steps)
             norm = update(factor)
-            window.count += count
+            window.end_step(count)
             step += 1
             last = step == cfg.train.steps
 

@@ -136,6 +136,9 @@ class Window:
         for name, value in terms.items():
             self.terms[name] = self.terms[name] + value
 
+    def end_step(self, count: Tensor | float) -> None:
+        self.count = self.count + count  # not in place: `restart` keeps what it was
+
     def read(self, norm: Tensor, learning_rate: float, guard: Guard) -> dict[str, float]:
         names = sorted(self.terms, key=lambda name: (name == "anchor", name))
         sums = self.ranks.sum(torch.stack([self.terms[name].float() for name in names]))
