@@ -25,12 +25,11 @@ from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig
-from adlm.training import checkpoint, loop, metrics, optim, parallel
+from adlm.training import checkpoint, loop, metrics, optim
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
-from adlm.training.graphs import Replays
 from adlm.training.metrics import Window, read_metrics
-from adlm.training.parallel import Step, World, parallelise, world
+from adlm.training.parallel import Step, World, world
 from adlm.training.validation import padded_indices
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -577,78 +576,6 @@ def test_compiled_steps_expect_any_number_of_scored_positions():
         scored.add(len(only_rows(task)))
         step(task).total.backward()
     assert len(scored) > 1 and counter.frame_count == 1
-
-
-def record_on_a_cpu(module, example, **options):
-    """What torch's recorder of CUDA graphs promises: inputs, outputs and gradients lie in the same place every time."""
-    weights = list(module.parameters())
-    kept: dict[str, list[torch.Tensor]] = {}
-
-    def place(name: str, values) -> list[torch.Tensor | None]:
-        memory = kept.setdefault(name, [None if x is None else torch.empty_like(x) for x in values])
-        for here, x in zip(memory, values):
-            if here is not None:
-                here.copy_(x)
-        return [None if x is None else x.detach() for x in memory]
-
-    class Replay(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            for here, x in zip(example, inputs):
-                here.copy_(x)
-            with torch.enable_grad():
-                ctx.states = module(*example)
-            return tuple(place("states", [x.detach() for x in ctx.states]))
-
-        @staticmethod
-        def backward(ctx, *gradients):
-            found = torch.autograd.grad(ctx.states, weights, gradients, allow_unused=True)
-            return *[None] * len(example), *place("gradients", found)
-
-    return lambda *inputs: Replay.apply(*inputs, *weights)
-
-
-def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
-    """On a CPU, with the recorder's promises; tests/test_gpu.py has the real one."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record_on_a_cpu)
-    cfg = run_config(tmp_path, algo="adlm", train__steps=12, train__cuda_graphs=True, optim__lr=1e-2, optim__warmup=0)
-    weights, read = [], set()
-    for replayed in (False, True):
-        torch.manual_seed(0)
-        model = tiny_model(dropout=0.0).train()
-        step = Step(model)
-        step.replays = Replays(model) if replayed else None
-        objective = make_objective(cfg.objective, cfg.noise, model.mask_id, 1)
-        update = optim.Updater(cfg.optim, step)
-        for i in range(12):
-            batch = Batch(random_tokens(8, 12, 10, seed=i).numpy(), None, np.arange(8))
-            (task,) = draw_tasks(objective, batch, i, 1, cfg)
-            read.add(None if only_rows(task) is None else len(only_rows(task)))
-            (step(task).total / task.count).backward()
-            update()
-        weights.append([p.detach().clone() for p in model.parameters()])
-        if step.replays is not None:
-            assert len(step.replays.recorded) == len(read) > 1, "one recording for each number of positions"
-            with torch.no_grad():
-                step(task)
-            assert len(step.replays.recorded) == len(read), "a validation is not a training pass"
-    for a, b in zip(*weights):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [({}, "needs a GPU"), ({"train__batch_size": 4, "train__global_batch_size": 8}, "all rows of a step at once")],
-)
-def test_what_cannot_be_replayed_is_refused(tmp_path, monkeypatch, settings, complaint):
-    cfg = run_config(tmp_path, train__cuda_graphs=True, **settings)
-    with world(cfg.train) as ranks:
-        if settings:
-            ranks.device = torch.device("cuda")
-            monkeypatch.setattr(parallel, "choose_attention", lambda *arguments: None)
-        with pytest.raises(ValueError, match=complaint):
-            parallelise(Step(tiny_model()), cfg.train, ranks)
 
 
 def test_compiled_gradients_are_those_of_eager_under_autocast(monkeypatch):

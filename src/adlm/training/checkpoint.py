@@ -109,9 +109,11 @@ class Checkpoints:
                 sync_folder(self.folder)
                 self.prune(info.get("best_step"))
         except (OSError, dcp.CheckpointException) as error:
+            free = shutil.disk_usage(self.folder).free  # torch's own words for a full disk may not mention it
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(
-                f"checkpoint of step {info['step']} could not be written to {self.folder}: {brief(error)}"
+                f"checkpoint of step {info['step']} could not be written to {self.folder}"
+                f" ({free / 2**20:,.0f} MiB free): {brief(error)}"
             ) from None
 
     def write_beside(self, *what: Any) -> None:
