@@ -90,6 +90,34 @@ def plot_quick() -> None:
     save(figure, "quick.png")
 
 
+def plot_time() -> None:
+    """Held-out bound over seconds, compilation and validations included, and when the release reaches its own."""
+    runs = {
+        ("time-to-bound", "model=small"): ("243M parameters, recipe quick, 6.5M tokens", OURS, "-"),
+        ("time-to-bound", "model=tiny"): ("115M parameters, the same", OURS, ":"),
+        ("ten-minutes", "model=tiny"): ("115M parameters, 344M tokens", "#e08e45", "-"),
+    }
+    figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    for (folder, name), (label, color, dashes) in runs.items():
+        events = [e for e in events_of(folder) if e["run"] == name and e["kind"] == "valid" and e["step"]]
+        axis.plot(
+            [e["seconds"] for e in events],
+            [e["nll"] for e in events],
+            dashes,
+            color=color,
+            marker="o",
+            markersize=3,
+            label=label,
+        )
+    axis.scatter([1070], [6.726], marker="*", s=120, color="black", label="public release: 36M tokens at its speed")
+    axis.axhline(6.726, color="black", linestyle=":", linewidth=0.8)
+    axis.set(xscale="log", xlabel="seconds from before the first step, one H200", ylabel="held-out bound, nats a token")
+    axis.set_xticks([20, 50, 100, 200, 500, 1000], ["20", "50", "100", "200", "500", "1000"])
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    save(figure, "time.png")
+
+
 def plot_reasoning() -> None:
     """Accuracy on the published test files with intervals, the paper's beside it, and training losses."""
     results = json.loads((RESULTS / "reasoning" / "results.json").read_text())
@@ -130,4 +158,5 @@ if __name__ == "__main__":
     plot_box()
     plot_evidence()
     plot_quick()
+    plot_time()
     plot_reasoning()

@@ -1,12 +1,17 @@
 """Small complete training runs for tests: a jsonl file, bytes as tokens, a tiny model, everything in one folder."""
 
 import json
+import os
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from adlm import config
 from adlm.schema import Config
 
+ON_A_CPU = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 WORDS = ("the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "on", "under", "mat", "tree", "red", "old", "slept")
 
 
@@ -52,3 +57,28 @@ def overrides(folder: Path, **changes: object) -> list[str]:
 
 def run_config(folder: Path, **changes: object) -> Config:
     return config.load(overrides(folder, **changes), world_size=1)
+
+
+def start(folder: Path, *more: str, environment: dict[str, str] = ON_A_CPU) -> subprocess.Popen:
+    """The run as a process, the first of a group of its own."""
+    command = [sys.executable, "-m", "adlm", "train", *overrides(folder), *more]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(e["kind"] == "train" and e["step"] >= step for e in read_lines(run)):
+            return
+        time.sleep(0.02)
+
+
+def read_lines(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

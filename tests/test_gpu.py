@@ -1,11 +1,14 @@
 """On a CUDA device: the same bits as the CPU where bits are promised, the same numbers elsewhere, no host syncs."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from dense import dense_anelbo
 from draw_cases import check_draws
+from runs import start, wait_for_step
 from tiny import HARD, MODERN, random_tokens, tiny_model
 
 from adlm import config
@@ -184,3 +187,16 @@ def test_replayed_steps_train_as_launched_ones(compile, recipe):
     launched, replayed = curves
     torch.testing.assert_close(replayed, launched, rtol=5e-3, atol=0)
     assert launched[-4:].mean() < launched[:4].mean() - 0.2, "it learned, so that stale inputs or gradients would show"
+
+
+@pytest.mark.parametrize("graphs", ["false", "true"])
+def test_a_compiled_run_that_is_told_to_stop_saves(tmp_path, graphs):
+    """As a cluster tells it: the signal goes to the whole group, the compiler's workers included."""
+    long = ["train.steps=1000000", "train.valid_every=0", "checkpoint.every=1000000", "train.log_every=10"]
+    more = ["train.compile=block", f"train.cuda_graphs={graphs}"]
+    process = start(tmp_path, *long, *more, environment=dict(os.environ))
+    wait_for_step(tmp_path / "run", 20, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and "stopped by a signal" in errors, errors
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))

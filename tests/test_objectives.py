@@ -291,6 +291,42 @@ def test_anchor_rules():
     assert not found.any()
     found, _ = anchor_positions(ObjectiveConfig(anchor_rule="loss"), rows)
     assert found.all(), "which of them are hard is not known before the network has run"
+    found, masked = anchor_positions(ObjectiveConfig(anchor_rule="all", anchor_positions="masked"), rows)
+    assert torch.equal(found, masked) and found.any()
+
+
+@pytest.mark.parametrize("name", ["anelbo", "autoregressive"])
+def test_a_share_of_the_anchors_stands_for_all_of_them(name):
+    """With weights divided by the share, each anchor's weight is right on average over steps."""
+    share, steps, x0 = 0.25, 600, random_tokens(4, 12, 10)
+    cfg = ObjectiveConfig(name=name, gamma=1.0, gamma_warmup=0.0, tau=2, anchor_positions="all")
+    whole = make_objective(cfg, NoiseConfig(), 10, seed=1)
+    part = make_objective(replace(cfg, anchor_share=share), NoiseConfig(), 10, seed=1)
+    scored = torch.zeros(4 * 12)
+    for step in range(steps):
+        all_of_them, some = (o.draw(rows_of(x0), step, 1.0) for o in (whole, part))
+        assert torch.equal(all_of_them.tokens_BL, some.tokens_BL), "the noise does not depend on the share"
+        anchors, chosen = all_of_them.terms["anchor"], some.terms["anchor"]
+        place = torch.isin(anchors.rows_N, chosen.rows_N)
+        assert place.sum() == len(chosen.rows_N)
+        torch.testing.assert_close(chosen.weights_N, anchors.weights_N[place] / share, rtol=1e-6, atol=0)
+        assert torch.equal(chosen.targets_N, anchors.targets_N[place])
+        scored[chosen.rows_N] += 1
+    anchors_N = torch.zeros(4 * 12, dtype=torch.bool).index_fill_(0, anchors.rows_N, True)
+    assert not scored[~anchors_N].any() and anchors_N.sum() > 10
+    off = (scored[anchors_N] / steps - share) / math.sqrt(share * (1 - share) / steps)
+    assert off.abs().max() < 4 and 0.5 < off.std() < 1.6, "each by a coin of its own"
+
+
+def test_the_anchors_drawn_belong_to_the_example():
+    x0 = random_tokens(8, 12, 10)
+    cfg = ObjectiveConfig(gamma=1.0, gamma_warmup=0.0, anchor_rule="all", anchor_share=0.5)
+    objective = make_objective(cfg, NoiseConfig(), 10, seed=1)
+    whole = objective.draw(Rows(x0, torch.arange(8), 8), 3, 1.0).terms["anchor"]
+    half = objective.draw(Rows(x0[4:], torch.arange(4, 8), 8), 3, 1.0).terms["anchor"]
+    late = whole.rows_N >= 4 * 12
+    assert torch.equal(whole.rows_N[late] - 4 * 12, half.rows_N) and 10 < len(half.rows_N) < 38
+    assert torch.equal(whole.weights_N[late], half.weights_N)
 
 
 # Noise
@@ -391,6 +427,8 @@ def test_a2r_scores_hard_targets():
         (ObjectiveConfig(anchor_rule="loss", hard=0.0), "objective.hard=0.0 must be above 0"),
         (ObjectiveConfig(anchor_rule="loss", hard=math.nan), "objective.hard=nan must be above 0"),
         (ObjectiveConfig(anchor_positions="some"), "objective.anchor_positions='some'"),
+        (ObjectiveConfig(anchor_share=0.0), "objective.anchor_share=0.0 is a share of anchors, in (0, 1]"),
+        (ObjectiveConfig(name="autoregressive", anchor_share=2.0), "objective.anchor_share=2.0 is a share"),
         (ObjectiveConfig(gamma=-1.0), "objective.gamma=-1.0"),
         (ObjectiveConfig(gamma_warmup=2.0), "share of the run"),
         (ObjectiveConfig(gamma_end=-0.5), "objective.gamma_end=-0.5 must be at least 0, or -1"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-from runs import overrides, run_config
+from runs import ON_A_CPU, read_lines, run_config, start, wait_for_step
 from safetensors.torch import load_file
 from tiny import random_tokens, tiny_model
 from torch import nn
@@ -31,8 +31,6 @@ from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
 from adlm.training.metrics import Window, read_metrics
 from adlm.training.parallel import Step, World, world
 from adlm.training.validation import padded_indices
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def losses(run: Path) -> list[tuple]:
@@ -139,30 +137,6 @@ def test_accumulation_and_micro_batches_change_only_rounding(tmp_path, uninterru
     ours, whole = losses(tmp_path / "run"), losses(uninterrupted / "run")
     assert [e[:2] for e in ours] == [e[:2] for e in whole]
     np.testing.assert_allclose([e[2] for e in ours], [e[2] for e in whole], rtol=1e-5)
-
-
-def start(folder: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "adlm", "train", *overrides(folder), *more]
-    return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if any(e["kind"] == "train" and e["step"] >= step for e in read_lines(run)):
-            return
-        time.sleep(0.02)
-
-
-def read_lines(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 LONG = ("train.steps=60", "train.valid_every=20", "checkpoint.every=5")
@@ -450,7 +424,7 @@ def test_stacked_muon_equals_torch_muon_one_matrix_at_a_time():
 def test_the_kernel_equals_the_plain_update(tmp_path):
     """Interpreted on the CPU; tests/test_gpu.py runs it for real."""
     pytest.importorskip("triton", reason="triton comes with torch's CUDA builds")
-    environment = ENVIRONMENT | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path, "tests"])}
+    environment = ON_A_CPU | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path, "tests"])}
     script = f"from update_cases import check_interpreted; check_interpreted({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

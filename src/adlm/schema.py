@@ -85,7 +85,8 @@ class ObjectiveConfig:
     gamma_end: float = -1.0
     """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
     anchor_rule: str = "count"
-    """Which tokens are anchors: count (at most tau times in its row), rarity (corpus frequency), loss (hard), none."""
+    """Which tokens are anchors: count (at most tau times in its row), rarity (corpus frequency), all, loss (hard),
+    none."""
     tau: int = 5
     """count rule: a token is an anchor if it occurs at most tau times in its own row."""
     rarity: float = 1e-4
@@ -94,6 +95,9 @@ class ObjectiveConfig:
     """loss rule: a token is an anchor if the anchor network's cross-entropy there is at least this many nats."""
     anchor_positions: str = "all"
     """all: every anchor carries the anchor loss (the release); masked: only masked ones."""
+    anchor_share: float = 1.0
+    """Share of the anchors, drawn anew at every step, that carries the anchor loss for all of them: 0.25 makes it cost
+    a quarter, and right on average."""
     T: int = 0
     """Number of discrete time steps of the bound; 0 is continuous time."""
     time_density_a: float = 1.0

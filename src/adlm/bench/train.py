@@ -83,7 +83,7 @@ def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor) -> 
         "ms": 1e3 * seconds,
         "mean_ms": 1e3 * statistics.mean(laps),
         "tokens_per_s": batch * L / seconds,
-        "peak_gib": peak_memory_gib(device),
+        "peak_gib": peak_memory_gib(device, cfg.train.cuda_graphs and which == "ours"),
         "losses": [round(x.item(), 4) for x in losses],
     }
     peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None

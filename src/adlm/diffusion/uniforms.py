@@ -25,6 +25,7 @@ class Stream(enum.IntEnum):
     TOKEN = 5  # Gumbel noise of a drawn token
     ORDER = 6  # orders and permutations
     SPLIT = 7  # anything the caller separates further by counters of its own
+    ANCHOR = 8  # which anchors are scored, where not all are
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: splitmix64's increment

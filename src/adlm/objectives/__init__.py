@@ -32,7 +32,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "anelbo": Anelbo,
     "score-entropy": lambda cfg, schedule, mask_id, seed, share_V: ScoreEntropy(cfg, schedule, mask_id, seed),
     "d3pm": lambda cfg, schedule, mask_id, seed, share_V: D3pm(cfg, schedule, mask_id, seed),
-    "autoregressive": lambda cfg, schedule, mask_id, seed, share_V: Autoregressive(cfg, mask_id, share_V),
+    "autoregressive": lambda cfg, schedule, mask_id, seed, share_V: Autoregressive(cfg, mask_id, seed, share_V),
 }
 # Those whose head is the probability of the token at a mask (SUBS); the others have bounds of their own.
 SUBS_OBJECTIVES = ("nelbo", "anelbo")

@@ -1,8 +1,11 @@
 """Who is an anchor: the operator A(x) of the paper as a table of vectorised rules.
 
 A rule maps clean rows to a boolean [B, L]. The paper's rule counts inside the row, so the same word is an anchor in one
-row and not in another; `rarity` uses the share of a token in the whole training corpus instead. `loss` asks the anchor
-network, which only the loss can: as a rule it lets every position through, and `anchor_floor` decides there.
+row and not in another; `rarity` uses the share of a token in the whole training corpus instead. `all` makes no choice:
+whatever is to be predicted is predicted early. `loss` asks the anchor network, which only the loss can: as a rule it
+lets every position through, and `anchor_floor` decides there.
+
+Of the anchors that a rule finds, `anchor_share` may be scored for all of them (`draw_share`).
 """
 
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from adlm.diffusion.uniforms import Stream, uniforms32
 from adlm.errors import choose, require
 from adlm.objectives.base import Rows
 from adlm.schema import ObjectiveConfig
@@ -42,6 +46,10 @@ def rarity_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     return lambda rows: rare_V.to(rows.tokens_BL.device)[rows.tokens_BL]
 
 
+def all_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
+    return lambda rows: torch.ones_like(rows.tokens_BL, dtype=torch.bool)
+
+
 def loss_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     """Any token may be one that the anchor network finds hard (`anchor_floor`)."""
     require(cfg.hard > 0, f"objective.hard={cfg.hard} must be above 0 nats for objective.anchor_rule=loss")
@@ -66,6 +74,7 @@ def no_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
 ANCHOR_RULES: dict[str, Callable[[ObjectiveConfig, Tensor | None], AnchorRule]] = {
     "count": count_rule,
     "rarity": rarity_rule,
+    "all": all_rule,
     "loss": loss_rule,
     "given": given_rule,
     "none": no_rule,
@@ -75,6 +84,18 @@ ANCHOR_RULES: dict[str, Callable[[ObjectiveConfig, Tensor | None], AnchorRule]] 
 def make_anchor_rule(cfg: ObjectiveConfig, share_V: Tensor | None = None) -> AnchorRule:
     """`share_V`: share of each token in the training corpus, for the rarity rule."""
     return ANCHOR_RULES[choose("objective.anchor_rule", cfg.anchor_rule, ANCHOR_RULES)](cfg, share_V)
+
+
+def draw_share(cfg: ObjectiveConfig, anchors_BL: Tensor, example_B: Tensor, seed: int, step: int) -> Tensor:
+    """Those of the anchors that are scored at this step, each with probability `anchor_share`.
+
+    `anchor_term` divides their weights by it: a sum over a random quarter, times four, is the sum on average, and the
+    head, most of what anchors cost in training, reads a quarter of the rows.
+    """
+    if cfg.anchor_share == 1:
+        return anchors_BL
+    position_L = torch.arange(anchors_BL.shape[1], device=anchors_BL.device)
+    return anchors_BL & (uniforms32(seed, Stream.ANCHOR, step, example_B[:, None], position_L) < cfg.anchor_share)
 
 
 def anchor_floor(cfg: ObjectiveConfig) -> float:

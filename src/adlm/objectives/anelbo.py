@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule
 from adlm.errors import choose, require
-from adlm.objectives.anchors import anchor_floor, make_anchor_rule
+from adlm.objectives.anchors import anchor_floor, draw_share, make_anchor_rule
 from adlm.objectives.base import Rows, Task, Term, count_tokens
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import ModelConfig, ObjectiveConfig
@@ -34,7 +34,7 @@ def anchor_term(cfg: ObjectiveConfig, gamma: float, rows_N: Tensor, targets_N: T
     anchor_rule=loss it fades as the network learns; a mean over the hard tokens would keep their pull constant
     however few are left, and their number would have to be known before the loss is.
     """
-    return Term("anchor", rows_N, targets_N, weights_N, scale=gamma, floor=anchor_floor(cfg))
+    return Term("anchor", rows_N, targets_N, weights_N / cfg.anchor_share, scale=gamma, floor=anchor_floor(cfg))
 
 
 class Anelbo(Nelbo):
@@ -57,6 +57,7 @@ class Anelbo(Nelbo):
             anchors_BL = self.anchors(rows)
             if self.cfg.anchor_positions == "masked":
                 anchors_BL = anchors_BL & noised.masked_BL
+            anchors_BL = draw_share(self.cfg, anchors_BL, rows.example_B, self.seed, step)
             terms["anchor"] = anchor_term(self.cfg, gamma, *noised.where(anchors_BL))
         return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), terms)
 
@@ -64,6 +65,7 @@ class Anelbo(Nelbo):
 def check_anchor_options(cfg: ObjectiveConfig) -> None:
     choose("objective.anchor_positions", cfg.anchor_positions, ANCHOR_POSITIONS)
     require(cfg.gamma >= 0, f"objective.gamma={cfg.gamma} must not be negative")
+    require(0 < cfg.anchor_share <= 1, f"objective.anchor_share={cfg.anchor_share} is a share of anchors, in (0, 1]")
     require(0 <= cfg.gamma_warmup <= 1, f"objective.gamma_warmup={cfg.gamma_warmup} is a share of the run, in [0, 1]")
     require(
         cfg.gamma_end == -1 or cfg.gamma_end >= 0,

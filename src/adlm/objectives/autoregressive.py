@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from adlm.errors import require
-from adlm.objectives.anchors import make_anchor_rule
+from adlm.objectives.anchors import draw_share, make_anchor_rule
 from adlm.objectives.anelbo import anchor_term, check_anchor_options, gamma_at
 from adlm.objectives.base import Rows, Task, Term, select
 from adlm.schema import ModelConfig, ObjectiveConfig
 
 
 class Autoregressive:
-    def __init__(self, cfg: ObjectiveConfig, mask_id: int, share_V: Tensor | None = None):
+    def __init__(self, cfg: ObjectiveConfig, mask_id: int, seed: int, share_V: Tensor | None = None):
         check_anchor_options(cfg)
-        self.cfg, self.mask_id = cfg, mask_id
+        self.cfg, self.mask_id, self.seed = cfg, mask_id, seed
         self.anchors = make_anchor_rule(cfg, share_V)
 
     def check(self, model: ModelConfig) -> None:
@@ -35,6 +35,7 @@ class Autoregressive:
         if gamma <= 0:
             return task
         anchors_BL = self.anchors(rows)[:, 1:] & valid(rows)
+        anchors_BL = draw_share(self.cfg, anchors_BL, rows.example_B, self.seed, step)
         anchor = anchor_term(self.cfg, gamma, *next_tokens(rows, anchors_BL))
         return task._replace(terms=task.terms | {"anchor": anchor})
 

@@ -73,7 +73,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         update = Updater(cfg.optim, step_module, ema, guard)
 
         flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
-        window = Window(flops.training_per_token, ranks)
+        window = Window(flops.training_per_token, ranks, cfg.train.cuda_graphs)
 
         checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
         step, best, best_step = 0, math.inf, None

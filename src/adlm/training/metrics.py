@@ -99,8 +99,8 @@ class Metrics:
 class Window:
     """Sums since the last log line: on the device until they are read."""
 
-    def __init__(self, flops_per_token: float | None, ranks: World):
-        self.ranks = ranks
+    def __init__(self, flops_per_token: float | None, ranks: World, graphs: bool = False):
+        self.ranks, self.graphs = ranks, graphs
         name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
         peak = peak_flops(name)
         self.flops_share = None if peak is None or flops_per_token is None else flops_per_token / (peak * ranks.size)
@@ -150,7 +150,7 @@ class Window:
         values["tokens_per_s"] = tokens / max(seconds, 1e-9)
         if self.flops_share is not None:
             values["mfu"] = values["tokens_per_s"] * self.flops_share
-        values["memory_gib"] = peak_memory_gib(self.ranks.device)
+        values["memory_gib"] = peak_memory_gib(self.ranks.device, self.graphs)
         if skipped := int(guard.skipped.item()):
             values["skipped"] = skipped
         self.clear()
@@ -184,10 +184,12 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has used: on the device, or resident on a CPU."""
+def peak_memory_gib(device: torch.device, graphs: bool = False) -> float:
+    """Most memory this process has used: on the device, or resident on a CPU. `graphs`: CUDA graphs hold some of it,
+    which torch counts as reserved and not as allocated."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        used = torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated
+        return used(device) / 2**30
     import resource
 
     scale = 1 if sys.platform == "darwin" else 1024
