@@ -42,8 +42,9 @@ def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
     return result | {"losses": result["losses"][:3]}
 
 
-def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor) -> dict[str, Any]:
-    """`data`: batches of rows, taken in turn."""
+def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor, warmup: int = 0) -> dict[str, Any]:
+    """`data`: batches of rows, taken in turn. `warmup`: steps over which the learning rate rises, for who looks at the
+    losses."""
     torch.manual_seed(cfg.seed)
     device, V, L = ranks.device, cfg.bench.vocab_size, cfg.model.length
     cfg.train.global_batch_size = cfg.train.batch_size = batch
@@ -58,22 +59,22 @@ def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor) -> 
     # the end of a run: gamma is no longer rising
     tasks = drawn(objective, itertools.cycle(host), cfg.train.steps, 1, cfg, device)
 
-    def step() -> Tensor:
+    def step(i: int) -> Tensor:
         task = on_device(next(tasks)[1][0], device)
         with ranks.autocast():
             total = step_module(task).total if which == "ours" else dense_loss(model, task)
         (total / task.count).backward()
-        update()
+        update(min(1.0, (i + 1) / (warmup + 1)))
         return total.detach() / task.count
 
     steps = cfg.bench.steps if which == "ours" else cfg.bench.dense_steps
-    losses = [step() for _ in range(cfg.bench.warmup)]
+    losses = [step(i) for i in range(cfg.bench.warmup)]
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     clock = Clock(device)
     for _ in range(steps):
-        losses.append(step())
+        losses.append(step(len(losses)))
         clock.lap()
     laps = clock.laps()
     seconds = statistics.median(laps)
