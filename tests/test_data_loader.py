@@ -93,21 +93,32 @@ def test_batches_are_the_order(blocks):
     assert batches.consumed == 300, "what was handed out, not what was read ahead"
 
 
+def growing(first):
+    return 12 if first < 60 else 24
+
+
+@pytest.mark.parametrize("size", [12, growing])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_any_number_of_ranks_sees_the_same_global_batches(blocks, world):
-    alone = take(Batches(blocks, 5, 12), 10)
-    ranks = [take(Batches(blocks, 5, 12, rank, world), 10) for rank in range(world)]
+def test_any_number_of_ranks_sees_the_same_global_batches(blocks, world, size):
+    alone = take(Batches(blocks, 5, size), 10)
+    ranks = [take(Batches(blocks, 5, size, rank, world), 10) for rank in range(world)]
+    assert [len(batch.tokens) for batch in alone] == 5 * [12] + 5 * [12 if size == 12 else 24]
     for g, batch in enumerate(alone):
         assert np.array_equal(np.concatenate([r[g].tokens for r in ranks]), batch.tokens)
         assert np.array_equal(np.concatenate([r[g].examples for r in ranks]), batch.examples)
 
 
-def test_resume_needs_one_number(blocks):
-    straight = take(Batches(blocks, 5, 4), 60)
-    first = Batches(blocks, 5, 4)
-    head = take(first, 25)
-    tail = take(Batches(blocks, 5, 4, consumed=first.consumed), 35)
-    for a, b in zip(straight, head + tail):
+@pytest.mark.parametrize("size", [4, growing])
+@pytest.mark.parametrize("stop", [3, 5, 25])
+def test_resume_needs_one_number(blocks, size, stop):
+    straight = take(Batches(blocks, 5, size), 60)
+    first = Batches(blocks, 5, size)
+    head = take(first, stop)
+    tail = take(Batches(blocks, 5, size, consumed=first.consumed), 60 - stop)
+    assert np.array_equal(
+        np.concatenate([b.examples for b in straight]), np.arange(sum(len(b.tokens) for b in straight))
+    )
+    for a, b in zip(straight, head + tail, strict=True):
         assert np.array_equal(a.tokens, b.tokens)
         assert np.array_equal(a.examples, b.examples)
 

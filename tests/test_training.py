@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import ON_A_CPU, read_lines, run_config, start, wait_for_step
 from safetensors.torch import load_file
 from tiny import random_tokens, tiny_model
@@ -24,12 +26,13 @@ from adlm.data.loader import Batch, read_ahead
 from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
-from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig
+from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training import checkpoint, loop, metrics, optim
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
 from adlm.training.metrics import Window, read_metrics
 from adlm.training.parallel import Step, World, world
+from adlm.training.sizes import rows_at, rows_before
 from adlm.training.validation import padded_indices
 
 
@@ -92,6 +95,8 @@ MOVING = {
         (11, {}),
         (7, {"model__dropout": 0.2, "train__batch_size": 4}),
         (7, {"optim": "muon"}),
+        (5, {"train__batch_parts": 2, "objective__anchor_rule": "all", "objective__anchor_share": 0.5}),
+        (9, {"train__batch_parts": 2, "train__batch_size": 4}),
         (7, {"recipe": "fast", "model__value_residual": True, "model__skips": True}),
         (5, {"train__log_every": 5, "checkpoint__every": 3}),
         (7, MOVING),
@@ -102,6 +107,8 @@ MOVING = {
         "end",
         "dropout",
         "muon",
+        "small batches, a share of the anchors",
+        "micro-batches of small batches",
         "shortcuts",
         "between two log lines",
         "moving gamma",
@@ -158,6 +165,22 @@ def test_rows_in_pieces(tmp_path, monkeypatch):
     assert read == 4 * [((16, 8), 32)] + 4 * [((4, 32), 8)]  # two micro-batches a step
     with pytest.raises(ValueError, match=r"train\.row_pieces=5 must divide model\.length=32"):
         loop.train(run_config(tmp_path, **settings, train__row_pieces=5, out=tmp_path / "other"))
+    read.clear()
+    parts = {"train__batch_parts": 4, "train__batch_parts_share": 0.5, "train__row_pieces": 2}
+    assert loop.train(run_config(tmp_path, **settings, **parts, out=tmp_path / "parts")).finished
+    assert read == 2 * [((4, 16), 4)] + 4 * [((4, 32), 8)]  # a quarter of a batch is one micro-batch
+    with pytest.raises(ValueError, match=r"train\.batch_parts=3 must divide the 8 rows"):
+        loop.train(run_config(tmp_path, **settings, train__batch_parts=3, out=tmp_path / "other"))
+
+
+@given(st.integers(1, 6), st.floats(0, 1), st.integers(1, 40), st.integers(1, 5))
+def test_rows_before_a_step_are_those_of_all_steps_before_it(parts, share, steps, rows):
+    cfg = TrainConfig(steps=steps, global_batch_size=parts * rows, batch_parts=parts, batch_parts_share=share)
+    sizes = [rows_at(cfg, step) for step in range(steps)]
+    assert [rows_before(cfg, step) for step in range(steps + 1)] == [sum(sizes[:step]) for step in range(steps + 1)]
+    small = sum(size == rows for size in sizes) if parts > 1 else steps
+    assert small == steps or sizes == small * [rows] + (steps - small) * [parts * rows]
+    assert parts == 1 or abs(small - share * steps) < 1
 
 
 def test_tasks_are_the_same_drawn_ahead(tmp_path):

@@ -184,6 +184,11 @@ class TrainConfig:
     step, and neighbours are learned first."""
     row_pieces_share: float = 0.5
     """Share of the run with rows in pieces."""
+    batch_parts: int = 1
+    """Parts of a batch of which the first steps take one each: smaller batches, and so more steps, for as many
+    tokens."""
+    batch_parts_share: float = 0.5
+    """Share of the steps with such batches."""
     valid_every: int = 10_000
     """Steps between validations (0: only at the end)."""
     valid_rows: int = 1024

@@ -76,6 +76,7 @@ RANGES = {
     "optim.warmup": _NOT_NEGATIVE, "optim.final": _SHARE, "optim.ema": _BELOW_ONE,
     "train.steps": _COUNT, "train.global_batch_size": _COUNT, "train.batch_size": _NOT_NEGATIVE,
     "train.row_pieces": _COUNT, "train.row_pieces_share": _SHARE,
+    "train.batch_parts": _COUNT, "train.batch_parts_share": _SHARE,
     "train.valid_every": _NOT_NEGATIVE, "train.valid_rows": _NOT_NEGATIVE, "train.valid_batch_size": _NOT_NEGATIVE,
     "train.log_every": _COUNT, "train.sample_every": _NOT_NEGATIVE, "train.max_bad_steps": _COUNT,
     "train.spike_factor": _NOT_NEGATIVE, "train.num_threads": _NOT_NEGATIVE,

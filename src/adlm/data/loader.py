@@ -1,13 +1,12 @@
 """Which row comes when: a pure function of (seed, example number), so that the state of a loader is one integer.
 
-Example e of a run is row `order[e]`; global batch g is the examples [g*G, (g+1)*G), and each rank takes a contiguous
+Example e of a run is row `order[e]`; a global batch of G rows is the next G examples, and each rank takes a contiguous
 part of it. Resuming, or changing the number of ranks, therefore needs only the number of examples consumed.
 """
 
-import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -82,30 +81,37 @@ class Batches:
         self,
         blocks: Blocks,
         seed: int,
-        global_batch_size: int,
+        global_batch_size: int | Callable[[int], int],
         rank: int = 0,
         world: int = 1,
         consumed: int = 0,
         shuffle: bool = True,
         prefetch: int = 2,
     ) -> None:
-        require(global_batch_size > 0, f"train.global_batch_size={global_batch_size} must be positive")
-        require(
-            global_batch_size % world == 0,
-            f"train.global_batch_size={global_batch_size} cannot be shared evenly by {world} processes",
-        )
+        """`global_batch_size`: a number, or that of the batch that begins with the given example."""
         require(0 <= rank < world, f"rank {rank} is not one of {world} processes")
-        self.blocks, self.seed, self.size = blocks, seed, global_batch_size
+        self.blocks, self.seed, self.rank, self.world = blocks, seed, rank, world
+        self.size = global_batch_size if callable(global_batch_size) else lambda first: global_batch_size
         self.order = RowOrder(len(blocks), seed, shuffle)
-        self.share = global_batch_size // world
-        self.offset = rank * self.share
+        self.share_from(consumed)  # say now what is wrong, and not from a thread
         self.consumed = consumed
         """Examples of all ranks handed out so far."""
         self.prefetch = prefetch
 
+    def share_from(self, first: int) -> int:
+        """Rows of each rank in the global batch that begins with example `first`."""
+        size = self.size(first)
+        require(size > 0, f"train.global_batch_size={size} must be positive")
+        require(
+            size % self.world == 0,
+            f"train.global_batch_size={size} cannot be shared evenly by {self.world} processes",
+        )
+        return size // self.world
+
     def read(self, first: int) -> Batch:
         """This rank's part of the global batch that begins with example `first`."""
-        examples = np.arange(first + self.offset, first + self.offset + self.share, dtype=np.int64)
+        share = self.share_from(first)
+        examples = np.arange(share, dtype=np.int64) + first + self.rank * share
         indices = self.order[examples]
         tokens, masks = self.blocks.rows(indices), self.blocks.attention_masks(indices)
         if self.blocks.crop:
@@ -122,10 +128,15 @@ class Batches:
         return windows
 
     def __iter__(self) -> Iterator[Batch]:
-        starts = itertools.count(self.consumed, self.size)
-        for batch in read_ahead(map(self.read, starts), self.prefetch):
-            self.consumed += self.size
+        for batch in read_ahead(map(self.read, self.starts()), self.prefetch):
+            self.consumed += self.size(self.consumed)
             yield batch
+
+    def starts(self) -> Iterator[int]:
+        first = self.consumed
+        while True:
+            yield first
+            first += self.size(first)
 
 
 Item = TypeVar("Item")

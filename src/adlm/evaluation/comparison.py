@@ -27,6 +27,7 @@ from adlm.training import setup
 from adlm.training.draw import rows_on
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import World
+from adlm.training.sizes import rows_before
 
 # Rows drawn once to see which share of positions goes through which head.
 SHARE_ROWS = 256
@@ -78,7 +79,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
         setup.parameter_count(loaded.model),
         flops.training_per_token,
         max(speeds, default=math.nan),
-        cfg.train.steps * cfg.train.global_batch_size * cfg.model.length,
+        rows_before(cfg.train, cfg.train.steps) * cfg.model.length,
         asdict(cfg),
     )
 
@@ -223,7 +224,7 @@ class Comparison:
         lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
         lines += [f"| {' | '.join(line)} |" for line in self.rows()]
         t, m = self.cfg.train, self.cfg.model
-        tokens = t.steps * t.global_batch_size * m.length
+        tokens = rows_before(t, t.steps) * m.length
         alike = all(e.training_tokens == tokens and "seed=" not in e.name for e in self.entries)
         budget = (
             f"Budget of each{'' if alike else ', unless its name says otherwise'}: {t.steps:,} steps of"

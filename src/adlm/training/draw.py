@@ -5,6 +5,7 @@ every step; drawing itself takes it 2 ms for 16 rows of 1024, while the step bef
 counters, so it does not matter where it is drawn.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +16,7 @@ from adlm.data.loader import Batch, read_ahead
 from adlm.objectives import Objective, Rows, Task
 from adlm.objectives.base import rounded
 from adlm.schema import Config
+from adlm.training.sizes import pieces_at, rows_at
 
 HOST = torch.device("cpu")
 
@@ -41,15 +43,15 @@ def in_pieces(batch: Batch, pieces: int) -> Batch:
 
 
 def draw_tasks(objective: Objective, batch: Batch, step: int, micro_batches: int, cfg: Config) -> list[Task]:
-    """The tasks of a rank's micro-batches of optimizer step `step`, on the host."""
-    progress = step / cfg.train.steps
-    pieces = cfg.train.row_pieces if progress < cfg.train.row_pieces_share else 1
-    batch, total = in_pieces(batch, pieces), cfg.train.global_batch_size * pieces
+    """The tasks of a rank's micro-batches of optimizer step `step`, on the host. `micro_batches`: of a whole batch."""
+    pieces, rows = pieces_at(cfg.train, step), rows_at(cfg.train, step)
+    micro_batches = math.ceil(micro_batches * rows / cfg.train.global_batch_size)
+    batch, total = in_pieces(batch, pieces), rows * pieces
     tasks = []
     for part in np.array_split(np.arange(len(batch.tokens)), micro_batches):
         mask = None if batch.attention_mask is None else batch.attention_mask[part]
-        rows = rows_on(HOST, batch.tokens[part], mask, batch.examples[part] % total, total)
-        task = objective.draw(rows, step, progress)
+        clean = rows_on(HOST, batch.tokens[part], mask, batch.examples[part] % total, total)
+        task = objective.draw(clean, step, step / cfg.train.steps)
         tasks.append(rounded(task) if cfg.train.cuda_graphs else task)
     return tasks
 

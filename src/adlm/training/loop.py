@@ -29,6 +29,7 @@ from adlm.training.metrics import Metrics, Window, perplexity, plot_curves
 from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
 from adlm.training.parallel import Interruption, Step, accumulating, parallelise, world
 from adlm.training.samples import sample_text
+from adlm.training.sizes import rows_before, rows_from
 from adlm.training.validation import validate
 
 SampleHook = Callable[[dict[str, Tensor], Tokenizer, Config, int], str]
@@ -98,10 +99,10 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         batches = Batches(
             data.train,
             cfg.seed,
-            cfg.train.global_batch_size,
+            lambda first: rows_from(cfg.train, first),
             ranks.rank,
             ranks.size,
-            step * cfg.train.global_batch_size,
+            consumed=rows_before(cfg.train, step),
         )
 
         def save(wait: bool) -> None:

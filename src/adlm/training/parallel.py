@@ -167,8 +167,8 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
             for block in stack.blocks:
                 block.compile()
     elif world.compile in ("model", "max"):
-        # rows of two lengths: each deserves kernels of its own, and not the slower ones for any length
-        shapes = False if cfg.row_pieces > 1 else None
+        # batches of two shapes: each deserves kernels of its own, and not the slower ones for any shape
+        shapes = False if max(cfg.row_pieces, cfg.batch_parts) > 1 else None
         model.compile(options=compiler_options(most=world.compile == "max"), dynamic=shapes)
     if cfg.strategy == "fsdp":
         from torch.distributed.fsdp import fully_shard

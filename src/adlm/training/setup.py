@@ -18,6 +18,7 @@ from adlm.objectives import Objective, make_objective
 from adlm.schema import Config, DataConfig
 from adlm.training.export import load_folder
 from adlm.training.parallel import World
+from adlm.training.sizes import rows_before
 
 
 class Data(NamedTuple):
@@ -90,13 +91,19 @@ def check_batches(cfg: Config, world: World) -> int:
         cfg.model.length % cfg.train.row_pieces == 0,
         f"train.row_pieces={cfg.train.row_pieces} must divide model.length={cfg.model.length}",
     )
+    require(
+        share % cfg.train.batch_parts == 0,
+        f"train.batch_parts={cfg.train.batch_parts} must divide the {share} rows of a process"
+        " (train.global_batch_size / processes)",
+    )
     return share // size
 
 
 def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[str, float | int | str]:
     """What a run is going to be: printed by --dry-run and at the start."""
     parameters = parameter_count(model)
-    tokens = cfg.train.steps * cfg.train.global_batch_size * cfg.model.length
+    all_rows = rows_before(cfg.train, cfg.train.steps)
+    tokens = all_rows * cfg.model.length
     flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
     rows = cfg.train.batch_size or cfg.train.global_batch_size // world.size
     bytes_per_value = 2 if world.precision == "bf16" else 4
@@ -117,7 +124,7 @@ def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[st
         "row_length": cfg.model.length,
         "steps": cfg.train.steps,
         "tokens": tokens,
-        "epochs": round(cfg.train.steps * cfg.train.global_batch_size / len(data.train), 3),
+        "epochs": round(all_rows / len(data.train), 3),
         "processes": world.size,
         "micro_batches": check_batches(cfg, world),
         "training_flops": flops.training_per_token * tokens,
