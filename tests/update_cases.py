@@ -23,7 +23,8 @@ class Odd(nn.Module):
         n = kernels.CHUNK
         shapes = [(2 * n,), (n + 5,), (1,), (37, 3), (), (n // 64, 64), (3, n + 4)]
         self.weights = nn.ParameterList([torch.randn(shape, generator=generator) for shape in shapes])
-        self.blocks = nn.ModuleList([nn.Linear(8, 12) for _ in range(2)])
+        matrices = [(8, 12), (8, 12), (n // 8, 16), (8, 12), (3, n // 2 + 1)]  # less than a chunk, two, one and a tail
+        self.blocks = nn.ModuleList([nn.Linear(*sizes) for sizes in matrices])
         for p in self.blocks.parameters():
             nn.init.normal_(p, generator=generator)
         self.weights.append(nn.Parameter(torch.randn(9, generator=generator), requires_grad=False))
@@ -34,10 +35,9 @@ class Student:
         self.model = nn.ModuleDict({"model": Odd(torch.Generator().manual_seed(0))}).to(device)
         self.ema, self.guard = Ema(self.model, cfg.ema), Guard(10.0, torch.device(device))
         self.update = Updater(cfg, self.model, self.ema, self.guard)
-        if fused:
-            assert self.update.fused is not None
-        else:
-            self.update.fused = None
+        assert self.update.fused
+        if not fused:
+            self.update.fused = []
         # the norm is then summed in another order, which the bf16 of Muon on a GPU could make visible
         self.transposed = fused and cfg.name == "adamw"
         (group,) = self.update.optimizers[0].param_groups  # and a second one, with settings of its own
@@ -54,8 +54,8 @@ class Student:
             grad = scale * torch.randn(p.shape, generator=g).to(p.device)
             if not p.requires_grad or (i == 1 and number in (0, 2)):
                 continue  # the second has none in some steps, the first one included
-            if i == 0:  # not on a multiple of 16 bytes
-                grad = torch.cat([grad[:1], grad])[1:]
+            if i == 0 or (p.shape == (12, 8) and number == 4):  # not on a multiple of 16 bytes
+                grad = torch.cat([grad.flatten()[:1], grad.flatten()])[1:].view(grad.shape)
             elif i == 5 and self.transposed:  # in another order, which torch's AdamW cannot read
                 grad = grad.T.contiguous().T
             p.grad = grad
@@ -71,7 +71,8 @@ def structure(optimizer: torch.optim.Optimizer) -> object:
     return described, state["param_groups"]
 
 
-def assert_same(a: Student, b: Student) -> None:
+def assert_same(a: Student, b: Student, moved_by_muon: float = 0.0) -> None:
+    """`moved_by_muon`: how far the weights of its matrices may be apart."""
     for ours, theirs in zip(a.update.optimizers, b.update.optimizers):
         assert structure(ours) == structure(theirs)
     assert a.ema.n == b.ema.n
@@ -79,7 +80,8 @@ def assert_same(a: Student, b: Student) -> None:
     for part, expected in states[1].items():
         assert list(states[0][part]) == list(expected)
         for name, tensor in expected.items():
-            torch.testing.assert_close(states[0][part][name], tensor, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+            close = CLOSE if part == "optimizer" or "blocks" not in name else CLOSE | {"atol": 2e-7 + moved_by_muon}
+            torch.testing.assert_close(states[0][part][name], tensor, **close, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def check_updates(device: str, folder: Path) -> None:
@@ -89,13 +91,15 @@ def check_updates(device: str, folder: Path) -> None:
         cfg = OptimConfig(**settings | change)
         kernel, plain = Student(cfg, device, fused=True), Student(cfg, device, fused=False)
         before: dict[str, dict[str, Tensor]] = {}
+        # the last bit of a momentum can make another bf16 number of it, where the products are in bf16
+        loose = 3e-4 if cfg.name == "muon" and device == "cuda" else 0.0
         for number in range(STEPS):
             versions = [p._version for p in kernel.model.parameters() if p.requires_grad]
             torch.testing.assert_close(kernel.step(number), plain.step(number), equal_nan=True)
             moved = [p._version for p in kernel.model.parameters() if p.requires_grad]
             assert all(now > then for now, then in zip(moved, versions)), "autograd does not notice the update"
             assert all(p.grad is None for p in kernel.model.parameters())
-            assert_same(kernel, plain)
+            assert_same(kernel, plain, loose)
             state = {part: {k: x.clone() for k, x in of.items()} for part, of in kernel.state().items()}
             if number in SKIPPED:  # nothing but the average moves
                 for part in ("model", "optimizer"):

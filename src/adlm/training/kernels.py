@@ -1,9 +1,10 @@
-"""Clipping, AdamW and the weights' average in one pass over memory. Imported on a GPU only.
+"""Clipping, AdamW or Muon, and the weights' average in as few passes over memory as there can be. On a GPU only.
 
-All three are a few operations per number, so their time is that of reading and writing: one after the other they move
-48 bytes per parameter, together 36 (weight, two moments and average read and written, gradient read). The 4 of the
-gradient's norm, which has to be known before, come on top. All tensors share one launch: a program takes a chunk of one
-of them and finds it through a table of addresses. `optim.Updater` without `fused` is the slow twin.
+All of it is a few operations per number, so its time is that of reading and writing. Clipping, AdamW and average one
+after the other move 48 bytes per parameter, together 36 (weight, two moments and average read and written, gradient
+read). What Muon does before and after its matrix products moves 120 as one operation after the other, and 32 in two
+passes. The 4 of the gradient's norm, which has to be known before, come on top. Tensors share a launch: a program takes
+a chunk of one of them and finds it through a table of addresses. `optim.Updater` without `fused` is the slow twin.
 """
 
 import numpy as np
@@ -126,6 +127,11 @@ def _move_all(
             tl.store(average + lane, _lerp(s, p, share), mask=lane < n)
 
 
+def addresses_of(tensors: list[list[Tensor | None]]) -> np.ndarray:
+    """A column per tensor (numpy reads lists of numbers several times faster than torch); 0: there is none."""
+    return np.array([[0 if x is None else x.data_ptr() for x in row] for row in tensors]).T
+
+
 class OnePass:
     """Clip, AdamW and average of float32 tensors of these sizes on one device."""
 
@@ -146,8 +152,8 @@ class OnePass:
         # Gradients lie elsewhere at every step and rates change, so all of it is sent, in one copy. torch does not give
         # out pinned memory again before the copies from it are done.
         host = torch.empty(ADDRESSES + SETTINGS, T, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        rows = host.numpy()  # numpy reads lists of numbers several times faster than torch
-        rows[:ADDRESSES] = np.array([[0 if x is None else x.data_ptr() for x in row] for row in tensors]).T
+        rows = host.numpy()
+        rows[:ADDRESSES] = addresses_of(tensors)
         rows[ADDRESSES:].view(np.float64)[:] = np.array(settings).T
         table = host.to(self.device, non_blocking=True)
         addresses, settings_of = table[:ADDRESSES], table[ADDRESSES:].view(torch.float64)
@@ -157,3 +163,92 @@ class OnePass:
         launch = _move_all[(len(self.chunks),)]  # type: ignore[index]
         shape = {"AVERAGED": tensors[0][AVERAGE.value] is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
         launch(addresses, numbers, self.chunks, clip, share, T, **shape, num_warps=WARPS)
+
+
+# Muon: a stack of matrices of one shape is its own grid, chunks by matrices, and has one setting.
+MUON_WEIGHT, MUON_GRADIENT, MUON_MOMENTUM, MUON_AVERAGE = (tl.constexpr(row) for row in range(4))
+
+
+@triton.jit
+def _here(addresses, row: tl.constexpr, T, tensor, start, WHOLE: tl.constexpr):
+    pointer = _floats(addresses, row, T, tensor) + start
+    return tl.multiple_of(pointer, 16) if WHOLE else pointer
+
+
+@triton.jit
+def _gather_momentum(
+    addresses, first, T, out, clip, skip, momentum, n,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The momentum of each matrix moves towards its clipped gradient; Nesterov's, a step ahead, goes to the stack."""
+    start, matrix = tl.program_id(0) * CHUNK, tl.program_id(1)
+    gradient = _here(addresses, MUON_GRADIENT, T, first + matrix, start, WHOLE)
+    buffer = _here(addresses, MUON_MOMENTUM, T, first + matrix, start, WHOLE)
+    out += matrix.to(tl.int64) * n + start
+    factor, skipped = tl.load(clip), tl.load(skip) > 0
+    for at in range(0, CHUNK, BLOCK):
+        lane = at + tl.arange(0, BLOCK)
+        inside = tl.full((BLOCK,), 1, tl.int1) if WHOLE else start + lane < n
+        b = tl.load(buffer + lane, mask=inside)
+        g = tl.where(skipped, b, tl.load(gradient + lane, mask=inside) * factor)
+        b = _lerp(b, g, 1 - momentum)
+        tl.store(buffer + lane, b, mask=inside)
+        tl.store(out + lane, _lerp(g, b, momentum).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _move_matrices(
+    addresses, first, T, update, skip, rate, pull, share, n,
+    AVERAGED: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Decay and update of the weights, unless skipped, and their average."""
+    start, matrix = tl.program_id(0) * CHUNK, tl.program_id(1)
+    weight = _here(addresses, MUON_WEIGHT, T, first + matrix, start, WHOLE)
+    average = _here(addresses, MUON_AVERAGE, T, first + matrix, start, WHOLE)
+    update += matrix.to(tl.int64) * n + start
+    keep = 1 - tl.load(skip)
+    for at in range(0, CHUNK, BLOCK):
+        lane = at + tl.arange(0, BLOCK)
+        inside = tl.full((BLOCK,), 1, tl.int1) if WHOLE else start + lane < n
+        p, u = tl.load(weight + lane, mask=inside), tl.load(update + lane, mask=inside).to(tl.float32)
+        if AVERAGED:
+            s = tl.load(average + lane, mask=inside)
+        p = p * (1 - keep * pull) - keep * rate * u
+        tl.store(weight + lane, p, mask=inside)
+        if AVERAGED:
+            tl.store(average + lane, _lerp(s, p, share), mask=inside)
+
+
+class TwoPasses:
+    """Before and after the products of a Muon step: momentum out of gradients, and weights moved."""
+
+    def __init__(self, tensors: list[list[Tensor | None]], clip: Tensor, skip: Tensor):
+        """For each matrix weight, gradient, momentum and average (None for all: there is none), contiguous; matrices
+        of one shape behind each other. `clip` and `skip` as for OnePass."""
+        self.tensors, self.clip, self.skip = tensors, clip, skip
+        assert tensors[0][0] is not None
+        self.device, self.averaged = tensors[0][0].device, tensors[0][MUON_AVERAGE.value] is not None
+        addresses = addresses_of(tensors)
+        self.aligned = not (addresses % 16).any()
+        host = torch.empty(addresses.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        host.numpy()[:] = addresses
+        self.addresses = host.to(self.device, non_blocking=True)
+
+    def grid(self, stack_KRC: Tensor) -> tuple[tuple[int, int], dict[str, int | bool]]:
+        n = stack_KRC[0].numel()
+        shape = {"WHOLE": self.aligned and n % CHUNK == 0, "CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": WARPS}
+        return (triton.cdiv(n, CHUNK), len(stack_KRC)), {"n": n, **shape}
+
+    def gather_momentum(self, first: int, out_KRC: Tensor, momentum: float) -> Tensor:
+        """Of the matrices from number `first` on, into a contiguous stack."""
+        grid, shape = self.grid(out_KRC)
+        launch = _gather_momentum[grid]  # type: ignore[index]
+        launch(self.addresses, first, len(self.tensors), out_KRC, self.clip, self.skip, momentum, **shape)
+        return out_KRC
+
+    def move(self, first: int, update_KRC: Tensor, rate: float, pull: float, share: float) -> None:
+        """Weights shrink by `pull` and go `rate` against the update (contiguous)."""
+        grid, shape = self.grid(update_KRC)
+        launch = _move_matrices[grid]  # type: ignore[index]
+        moved = (self.addresses, first, len(self.tensors), update_KRC, self.skip, rate, pull, share)
+        launch(*moved, AVERAGED=self.averaged, **shape)

@@ -36,9 +36,13 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of the quintic iteration that drives singular values to about 1 (Jordan et al., Muon)."""
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.is_cuda else x.dtype
+
+
 def orthogonalise(g_KRC: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrix to each of K stacked matrices, approximately: bf16 matrix products alone."""
-    x = g_KRC.bfloat16() if g_KRC.is_cuda else g_KRC
+    x = g_KRC.to(product_dtype(g_KRC))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -52,19 +56,29 @@ class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised. Matrices of one shape are stacked, so a model of n blocks needs one call per shape and
     not one per matrix. The update is scaled by 0.2 sqrt(longer side), which makes `lr` comparable with AdamW's."""
 
+    @staticmethod
+    def scale(shape: torch.Size) -> float:
+        return 0.2 * math.sqrt(max(shape[-2:]))
+
+    def stacks(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """Matrices of one group and shape, with the group's settings; those without a gradient are left out."""
+        found: list[tuple[dict[str, Any], list[Tensor]]] = []
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape[p.shape].append(p)
+            found += [(group, params) for params in by_shape.values()]
+        return found
+
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float):
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_shape[p.shape].append(p)
-            for params in by_shape.values():
-                self.step_stacked(params, group["lr"], group["momentum"], group["weight_decay"])
+        for group, params in self.stacks():
+            self.step_stacked(params, group["lr"], group["momentum"], group["weight_decay"])
 
     def step_stacked(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
         buffers = [state_of(self, p)["momentum"] for p in params]
@@ -76,10 +90,9 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, grads, 1 - momentum)  # a skipped step moves the buffer towards itself
         nesterov = torch._foreach_lerp(grads, buffers, momentum)
         update_KRC = orthogonalise(torch.stack([whole(g) for g in nesterov]))
-        scale = 0.2 * math.sqrt(max(update_KRC.shape[-2:]))
         if weight_decay:
             torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
-        updates = (update_KRC * (-lr * scale * keep)).unbind(0)
+        updates = (update_KRC * (-lr * self.scale(update_KRC.shape) * keep)).unbind(0)
         torch._foreach_add_(params, [like(update, p) for update, p in zip(updates, params)])
 
 
@@ -244,10 +257,10 @@ class FusedAdamW:
         self.optimizer, self.ema = optimizer, ema
         names, parameters = {p: name for name, p in ema.parameters.items()}, parameters_of([optimizer])
         self.names = {p: names[p] for p in parameters}
-        self.averaged = frozenset(self.names.values())
         self.one_pass = OnePass([p.numel() for p in parameters], parameters[0].device)
 
-    def step(self, clip: Tensor, skip: Tensor) -> None:
+    def step(self, clip: Tensor, skip: Tensor) -> Iterable[str]:
+        """The names of the weights whose average has been moved: all, with or without a gradient."""
         tensors: list[list[Tensor | None]] = []
         settings: list[list[float]] = []
         for group in self.optimizer.param_groups:
@@ -260,6 +273,38 @@ class FusedAdamW:
                 settings.append([group["lr"], *group["betas"], group["eps"], group["weight_decay"]])
         self.one_pass(tensors, settings, clip, skip, self.ema.share)
         torch.autograd.graph.increment_version(self.names)  # as torch does: a graph that needs old weights must notice
+        return self.names.values()
+
+
+class FusedMuon:
+    """The step of a Muon, with clipping and averaging, in two passes over memory and the products between them."""
+
+    def __init__(self, optimizer: Muon, ema: Ema):
+        self.optimizer, self.ema = optimizer, ema
+        self.names = {p: name for name, p in ema.parameters.items()}
+
+    def step(self, clip: Tensor, skip: Tensor) -> Iterable[str]:
+        """The names of the weights whose average has been moved: those with a gradient."""
+        from adlm.training.kernels import TwoPasses
+
+        stacks = self.optimizer.stacks()
+        moving: list[Any] = [p for _, params in stacks for p in params]
+        if not moving:
+            return ()
+        tensors: list[list[Tensor | None]] = [
+            [p, p.grad.contiguous(), state_of(self.optimizer, p)["momentum"], self.ema.shadow.get(self.names[p])]
+            for p in moving
+        ]
+        passes, first = TwoPasses(tensors, clip, skip), 0
+        for group, params in stacks:
+            shape = (len(params), *params[0].shape)
+            ahead_KRC = torch.empty(shape, dtype=product_dtype(params[0]), device=params[0].device)
+            update_KRC = orthogonalise(passes.gather_momentum(first, ahead_KRC, group["momentum"])).contiguous()
+            rate, pull = group["lr"] * Muon.scale(update_KRC.shape), group["lr"] * group["weight_decay"]
+            passes.move(first, update_KRC, rate, pull, self.ema.share)
+            first += len(params)
+        torch.autograd.graph.increment_version(moving)
+        return [self.names[p] for p in moving]
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
@@ -274,9 +319,10 @@ class Updater:
         self.optimizers, self.largest = build_optimizers(cfg, module), cfg.clip
         self.ema, self.guard = ema or Ema(module, 0.0), guard
         self.parameters = list(module.parameters())
-        self.fused: FusedAdamW | None = None
-        if fits_one_pass(parameters_of(self.optimizers[:1])):
-            self.fused = FusedAdamW(self.optimizers[0], self.ema)
+        self.fused: list[FusedAdamW | FusedMuon] = []
+        """One for each optimizer, or none at all: then the same is done one operation after the other."""
+        if fits_one_pass(parameters_of(self.optimizers)):
+            self.fused = [(FusedMuon if isinstance(o, Muon) else FusedAdamW)(o, self.ema) for o in self.optimizers]  # type: ignore[arg-type]
 
     @torch.no_grad()
     def __call__(self, factor: float = 1.0) -> Tensor:
@@ -285,18 +331,19 @@ class Updater:
         norm = gradient_norm(self.parameters)
         skip = torch.zeros_like(norm) if self.guard is None else self.guard.judge(norm)
         clip = clip_factor(norm, self.largest)
-        others = self.optimizers
-        if self.fused is not None:
-            self.fused.step(clip, skip)
-            others = [optimizer for optimizer in others if optimizer is not self.fused.optimizer]
+        averaged = {name for fused in self.fused for name in fused.step(clip, skip)}
+        if not self.fused:
+            self.step_plainly(clip, skip)
+        self.ema.update(done=averaged)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def step_plainly(self, clip: Tensor, skip: Tensor) -> None:
         if self.largest > 0:
-            scale_gradients(parameters_of(others), clip)
-        for optimizer in others:
+            scale_gradients(self.parameters, clip)
+        for optimizer in self.optimizers:
             # the hook of torch's gradient scaler: a fused AdamW leaves weights and state alone when found_inf is 1
             optimizer.found_inf = skip  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.step()
-        self.ema.update(done=() if self.fused is None else self.fused.averaged)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        return norm
