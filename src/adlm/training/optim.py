@@ -307,6 +307,10 @@ class FusedMuon:
         return [self.names[p] for p in moving]
 
 
+def fuse(optimizer: torch.optim.Optimizer, ema: Ema) -> FusedAdamW | FusedMuon:
+    return FusedMuon(optimizer, ema) if isinstance(optimizer, Muon) else FusedAdamW(optimizer, ema)
+
+
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
@@ -322,7 +326,7 @@ class Updater:
         self.fused: list[FusedAdamW | FusedMuon] = []
         """One for each optimizer, or none at all: then the same is done one operation after the other."""
         if fits_one_pass(parameters_of(self.optimizers)):
-            self.fused = [(FusedMuon if isinstance(o, Muon) else FusedAdamW)(o, self.ema) for o in self.optimizers]  # type: ignore[arg-type]
+            self.fused = [fuse(optimizer, self.ema) for optimizer in self.optimizers]
 
     @torch.no_grad()
     def __call__(self, factor: float = 1.0) -> Tensor:
