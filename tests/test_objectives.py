@@ -291,6 +291,8 @@ def test_anchor_rules():
     assert not found.any()
     found, _ = anchor_positions(ObjectiveConfig(anchor_rule="loss"), rows)
     assert found.all(), "which of them are hard is not known before the network has run"
+    found, _ = anchor_positions(ObjectiveConfig(anchor_rule="common", tau=2), rows)
+    assert torch.equal(found, ~naive_anchor_mask(x0, 2)) and found.any()
     found, masked = anchor_positions(ObjectiveConfig(anchor_rule="all", anchor_positions="masked"), rows)
     assert torch.equal(found, masked) and found.any()
 

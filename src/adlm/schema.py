@@ -85,8 +85,8 @@ class ObjectiveConfig:
     gamma_end: float = -1.0
     """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
     anchor_rule: str = "count"
-    """Which tokens are anchors: count (at most tau times in its row), rarity (corpus frequency), all, loss (hard),
-    none."""
+    """Which tokens are anchors: count (at most tau times in its row), common (more often), rarity (corpus frequency),
+    all, loss (hard), none."""
     tau: int = 5
     """count rule: a token is an anchor if it occurs at most tau times in its own row."""
     rarity: float = 1e-4

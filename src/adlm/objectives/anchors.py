@@ -38,6 +38,12 @@ def count_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     return lambda rows: counts_in_row(rows.tokens_BL) <= cfg.tau
 
 
+def common_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
+    """The others: more than tau occurrences. The control for whether rare tokens are the right ones."""
+    rare = count_rule(cfg, share_V)
+    return lambda rows: ~rare(rows)
+
+
 def rarity_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     """A share of at most `rarity` of the training corpus."""
     if share_V is None:
@@ -73,6 +79,7 @@ def no_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
 
 ANCHOR_RULES: dict[str, Callable[[ObjectiveConfig, Tensor | None], AnchorRule]] = {
     "count": count_rule,
+    "common": common_rule,
     "rarity": rarity_rule,
     "all": all_rule,
     "loss": loss_rule,

@@ -2,7 +2,7 @@
 
 All of it is a few operations per number, so its time is that of reading and writing. Clipping, AdamW and average one
 after the other move 48 bytes per parameter, together 36 (weight, two moments and average read and written, gradient
-read). What Muon does before and after its matrix products moves 120 as one operation after the other, and 32 in two
+read). What Muon does before and after its matrix products moves 104 as one operation after the other, and 32 in two
 passes. The 4 of the gradient's norm, which has to be known before, come on top. Tensors share a launch: a program takes
 a chunk of one of them and finds it through a table of addresses. `optim.Updater` without `fused` is the slow twin.
 """
