@@ -59,10 +59,10 @@ def run_config(folder: Path, **changes: object) -> Config:
     return config.load(overrides(folder, **changes), world_size=1)
 
 
-def start(folder: Path, *more: str, environment: dict[str, str] = ON_A_CPU) -> subprocess.Popen:
+def start(folder: Path, *more: str, command: str = "train", environment: dict[str, str] = ON_A_CPU) -> subprocess.Popen:
     """The run as a process, the first of a group of its own."""
-    command = [sys.executable, "-m", "adlm", "train", *overrides(folder), *more]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    line = [sys.executable, "-m", "adlm", command, *overrides(folder), *more]
+    return subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:

@@ -2,11 +2,12 @@
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import overrides
+from runs import overrides, start, wait_for_step
 from scipy import stats
 
 from adlm import cli, compare
@@ -103,11 +104,43 @@ def test_a_signal_stops_the_whole_and_a_rerun_goes_on(compared, monkeypatch):
     assert len(json.loads((compared / "run" / "table.json").read_text())["entries"]) == 2
 
 
+def test_runs_side_by_side_are_those_one_by_one(compared, tmp_path, capsys):
+    """Two at a time: the same numbers to the last bit, and one that fails costs only itself."""
+    words = ["mdlm", "mdlm+data.path=nowhere.jsonl", "adlm", "ar"]
+    capsys.readouterr()
+    assert cli.main([*line(tmp_path, "jobs=2", f"data.path={compared / 'corpus.jsonl'}"), *words]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("adlm: error: mdlm+data.path=nowhere.jsonl failed: ") and "does not exist" in said.err
+    assert "ar: started" in said.out and said.err.count("\n") == 1
+
+    def rows(folder: Path, name: str) -> list[float]:
+        return json.loads((folder / "run" / name / "compared.json").read_text())["row_nats"]
+
+    assert "mdlm" in (tmp_path / "run" / "table.md").read_text()
+    for name in ("mdlm", "adlm", "ar"):
+        assert rows(tmp_path, name) == rows(compared, name)
+        assert (tmp_path / "run" / name / "log.txt").read_text()
+
+
+def test_a_signal_reaches_runs_side_by_side(tmp_path):
+    process = start(tmp_path, "jobs=2", "train.steps=1000000", "adlm", "mdlm", "ar", command="compare")
+    for name in ("adlm", "mdlm"):
+        wait_for_step(tmp_path / "run" / name, 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    for name in ("adlm", "mdlm"):
+        assert "stopped by a signal" in (tmp_path / "run" / name / "log.txt").read_text()
+    assert not (tmp_path / "run" / "ar").exists()
+
+
 def test_mistakes_are_said_before_anything_is_trained(tmp_path, capsys):
     assert cli.main([*line(tmp_path), "adlm", "mdml"]) == 1
     assert "did you mean 'mdlm'" in capsys.readouterr().err
     assert cli.main([*line(tmp_path, "eval.estimator=both"), "adlm"]) == 1
     assert "eval.estimator=continuous" in capsys.readouterr().err
+    assert cli.main([*line(tmp_path, "jobs=0"), "adlm"]) == 1
+    assert "compare.jobs=0 must be at least 1" in capsys.readouterr().err
     assert cli.main([*line(tmp_path, "objective.T=5"), "mdlm", "adlm"]) == 1  # adlm cannot, though mdlm could
     assert not (tmp_path / "run").exists()
 

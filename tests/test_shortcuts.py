@@ -192,7 +192,8 @@ def test_recomputed_and_compiled_models_have_the_same_gradients(shortcuts, shape
 def test_the_engine_s_copy_computes_the_same(shortcuts, shape, block):
     model = shortcut_model(shortcuts, shape, block, dtype=torch.float32).requires_grad_(False)
     folded = fold(model)
-    torch.testing.assert_close(folded.logits(TOKENS, SIGMA.float()), model.logits(TOKENS, SIGMA.float()))
+    got, right = (m.logits(TOKENS, SIGMA.float()) for m in (folded, model))
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)  # float32, in another order
     to_bfloat16(folded)
     kinds = {p.dtype for name, p in folded.named_parameters() if name.endswith(FACTORS)}
     assert kinds == {torch.float32}

@@ -88,7 +88,8 @@ COMMANDS: dict[str, Command] = {
         rest=True,
         line=True,
         defaults=("experiment=compare",),
-        sections=("", "model", "data", "optim", "train", "eval"),
+        short="compare",
+        sections=("compare", "", "model", "data", "optim", "train", "eval"),
     ),
     "bench": Command(
         "adlm.bench.command:run_bench",

@@ -4,12 +4,18 @@ set them side by side.
 Each is a run folder of its own below `out`, composed from the same command line with another `algo=`, so
 that any of them can be looked at, sampled from or trained further. What is finished is not done again: a rerun trains
 what is missing, goes on with what was interrupted, and rebuilds the table, which is written after every run.
+
+With `compare.jobs` several runs train at once, each in a process of its own: on a card that one small model does not
+fill (under CUDA's MPS daemon), or on the cores of a CPU. What they say goes to log.txt in their folders.
 """
 
+import contextlib
 import json
+import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +29,10 @@ from adlm.evaluation.comparison import Comparison, Entry, measure_run
 from adlm.evaluation.results import write_result
 from adlm.schema import Config
 from adlm.training.loop import command_line, train
-from adlm.training.parallel import world
+from adlm.training.parallel import Interruption, world
+from adlm.training.setup import make_run_folder
 
-ENTRY = "compared.json"
+ENTRY, LOG = "compared.json", "log.txt"
 REFERENCE = "adlm"
 
 
@@ -34,22 +41,106 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     names = list(dict.fromkeys(name for arg in args for name in each_seed(arg))) or list(group_choices("algo"))
     folder = Path(cfg.out)
     # all of them before the first is trained: a mistake must not wait for hours
-    runs = {name: config.load([*line, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
+    each = [*line, "compare.jobs=1"]  # how many train at once changes no run
+    runs = {name: config.load([*each, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
     require(
         cfg.eval.estimator == "continuous" and not cfg.eval.chain_rows,
         "adlm compare sets one number beside another: eval.estimator=continuous eval.chain_rows=0",
     )
+    require(cfg.compare.jobs > 0, f"compare.jobs={cfg.compare.jobs} must be at least 1")
+    require(cfg.compare.jobs == 1 or "RANK" not in os.environ, "compare.jobs > 1 does not go together with torchrun")
     entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}
-    for name, run in [(n, r) for n, r in runs.items() if n not in entries]:
-        print(f"{name}: {len(entries)} of {len(runs)} are done", flush=True)
-        if not train(run).finished:
-            break
-        with world(run.train) as ranks:
-            entries[name] = measure_run(name, run, ranks)
-            if ranks.is_main:
-                write_atomically(Path(run.out) / ENTRY, json.dumps(asdict(entries[name])) + "\n")
+    missing = {name: run for name, run in runs.items() if name not in entries}
+    print(f"{len(entries)} of {len(runs)} are done", flush=True)
+    failed: list[str] = []
+    for entry in one_by_one(missing) if cfg.compare.jobs == 1 else side_by_side(missing, cfg.compare.jobs, failed):
+        entries[entry.name] = entry
+        print(
+            f"{entry.name}: {entry.estimate['nats_per_token']:.3f}; {len(entries)} of {len(runs)} are done", flush=True
+        )
         show(list(entries.values()), cfg, folder)
-    return show(list(entries.values()), cfg, folder, tell=True) if entries else {}
+    document = show(list(entries.values()), cfg, folder, tell=True) if entries else {}
+    require(not failed, "; ".join(failed))
+    return document
+
+
+def one_by_one(runs: dict[str, Config]) -> Iterator[Entry]:
+    """Train and measure, up to the first that a signal stops."""
+    for name, run in runs.items():
+        entry = finish(name, run)
+        if entry is None:
+            return
+        yield entry
+
+
+def finish(name: str, run: Config) -> Entry | None:
+    """Train, measure and note one run; None if a signal stopped it."""
+    if not train(run).finished:
+        return None
+    with world(run.train) as ranks:
+        entry = measure_run(name, run, ranks)
+        if ranks.is_main:
+            write_atomically(Path(run.out) / ENTRY, json.dumps(asdict(entry)) + "\n")
+    return entry
+
+
+def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Iterator[Entry]:
+    """The same with `jobs` at a time, in the order in which they end. A run that fails does not stop the others: what
+    it said last is added to `failed`. A signal is passed on, so that all of them save and stop."""
+    waiting, running, told = list(runs), dict[Any, tuple[str, Any]](), False
+    spawn = multiprocessing.get_context("spawn")  # a fork would share the state of a card
+    with Interruption() as interruption, shared_cores(jobs):
+        while waiting or running:
+            if interruption.requested and not told:
+                told = True
+                waiting.clear()
+                for _, process in running.values():
+                    process.terminate()
+            while waiting and len(running) < jobs:
+                name = waiting.pop(0)
+                process = spawn.Process(target=finish_quietly, args=(name, runs[name]))
+                process.start()
+                running[process.sentinel] = (name, process)
+                print(f"{name}: started", flush=True)
+            for sentinel in wait(list(running), timeout=0.2):
+                name, process = running.pop(sentinel)
+                process.join()
+                if (entry := read_entry(runs[name])) is not None:
+                    yield entry
+                elif process.exitcode and not told:
+                    failed.append(f"{name} failed: {last_line(Path(runs[name].out) / LOG)}")
+                    print(failed[-1], flush=True)
+                else:
+                    print(f"{name}: stopped by a signal; the same command goes on from there", flush=True)
+
+
+def finish_quietly(name: str, run: Config) -> None:
+    """A process of `side_by_side`: whatever is said goes to a file."""
+    folder = make_run_folder(run.out)
+    with open(folder / LOG, "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        finish(name, run)
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from None
+
+
+@contextlib.contextmanager
+def shared_cores(jobs: int) -> Iterator[None]:
+    """Processes started here get their part of the cores, unless the user has said how many threads one may use."""
+    ours = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for key in ours:
+            del os.environ[key]
+
+
+def last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def each_seed(name: str) -> list[str]:

@@ -468,6 +468,12 @@ class BenchConfig:
 
 
 @dataclass
+class CompareConfig:
+    jobs: int = 1
+    """Runs of `adlm compare` that train at once, each in a process of its own."""
+
+
+@dataclass
 class TrackConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder."""
@@ -503,6 +509,7 @@ class Config:
     reason: ReasonConfig = field(default_factory=ReasonConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 
 
