@@ -47,7 +47,6 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
         cfg.eval.estimator == "continuous" and not cfg.eval.chain_rows,
         "adlm compare sets one number beside another: eval.estimator=continuous eval.chain_rows=0",
     )
-    require(cfg.compare.jobs > 0, f"compare.jobs={cfg.compare.jobs} must be at least 1")
     require(cfg.compare.jobs == 1 or "RANK" not in os.environ, "compare.jobs > 1 does not go together with torchrun")
     entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}
     missing = {name: run for name, run in runs.items() if name not in entries}

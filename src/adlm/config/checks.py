@@ -90,7 +90,7 @@ RANGES = {
     "sampling.t_off": _SHARE, "sampling.alpha_on": _SHARE, "sampling.threshold": _NOT_NEGATIVE,
     "sampling.guidance": _NOT_NEGATIVE, "sampling.stride": _NOT_NEGATIVE,
     "bench.steps": _COUNT, "bench.warmup": _NOT_NEGATIVE, "bench.evaluations": _NOT_NEGATIVE,
-    "bench.dense_steps": _COUNT, "bench.vocab_size": ("at least 3", lambda x: x >= 3),
+    "compare.jobs": _COUNT, "bench.dense_steps": _COUNT, "bench.vocab_size": ("at least 3", lambda x: x >= 3),
     "serve.port": ("in [0, 65535]", lambda x: 0 <= x <= 65535), "serve.slots": _COUNT, "serve.queue": _COUNT,
     "serve.max_length": _NOT_NEGATIVE, "serve.max_steps": _COUNT, "serve.max_n": _COUNT, "serve.max_body": _COUNT,
     "serve.timeout": _POSITIVE, "serve.read_timeout": _POSITIVE, "serve.grace": _NOT_NEGATIVE,
