@@ -17,9 +17,9 @@ from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
 from adlm.models import build_model, layers
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Rows, loss, make_objective
-from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training.optim import Ema, Guard, Updater
-from adlm.training.parallel import compiler_options, world
+from adlm.training.parallel import Step, parallelise, world
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,9 +152,11 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width():
+@pytest.mark.parametrize("time_conditioning", [False, True])
+@pytest.mark.parametrize("compile", ["true", "block"])
+def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(compile, time_conditioning):
     """Sizes and precision of real training: the compiler chooses other kernels there, and one was wrong."""
-    cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0)
+    cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0, time_conditioning=time_conditioning)
     torch.manual_seed(0)
     model = build_model(cfg, 1001, 1000).cuda().train()
     for parameter in model.parameters():
@@ -168,7 +170,9 @@ def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width():
         return list(torch.autograd.grad(total / task.count, list(model.parameters())))
 
     eager = gradients()
-    model.compile(options=compiler_options(most=False))
+    how = TrainConfig(compile=compile, global_batch_size=16)
+    with world(how) as ranks:
+        parallelise(Step(model), how, ranks)
     for (name, _), a, b in zip(model.named_parameters(), gradients(), eager):
         assert (a - b).norm() <= 0.05 * b.norm(), f"{name}: {a.norm():.3e} compiled, {b.norm():.3e} eager"
 

@@ -31,7 +31,7 @@ from adlm.training import checkpoint, loop, metrics, optim
 from adlm.training.checkpoint import Checkpoints, damage, read_weights
 from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
 from adlm.training.metrics import Window, read_metrics
-from adlm.training.parallel import Step, World, world
+from adlm.training.parallel import Step, World, parallelise, world
 from adlm.training.sizes import rows_at, rows_before
 from adlm.training.validation import padded_indices
 
@@ -593,3 +593,33 @@ def test_compiled_gradients_are_those_of_eager_under_autocast(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bf16 products are not there on every CPU
     for name, eager, compiled in zip(names, gradients(model), gradients(torch.compile(model, backend="aot_eager"))):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(("compile", "variants"), [("block", 3), ("true", 1)])
+def test_nothing_is_left_uncompiled(compile, variants, monkeypatch):
+    """Every shape has its own compiled form, none is for any shape, and none is missing however many runs a process
+    has made before: torch stops at eight without a word."""
+    counter, plain = torch._dynamo.testing.CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **how: plain(f, backend=counter, **how))
+    cfg = TrainConfig(compile=compile, row_pieces=4, device="cpu")
+    objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 10, 3)
+
+    def tasks(rows, length):  # their numbers of scored positions differ
+        return [
+            objective.draw(Rows(random_tokens(rows, length, 10), torch.arange(rows), rows), i, 1.0) for i in range(3)
+        ]
+
+    for run in range(1, 4):
+        step = Step(tiny_model(n_blocks=3, n_denoiser_blocks=3))
+        with world(cfg) as ranks:
+            parallelise(step, cfg, ranks)
+        for rows, length in ((16, 3), (4, 12)):
+            for task in tasks(rows, length):
+                step(task).total.backward()
+        with torch.no_grad():
+            for task in tasks(4, 12):
+                step(task)
+        assert counter.frame_count == run * 3 * variants
+    for graph in counter.graphs:
+        inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        assert sum(isinstance(x, torch.SymInt) for x in inputs) <= 1, "more than the number of scored positions varies"

@@ -9,12 +9,12 @@ import copy
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adlm.errors import choose
 from adlm.models import LanguageModel
+from adlm.models.compiling import allow_variants
 from adlm.models.layers import Block, fold_entry, fold_exit, modulations
 from adlm.models.transformer import Stack
 
@@ -67,7 +67,7 @@ def fuse_activations(model: LanguageModel) -> None:
 def compile_blocks(model: LanguageModel) -> None:
     """One block at a time and not the whole model: blocks are alike, so one compilation serves them all."""
     # The second size makes the batch dimension a variable: two or three compilations in all, not one per shape.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    allow_variants()
     for block in [m for m in model.modules() if isinstance(m, Block)]:
         block.compile(fullgraph=True)
     for stack in [m for m in model.modules() if isinstance(m, Stack)]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from adlm.data.tokenizers import Backend, Tokenizer
 from adlm.errors import require
 from adlm.models import Cache, LanguageModel
+from adlm.models.compiling import allow_variants
 from adlm.models.layers import LayerCache
 
 
@@ -80,6 +81,7 @@ class OwnNetwork(nn.Module):
         """One block, compiled for every length that occurs (few: see GPU_ROW_MULTIPLE), serves all blocks; compiled for
         any length, the norm of its queries ends in an error of the compiler. Only reads without a memory use it: those
         with one come in too many shapes."""
+        allow_variants()
         for block in self.model.denoiser.blocks:
             block.compile(dynamic=False)
 
@@ -132,6 +134,7 @@ class HuggingFaceNetwork(nn.Module):
 
     def compile_blocks(self) -> None:
         """As in our own network; the blocks of a model are the first list among its modules."""
+        allow_variants()
         for block in next((m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList)), ()):
             block.compile(dynamic=False)
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._functorch.config
-import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import choose, require
 from adlm.models.attention import choose_attention
+from adlm.models.compiling import allow_variants, training_options
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 from adlm.training.graphs import Replays
@@ -37,7 +38,7 @@ class World:
     precision: str
     """fp32 or bf16."""
     compile: str
-    """model, block or none."""
+    """model, max (model, with a search for kernels), block or none."""
 
     @property
     def is_main(self) -> bool:
@@ -162,14 +163,14 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     if cfg.cuda_graphs:
         check_replayable(step, cfg, world)
         step.replays = Replays(model)
-    if world.compile == "block":
-        for stack in stacks:
-            for block in stack.blocks:
-                block.compile()
-    elif world.compile in ("model", "max"):
-        # batches of two shapes: each deserves kernels of its own, and not the slower ones for any shape
-        shapes = False if max(cfg.row_pieces, cfg.batch_parts) > 1 else None
-        model.compile(options=compiler_options(most=world.compile == "max"), dynamic=shapes)
+    if step.compiled:
+        torch._dynamo.reset()  # a run before this one in the same process has used up its share of compiled forms
+        allow_variants()
+        # few shapes occur (of training, early and late, and of validation): each gets kernels of its own, and not the
+        # slower ones for any shape
+        how: dict[str, Any] = {"options": training_options(most=world.compile == "max"), "dynamic": False}
+        for module in [b for s in stacks for b in s.blocks] if world.compile == "block" else [model]:
+            module.compile(**how)
     if cfg.strategy == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
@@ -200,16 +201,6 @@ def check_replayable(step: Step, cfg: TrainConfig, world: World) -> None:
         cfg.batch_size in (0, rows),
         f"{on} needs all rows of a step at once: train.batch_size={rows}, not {cfg.batch_size}",
     )
-
-
-def compiler_options(most: bool) -> dict[str, Any]:
-    """`most`: try several kernels for each product."""
-    options: dict[str, Any] = {"max_autotune": True} if most else {}
-    # Sums along rows and along columns in one kernel (torch 2.11, CUDA): if the column sums are parts of one gradient,
-    # as shift and scale of the last modulation are, that gradient is never written. tests/test_gpu.py has the case.
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
-        options["triton.mix_order_reduction"] = False
-    return options
 
 
 @contextmanager
