@@ -19,21 +19,18 @@ pytestmark = pytest.mark.timeout(1800)  # several processes each, on a machine t
 def launch(folder: Path, ranks: int, name: str, *more: str, **changes: object) -> Path:
     """Train under torchrun with `ranks` processes (1: alone) and return the run folder."""
     out = folder / name
-    arguments = ["-m", "adlm", "train", *overrides(folder, out=out, **changes), *more]
-    command = [sys.executable, *arguments]
-    if ranks > 1:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            *arguments,
-        ]
+    run(ranks, "-m", "adlm", "train", *overrides(folder, out=out, **changes), *more)
+    return out
+
+
+def run(ranks: int, *arguments: str) -> str:
+    """What it says on stderr."""
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *several, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    return out
+    return done.stderr
 
 
 def curve(run: Path) -> list[float]:
@@ -102,3 +99,35 @@ def test_saved_on_two_ranks_resumed_on_one_and_on_four(alone, ranks, strategy):
             step.rmdir()
     assert [p.name for p in (run / "checkpoints").glob("step-*")]
     assert_same_curve(launch(alone, ranks, name, "train.strategy=ddp"), alone / "alone")
+
+
+FAILS_ONCE = """
+import sys
+from adlm import cli
+from adlm.training import checkpoint
+
+seal = checkpoint.seal
+
+def full(folder):
+    checkpoint.seal = seal
+    raise OSError(28, "No space left on device")
+
+checkpoint.seal = full
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_what_fails_on_the_first_rank_fails_on_all(alone, tmp_path):
+    """The first rank alone completes a checkpoint; the others must not wait for it in vain."""
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    out = alone / "full"
+    said = run(2, str(tmp_path / "fails_once.py"), "train", *overrides(alone, out=out))
+    assert said.count("No space left on device; training goes on") == 1
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+    assert_same_curve(out, alone / "alone")
+
+
+def test_algorithms_are_compared_on_two_ranks(alone):
+    out = alone / "compared"
+    run(2, "-m", "adlm", "compare", *overrides(alone, out=out, train__steps=2, eval__rows=4), "mdlm", "adlm")
+    assert (out / "table.md").read_text().count("\n| ") == 2

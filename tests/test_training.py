@@ -276,6 +276,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(tmp_path, ca
     spoil(newest[0], how)
     assert damage(newest[0]) and not damage(before)
     (tmp_path / "run" / "export" / "model.safetensors").unlink()
+    assert read_weights(tmp_path / "run", ema=True)[1]["step"] == 8 and newest[0].exists()  # readers change nothing
     loop.train(cfg)
     assert "step 12 is damaged" in capsys.readouterr().err
     assert_same_run(tmp_path / "run", uninterrupted / "run")
@@ -498,8 +499,38 @@ def test_resuming_with_another_model_or_tokenizer_is_refused(tmp_path):
         loop.train(run_config(tmp_path, model__n_blocks=3))
     with pytest.raises(ValueError, match="another tokenizer"):
         loop.train(run_config(tmp_path, data__tokenizer="bpe-300"))
+    with pytest.raises(ValueError, match=r"started with optim\.name=adamw, now it is muon"):
+        loop.train(run_config(tmp_path, optim="muon"))
+    for key, before, now in (("global_batch_size", 8, 16), ("batch_parts", 1, 2), ("row_pieces", 1, 2)):
+        with pytest.raises(ValueError, match=rf"started with train\.{key}={before}, now it is {now}"):
+            loop.train(run_config(tmp_path, **{f"train__{key}": now}))
     with pytest.raises(ValueError, match=r"checkpoint\.resume=true"):
         loop.train(run_config(tmp_path, checkpoint__resume=False))
+
+
+def test_resuming_may_not_move_what_was_read(tmp_path):
+    """More steps are no change, unless a share of all steps had another size; averages cannot start in the middle."""
+    settings = {"optim__ema": 0.0, "train__steps": 4}
+    loop.train(run_config(tmp_path, **settings))
+    assert loop.train(run_config(tmp_path, **settings | {"train__steps": 6})).step == 6
+    with pytest.raises(ValueError, match=r"started with optim\.ema=0\.0, now it is 0\.9"):
+        loop.train(run_config(tmp_path, **settings | {"optim__ema": 0.9}))
+    settings |= {"train__batch_parts": 2, "out": tmp_path / "parts"}
+    loop.train(run_config(tmp_path, **settings))
+    with pytest.raises(ValueError, match=r"started with train\.steps=4, now it is 6"):
+        loop.train(run_config(tmp_path, **settings | {"train__steps": 6}))
+
+
+def test_a_finished_run_keeps_its_bound(tmp_path):
+    """That of its last weights, not the best on the way, when the command is given again."""
+    settings = {"optim__lr": 0.5, "optim__ema": 0.0, "train__valid_every": 2}  # a rate that makes it worse
+    first = loop.train(run_config(tmp_path, **settings))
+    values = [e["nll"] for e in read_metrics(tmp_path / "run") if e["kind"] == "valid"]
+    assert first.valid_nll == values[-1] > min(values)
+    card = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert loop.train(run_config(tmp_path, **settings)).valid_nll == first.valid_nll
+    again = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert again["valid_nll"] == card["valid_nll"] == first.valid_nll and again["tokens"] == card["tokens"]
 
 
 def test_init_from_starts_at_given_weights(tmp_path, uninterrupted):

@@ -50,26 +50,25 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     require(cfg.compare.jobs == 1 or "RANK" not in os.environ, "compare.jobs > 1 does not go together with torchrun")
     entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}
     missing = {name: run for name, run in runs.items() if name not in entries}
-    print(f"{len(entries)} of {len(runs)} are done", flush=True)
+    say(f"{len(entries)} of {len(runs)} are done")
     failed: list[str] = []
-    for entry in one_by_one(missing) if cfg.compare.jobs == 1 else side_by_side(missing, cfg.compare.jobs, failed):
+    for entry in one_by_one(missing, cfg) if cfg.compare.jobs == 1 else side_by_side(missing, cfg.compare.jobs, failed):
         entries[entry.name] = entry
-        print(
-            f"{entry.name}: {entry.estimate['nats_per_token']:.3f}; {len(entries)} of {len(runs)} are done", flush=True
-        )
+        say(f"{entry.name}: {entry.estimate['nats_per_token']:.3f}; {len(entries)} of {len(runs)} are done")
         show(list(entries.values()), cfg, folder)
     document = show(list(entries.values()), cfg, folder, tell=True) if entries else {}
     require(not failed, "; ".join(failed))
     return document
 
 
-def one_by_one(runs: dict[str, Config]) -> Iterator[Entry]:
+def one_by_one(runs: dict[str, Config], cfg: Config) -> Iterator[Entry]:
     """Train and measure, up to the first that a signal stops."""
-    for name, run in runs.items():
-        entry = finish(name, run)
-        if entry is None:
-            return
-        yield entry
+    with world(cfg.train):  # ranks meet once for all runs
+        for name, run in runs.items():
+            entry = finish(name, run)
+            if entry is None:
+                return
+            yield entry
 
 
 def finish(name: str, run: Config) -> Entry | None:
@@ -100,7 +99,7 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Itera
                 process = spawn.Process(target=finish_quietly, args=(name, runs[name]))
                 process.start()
                 running[process.sentinel] = (name, process)
-                print(f"{name}: started", flush=True)
+                say(f"{name}: started")
             for sentinel in wait(list(running), timeout=0.2):
                 name, process = running.pop(sentinel)
                 process.join()
@@ -108,9 +107,9 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Itera
                     yield entry
                 elif process.exitcode and not told:
                     failed.append(f"{name} failed: {last_line(Path(runs[name].out) / LOG)}")
-                    print(failed[-1], flush=True)
+                    say(failed[-1])
                 else:
-                    print(f"{name}: stopped by a signal; the same command goes on from there", flush=True)
+                    say(f"{name}: stopped by a signal; the same command goes on from there")
 
 
 def finish_quietly(name: str, run: Config) -> None:
@@ -142,6 +141,15 @@ def last_line(path: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
+def on_main_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(message: str) -> None:
+    if on_main_rank():
+        print(message, flush=True)
+
+
 def each_seed(name: str) -> list[str]:
     """`adlm+seed=1,2` -> `adlm+seed=1` and `adlm+seed=2`."""
     parts = name.split("+")
@@ -165,7 +173,7 @@ def show(entries: list[Entry], cfg: Config, folder: Path, tell: bool = False) ->
     reference = REFERENCE if any(e.name == REFERENCE for e in entries) else entries[0].name
     comparison = Comparison(entries, reference, cfg)
     document = {"command": command_line(), **comparison.as_dict()}
-    if os.environ.get("RANK", "0") == "0":
+    if on_main_rank():
         write_result(folder / "table.json", document)
         write_atomically(folder / "table.md", comparison.markdown())
         if tell:

@@ -141,7 +141,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         cfg = replace(cfg, train=replace(cfg.train, steps=schedule.steps))
         micro_batch = cfg.train.global_batch_size // check_batches(cfg, ranks)
         checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
-        found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
+        found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
         if found is None and checkpoints.steps():
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
         if found is None and start is not None:

@@ -14,11 +14,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,9 @@ from adlm.errors import require
 from adlm.schema import CheckpointConfig, Config
 from adlm.training.optim import Ema, Guard, state_of
 from adlm.training.parallel import Step, World
+
+# what one process is, and no reason to worry
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 MANIFEST, STATE = "manifest.json", "state.json"
 State = dict[str, dict[str, Tensor]]
@@ -62,7 +64,7 @@ class Checkpoints:
         )
         self.folder, self.cfg, self.world = run / "checkpoints", cfg, world
         self.writing: threading.Thread | None = None
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -84,42 +86,56 @@ class Checkpoints:
         final = self.path(info["step"])
         if final.is_dir():
             return
+        if wait or dist.is_initialized():
+            self.write(state, final, info)
+            return
+        copy = {part: {name: x.to("cpu", copy=True) for name, x in xs.items()} for part, xs in state.items()}
+        self.writing = threading.Thread(target=self.write_beside, args=(copy, final, info))
+        self.writing.start()
+
+    def write(self, state: State, final: Path, info: dict[str, Any]) -> None:
         partial = self.folder / f"partial-{final.name}"
-        if self.world.is_main:
+
+        def clear() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             for stale in self.folder.glob("partial-*"):
                 shutil.rmtree(stale, ignore_errors=True)
-        self.world.barrier()
-        if wait or dist.is_initialized():
-            self.write(state, partial, final, info)
-            self.world.barrier()
-            return
-        copy = {part: {name: x.to("cpu", copy=True) for name, x in xs.items()} for part, xs in state.items()}
-        self.writing = threading.Thread(target=self.write_beside, args=(copy, partial, final, info))
-        self.writing.start()
 
-    def write(self, state: State, partial: Path, final: Path, info: dict[str, Any]) -> None:
+        def complete() -> None:
+            (partial / STATE).write_text(json.dumps(info, indent=1))
+            seal(partial)
+            partial.rename(final)
+            sync_folder(self.folder)
+            self.prune(info.get("best_step"))
+
         try:
-            with quiet():
-                dcp.save(state, checkpoint_id=partial)
-            if self.world.is_main:
-                (partial / STATE).write_text(json.dumps(info, indent=1))
-                seal(partial)
-                partial.rename(final)
-                sync_folder(self.folder)
-                self.prune(info.get("best_step"))
+            self.on_main(clear)
+            dcp.save(state, checkpoint_id=partial)  # all ranks; what fails on one is raised on all
+            self.on_main(complete)
         except (OSError, dcp.CheckpointException) as error:
-            free = shutil.disk_usage(self.folder).free  # torch's own words for a full disk may not mention it
+            free = shutil.disk_usage(self.folder.parent).free  # torch's own words for a full disk may not mention it
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(
                 f"checkpoint of step {info['step']} could not be written to {self.folder}"
                 f" ({free / 2**20:,.0f} MiB free): {brief(error)}"
             ) from None
 
+    def on_main(self, do: Callable[[], None]) -> None:
+        """Something that only the main rank does. If it fails it has failed on all ranks: none is left waiting for the
+        others."""
+        failure = None
+        if self.world.is_main:
+            try:
+                do()
+            except OSError as error:
+                failure = error
+        if self.world.any(failure is not None):
+            raise failure or OSError("the first process could not write")
+
     def write_beside(self, *what: Any) -> None:
         try:
             self.write(*what)
-        except OSError as error:
+        except Exception as error:
             self.failure = error
 
     def settle(self) -> None:
@@ -139,8 +155,9 @@ class Checkpoints:
 
     # Reading
 
-    def newest_sound(self) -> int | None:
-        """The newest step whose files are what they were when written; None if there is no checkpoint at all."""
+    def newest_sound(self, mend: bool = False) -> int | None:
+        """The newest step whose files are what they were when written; None if there is no checkpoint at all. `mend`:
+        damaged ones are moved out of the way, so that their steps can be saved again; for who trains, not who reads."""
         found = None
         if self.world.is_main:
             steps, damaged = self.steps(), []
@@ -153,7 +170,7 @@ class Checkpoints:
                 damaged.append(step)
             else:
                 found = None if not steps else -1
-            if found != -1:  # out of the way, so that the step can be saved again
+            if found != -1 and mend:
                 for step in damaged:
                     self.path(step).rename(self.folder / f"damaged-step-{step:08d}-{time.time_ns()}")
         if self.world.size > 1:
@@ -172,8 +189,7 @@ class Checkpoints:
 
     def load(self, step: int, state: State) -> None:
         """Fill the tensors of `state` in place."""
-        with quiet():
-            dcp.load(state, checkpoint_id=self.path(step))
+        dcp.load(state, checkpoint_id=self.path(step))
 
 
 def check_same_run(
@@ -193,10 +209,29 @@ def check_same_run(
     for part in parts:
         for key, value in info["config"][part].items():
             if now[part].get(key) != value and f"{part}.{key}" not in free:
-                raise ValueError(
-                    f"out={cfg.out!r} was started with {part}.{key}={value}, now it is {now[part].get(key)};"
-                    f" set it back or use another out="
-                )
+                refuse_change(cfg, f"{part}.{key}", value, now[part].get(key))
+    before = info["config"]["optim"]
+    if before["name"] != cfg.optim.name:
+        refuse_change(cfg, "optim.name", before["name"], cfg.optim.name)
+    if cfg.optim.ema and not before["ema"]:
+        refuse_change(cfg, "optim.ema", before["ema"], cfg.optim.ema)
+
+
+def check_same_sizes(info: dict[str, Any], cfg: Config) -> None:
+    """How large the steps of a run are says which rows it has read, so that may not change either."""
+    before, now = info["config"]["train"], asdict(cfg.train)
+    keys = ["global_batch_size", "batch_parts", "batch_parts_share", "row_pieces", "row_pieces_share"]
+    if cfg.train.batch_parts > 1 or cfg.train.row_pieces > 1:  # for a share of all steps
+        keys.append("steps")
+    for key in keys:
+        if before.get(key, now[key]) != now[key]:
+            refuse_change(cfg, f"train.{key}", before[key], now[key])
+
+
+def refuse_change(cfg: Config, key: str, before: Any, now: Any) -> NoReturn:
+    raise ValueError(
+        f"out={cfg.out!r} was started with {key}={before}, now it is {now}; set it back or use another out="
+    )
 
 
 def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -265,11 +300,3 @@ def brief(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """torch.distributed.checkpoint warns that it runs without a process group, which is what one process is."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -23,7 +23,7 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.models.flops import count_flops
 from adlm.schema import Config, as_yaml
 from adlm.training import export, setup
-from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
+from adlm.training.checkpoint import Checkpoints, check_same_run, check_same_sizes, note, tensors
 from adlm.training.draw import drawn, on_device
 from adlm.training.metrics import Metrics, Window, perplexity, plot_curves
 from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
@@ -78,15 +78,18 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
 
         checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
         step, best, best_step = 0, math.inf, None
-        found = checkpoints.newest_sound() if cfg.checkpoint.resume else None
+        valid_nll: float | None = None
+        found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
         if found is not None:
             info = checkpoints.read_info(found)
             check_same_run(info, cfg, data.tokenizer)
+            check_same_sizes(info, cfg)
             state = tensors(step_module, update.optimizers, ema, guard)
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
             window.restore(info["window"])
             step, ema.n, best, best_step = info["step"], info["ema_n"], info["best"] or math.inf, info["best_step"]
+            valid_nll = info.get("bound")
         elif checkpoints.steps():
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
 
@@ -110,6 +113,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                 "step": step,
                 "best": None if math.isinf(best) else best,
                 "best_step": best_step,
+                "bound": valid_nll,
                 "ema_n": ema.n,
                 "window": window.state(),
                 "tokenizer": data.tokenizer.fingerprint,
@@ -127,7 +131,6 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                 best, best_step = bound, step
             return bound
 
-        valid_nll = None
         if step == 0 and cfg.train.valid_every:
             valid_nll = check_bound()
         stopped, saved_at = False, time.monotonic()
@@ -173,16 +176,17 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
                     metrics.say(f"step {step}: sample\n{text}")
                 window.restart()
             due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
-            # on a GPU asking the other ranks makes the host wait: not at every step
-            if ranks.size == 1 or ranks.device.type == "cpu" or step % 10 == 0:
-                stopped, due = ranks.any(interruption.requested), ranks.any(due)
+            # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own clock
+            asked = ranks.size == 1 or ranks.device.type == "cpu" or step % 10 == 0
+            stopped, due = asked and ranks.any(interruption.requested), asked and ranks.any(due)
             if last or stopped or due or improved or step % cfg.checkpoint.every == 0:
                 try:
                     save(wait=last or stopped)
                 except OSError as error:
                     if last or stopped:
                         raise
-                    note(f"warning: {error}; training goes on")
+                    if ranks.is_main:
+                        note(f"warning: {error}; training goes on")
                 saved_at = time.monotonic()
                 window.restart()
             if last or stopped:
@@ -196,8 +200,8 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
 
         weights = ema.whole()
         if ranks.is_main:
-            facts_of_run = {"step": step, "tokens": facts["tokens"], "parameters": facts["parameters"]}
-            facts_of_run |= {"valid_nll": best if valid_nll is None else valid_nll, "command": command_line()}
+            facts_of_run = {"step": step, "tokens": rows_before(cfg.train, step) * cfg.model.length}
+            facts_of_run |= {"parameters": facts["parameters"], "valid_nll": valid_nll, "command": command_line()}
             info = export.describe(cfg, data.tokenizer, **facts_of_run)
             export.save_folder(run / "export", weights, data.tokenizer, info)
             metrics.close()

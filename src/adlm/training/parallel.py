@@ -77,7 +77,8 @@ class World:
 
 @contextmanager
 def world(cfg: TrainConfig) -> Iterator[World]:
-    """Join the process group that torchrun describes, if any, and leave it at the end."""
+    """Join the process group that torchrun describes, if any, and leave it at the end; inside another `world` its group
+    is used, since torch cannot join a group of one name twice."""
     choose("train.strategy", cfg.strategy, STRATEGIES)
     choose("train.compile", cfg.compile, COMPILE)
     choose("train.precision", cfg.precision, PRECISIONS)
@@ -91,7 +92,8 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     # Compiled gradients as autograd's own, outside autocast: what the forward pass kept in float32 stays in float32.
     if hasattr(torch._functorch.config, "backward_pass_autocast"):  # not in every version of torch
         torch._functorch.config.backward_pass_autocast = "off"
-    if size > 1 or cfg.strategy == "fsdp":
+    joins = (size > 1 or cfg.strategy == "fsdp") and not dist.is_initialized()
+    if joins:
         for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
             os.environ.setdefault(key, value)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size)
@@ -103,7 +105,7 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     try:
         yield World(rank, size, device, precision, mode)
     finally:
-        if dist.is_initialized():
+        if joins:
             dist.destroy_process_group()
 
 
