@@ -241,6 +241,16 @@ BAD = [
     ("algo=sedd model.anchored=true", "model.anchored=false"),
     ("noise.sigma_min=30", "noise.sigma_max"),
     ("train.batch_size=100", "train.batch_size=100 must divide the 512 rows per rank"),
+    ("train.batch_parts=7", "train.batch_parts=7 must divide the 512 rows per rank"),
+    ("train.row_pieces=3", "train.row_pieces=3 must divide model.length=1024"),
+    ("train.cuda_graphs=true train.device=cpu", "train.cuda_graphs=true needs a GPU"),
+    ("train.cuda_graphs=true train.batch_size=4", "all rows of a step at once: train.batch_size=512, not 4"),
+    ("train.cuda_graphs=true train.strategy=fsdp", "needs whole weights in one place"),
+    ("train.cuda_graphs=true train.checkpoint_activations=true", "cannot record train.checkpoint_activations"),
+    ("algo=ar objective.gamma=0.1", "plain AR has no anchors"),
+    ("algo=ar objective.gamma_end=0.1", "plain AR has no anchors"),
+    ("model.skips=true model.n_blocks=2 model.n_denoiser_blocks=2", "model.skips=true needs 3 blocks"),
+    ("objective.time_density_a=0.5", "objective.time_density_a=0.5 must be at least 1"),
     ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
     ("train.device=cpu:1", "train.device"),
     ("train.precision=fp16", "choose one of auto, bf16, fp32"),
@@ -265,6 +275,8 @@ def test_the_global_batch_must_fit_the_ranks(monkeypatch):
     ):
         config.load([])
     assert config.load(["train.global_batch_size=513"]).train.batch_size == 171
+    with pytest.raises(ValueError, match=r"train\.cuda_graphs=true is for one process, not 3"):
+        config.load(["train.global_batch_size=513", "train.cuda_graphs=true"])
 
 
 def test_loading_leaves_the_folder_and_hydra_alone(tmp_path, monkeypatch):

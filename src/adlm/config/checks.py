@@ -53,6 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # What a single number may be, beyond its type: key -> (what to say, test). Written so that nan fails every test.
 _COUNT = ("at least 1", lambda x: x >= 1)
 _NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
+_FROM_ONE = ("at least 1", lambda x: 1 <= x < math.inf)
 _POSITIVE = ("above 0", lambda x: 0 < x < math.inf)
 _SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
 _BELOW_ONE = ("in [0, 1)", lambda x: 0 <= x < 1)
@@ -68,7 +69,7 @@ RANGES = {
     "objective.gamma_end": ("at least 0, or -1: gamma stays", lambda x: x == -1 or 0 <= x < math.inf),
     "objective.tau": _COUNT, "objective.anchor_share": _UP_TO_ONE,
     "objective.rarity": _UP_TO_ONE, "objective.hard": _POSITIVE, "objective.T": _NOT_NEGATIVE,
-    "objective.time_density_a": _POSITIVE, "objective.time_density_b": _POSITIVE,
+    "objective.time_density_a": _FROM_ONE, "objective.time_density_b": _FROM_ONE,
     "objective.time_density_anneal": _SHARE, "objective.sampling_eps": _BELOW_ONE,
     "data.valid_share": _INSIDE, "data.num_proc": _NOT_NEGATIVE, "data.max_rows": _NOT_NEGATIVE,
     "optim.lr": _POSITIVE, "optim.muon_lr": _POSITIVE, "optim.muon_momentum": _BELOW_ONE, "optim.beta1": _BELOW_ONE,
@@ -123,7 +124,7 @@ def check(cfg: Config, world_size: int = 1) -> None:
     check_model(cfg.model)
     check_noise(cfg.noise)
     check_objective(cfg.objective, cfg.model)
-    check_train(cfg.train, world_size)
+    check_train(cfg.train, cfg.model, world_size)
     check_sampling(cfg.sampling)
     check_sweep(cfg)
     require(
@@ -157,6 +158,9 @@ def check_model(m: ModelConfig) -> None:
         not (m.causal and m.time_conditioning),
         "model.causal=true has no noise level: set model.time_conditioning=false",
     )
+    stacks = (m.n_blocks, m.n_denoiser_blocks) if m.anchored else (m.n_blocks,)
+    longest = max(stacks) if m.bridge == "collapsed" else sum(stacks)
+    require(longest >= 3 or not m.skips, "model.skips=true needs 3 blocks or more in one residual stream to skip one")
 
 
 def check_noise(n: NoiseConfig) -> None:
@@ -182,6 +186,10 @@ def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
         f"objective.name={o.name} is a baseline without anchors: set model.anchored=false (algo=d3pm or sedd)",
     )
     require(
+        o.name != "autoregressive" or m.anchored or (o.gamma <= 0 and o.gamma_end <= 0),
+        f"objective.gamma={o.gamma}, objective.gamma_end={o.gamma_end}: plain AR has no anchors (algo=a2r has)",
+    )
+    require(
         o.gamma_end < 0 or o.gamma_warmup < 1,
         "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
     )
@@ -192,7 +200,7 @@ def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
     )
 
 
-def check_train(t: TrainConfig, world_size: int) -> None:
+def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
     require(
         t.global_batch_size % world_size == 0,
         f"train.global_batch_size={t.global_batch_size} must be a multiple of the number of ranks ({world_size})",
@@ -203,10 +211,31 @@ def check_train(t: TrainConfig, world_size: int) -> None:
         f"train.batch_size={t.batch_size} must divide the {per_rank} rows per rank "
         f"(train.global_batch_size={t.global_batch_size} over {world_size} ranks)",
     )
+    require(
+        per_rank % t.batch_parts == 0,
+        f"train.batch_parts={t.batch_parts} must divide the {per_rank} rows per rank "
+        f"(train.global_batch_size={t.global_batch_size} over {world_size} ranks)",
+    )
+    require(m.length % t.row_pieces == 0, f"train.row_pieces={t.row_pieces} must divide model.length={m.length}")
+    check_graphs(t, world_size)
     device, _, number = t.device.partition(":")
     require(
         device in ("auto", "cpu", "cuda") and (not number or (device == "cuda" and number.isdigit())),
         f"train.device={t.device!r} must be auto, cpu, cuda or cuda:N",
+    )
+
+
+def check_graphs(t: TrainConfig, world_size: int) -> None:
+    on, rows = "train.cuda_graphs=true", t.global_batch_size // world_size
+    if not t.cuda_graphs:
+        return
+    require(t.device != "cpu", f"{on} needs a GPU, not train.device=cpu")
+    require(world_size == 1, f"{on} is for one process, not {world_size}")
+    require(t.strategy != "fsdp", f"{on} needs whole weights in one place: train.strategy=ddp, not fsdp")
+    require(not t.checkpoint_activations, f"{on} cannot record train.checkpoint_activations=true")
+    require(
+        t.batch_size in (0, rows),
+        f"{on} needs all rows of a step at once: train.batch_size={rows}, not {t.batch_size}",
     )
 
 

@@ -31,7 +31,7 @@ from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
 from adlm.training.metrics import Metrics, Window, plot_curves
 from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
 from adlm.training.parallel import Interruption, Step, World, world
-from adlm.training.setup import check_batches, make_run_folder, show
+from adlm.training.setup import make_run_folder, micro_batches, show
 
 # What may change when a run is continued: how long it is, and how it is tested.
 FREE = (
@@ -139,7 +139,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         room = Classroom(cfg, ranks)
         schedule, reason = room.schedule, cfg.reason
         cfg = replace(cfg, train=replace(cfg.train, steps=schedule.steps))
-        micro_batch = cfg.train.global_batch_size // check_batches(cfg, ranks)
+        micro_batch = cfg.train.global_batch_size // micro_batches(cfg, ranks)
         checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
         found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
         if found is None and checkpoints.steps():

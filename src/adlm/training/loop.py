@@ -63,7 +63,6 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
     with world(cfg.train) as ranks, Interruption() as interruption:
         run = setup.make_run_folder(cfg.out)
         data = setup.prepare_data(cfg, ranks)
-        micro_batches = setup.check_batches(cfg, ranks)
         objective = setup.objective_for(cfg, data)
         model = setup.make_model(cfg, data.tokenizer).to(ranks.device)
         facts = setup.plan(cfg, model, data, ranks)
@@ -135,7 +134,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             valid_nll = check_bound()
         stopped, saved_at = False, time.monotonic()
         stream = iter(batches) if step < cfg.train.steps else iter(())
-        for batch, tasks in drawn(objective, stream, step, micro_batches, cfg, ranks.device):
+        for batch, tasks in drawn(objective, stream, step, setup.micro_batches(cfg, ranks), cfg, ranks.device):
             tokens = torch.full((), float(sum(t.count for t in tasks)), dtype=torch.float64, device=ranks.device)
             count = ranks.sum(tokens).float()
             for i, task in enumerate(on_device(task, ranks.device) for task in tasks):

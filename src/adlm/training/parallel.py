@@ -163,7 +163,9 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         stack.checkpoint_activations = cfg.checkpoint_activations
     step.compiled = world.compile in ("block", "model", "max")
     if cfg.cuda_graphs:
-        check_replayable(step, cfg, world)
+        on = "train.cuda_graphs=true"  # what can be known without a device is in config.checks
+        require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
+        require(step.score is loss, f"{on} is for `adlm train`")
         step.replays = Replays(model)
     if step.compiled:
         torch._dynamo.reset()  # a run before this one in the same process has used up its share of compiled forms
@@ -188,20 +190,6 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
         step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True
-    )
-
-
-def check_replayable(step: Step, cfg: TrainConfig, world: World) -> None:
-    rows = cfg.global_batch_size // world.size
-    on = "train.cuda_graphs=true"
-    require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
-    require(step.score is loss, f"{on} is for `adlm train`")
-    require(world.size == 1, f"{on} is for one process, not {world.size}")
-    require(cfg.strategy != "fsdp", f"{on} needs whole weights in one place: train.strategy=ddp, not fsdp")
-    require(not cfg.checkpoint_activations, f"{on} cannot record train.checkpoint_activations=true")
-    require(
-        cfg.batch_size in (0, rows),
-        f"{on} needs all rows of a step at once: train.batch_size={rows}, not {cfg.batch_size}",
     )
 
 

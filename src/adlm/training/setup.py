@@ -75,28 +75,10 @@ def parameter_count(model: LanguageModel) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def check_batches(cfg: Config, world: World) -> int:
-    """Micro-batches per rank and step."""
-    share, rest = divmod(cfg.train.global_batch_size, world.size)
-    require(
-        rest == 0 and share > 0,
-        f"train.global_batch_size={cfg.train.global_batch_size} must be a multiple of the {world.size} processes",
-    )
-    size = cfg.train.batch_size or share
-    require(
-        share % size == 0,
-        f"train.batch_size={size} must divide the {share} rows of a process (train.global_batch_size / processes)",
-    )
-    require(
-        cfg.model.length % cfg.train.row_pieces == 0,
-        f"train.row_pieces={cfg.train.row_pieces} must divide model.length={cfg.model.length}",
-    )
-    require(
-        share % cfg.train.batch_parts == 0,
-        f"train.batch_parts={cfg.train.batch_parts} must divide the {share} rows of a process"
-        " (train.global_batch_size / processes)",
-    )
-    return share // size
+def micro_batches(cfg: Config, world: World) -> int:
+    """Of a rank in a step."""
+    rows = cfg.train.global_batch_size // world.size
+    return rows // (cfg.train.batch_size or rows)
 
 
 def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[str, float | int | str]:
@@ -126,7 +108,7 @@ def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[st
         "tokens": tokens,
         "epochs": round(all_rows / len(data.train), 3),
         "processes": world.size,
-        "micro_batches": check_batches(cfg, world),
+        "micro_batches": micro_batches(cfg, world),
         "training_flops": flops.training_per_token * tokens,
         "memory_gib_estimate": round((state + activations) / 2**30, 2),
         "precision": world.precision,
