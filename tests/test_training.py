@@ -549,6 +549,37 @@ def test_init_from_starts_at_given_weights(tmp_path, uninterrupted):
         loop.train(run_config(tmp_path, checkpoint__init_from=tmp_path, out=tmp_path / "y"))
 
 
+def test_a_run_folder_is_for_one_run_at_a_time(tmp_path):
+    process = start(tmp_path, "train.steps=1000000")
+    wait_for_step(tmp_path / "run", 1, process)
+    with pytest.raises(ValueError, match=rf"run' is in use by process {process.pid}; wait for it"):
+        loop.train(run_config(tmp_path))
+    os.killpg(process.pid, signal.SIGKILL)  # and whoever dies has no claim
+    process.communicate()
+    done = max(Checkpoints(tmp_path / "run", CheckpointConfig(), None).steps(), default=0)
+    assert loop.train(run_config(tmp_path, train__steps=done + 2)).finished
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        loop.train(run_config(tmp_path, data__path=tmp_path / "nowhere.jsonl"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_left_alone(tmp_path, capsys):
+    loop.train(run_config(tmp_path, train__steps=4))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".claim"}
+    capsys.readouterr()
+    result = loop.train(run_config(tmp_path, train__steps=3, optim__lr=5.0))
+    assert result.step == 4 and result.finished
+    assert "is finished: step 4 of train.steps=3" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in before} == before
+    assert loop.train(run_config(tmp_path, train__steps=5, optim__lr=5.0)).step == 5
+    assert "at step 4; optim.lr was 0.01, is 5.0; train.steps was 4, is 5" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="started with seed=1, now it is 2"):
+        loop.train(run_config(tmp_path, train__steps=6, seed=2))
+
+
 def test_unwritable_run_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"not a writable folder"):

@@ -31,7 +31,7 @@ from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
 from adlm.training.metrics import Metrics, Window, plot_curves
 from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
 from adlm.training.parallel import Interruption, Step, World, world
-from adlm.training.setup import make_run_folder, micro_batches, show
+from adlm.training.setup import claimed_run_folder, micro_batches, show
 
 # What may change when a run is continued: how long it is, and how it is tested.
 FREE = (
@@ -133,9 +133,8 @@ def longest_answer(encoded: list[Encoded], plans: list[Plan]) -> int:
 def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     """Train through all stages, or until a signal asks to stop; then test the best checkpoint and export it. `start`:
     weights to begin with in place of fresh ones and reason.recite, so that several methods can share its steps."""
-    with world(cfg.train) as ranks, Interruption() as interruption:
+    with world(cfg.train) as ranks, Interruption() as interruption, claimed_run_folder(cfg.out, ranks) as run:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
-        run = make_run_folder(cfg.out)
         room = Classroom(cfg, ranks)
         schedule, reason = room.schedule, cfg.reason
         cfg = replace(cfg, train=replace(cfg.train, steps=schedule.steps))

@@ -218,7 +218,9 @@ def check_same_run(
 
 
 def check_same_sizes(info: dict[str, Any], cfg: Config) -> None:
-    """How large the steps of a run are says which rows it has read, so that may not change either."""
+    """Seed and size of the steps say which rows a run has read, so they may not change either."""
+    if info["config"]["seed"] != cfg.seed:
+        refuse_change(cfg, "seed", info["config"]["seed"], cfg.seed)
     before, now = info["config"]["train"], asdict(cfg.train)
     keys = ["global_batch_size", "batch_parts", "batch_parts_share", "row_pieces", "row_pieces_share"]
     if cfg.train.batch_parts > 1 or cfg.train.row_pieces > 1:  # for a share of all steps
@@ -226,6 +228,17 @@ def check_same_sizes(info: dict[str, Any], cfg: Config) -> None:
     for key in keys:
         if before.get(key, now[key]) != now[key]:
             refuse_change(cfg, f"train.{key}", before[key], now[key])
+
+
+def changes(info: dict[str, Any], cfg: Config) -> list[str]:
+    """What else is not as it was, for who resumes to read."""
+    before, now = info["config"], asdict(cfg)
+    return [
+        f"{part}.{key} was {value}, is {now[part][key]}"
+        for part in ("data", "optim", "train")
+        for key, value in before[part].items()
+        if key in now[part] and now[part][key] != value
+    ]
 
 
 def refuse_change(cfg: Config, key: str, before: Any, now: Any) -> NoReturn:

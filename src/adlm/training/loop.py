@@ -23,7 +23,7 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.models.flops import count_flops
 from adlm.schema import Config, as_yaml
 from adlm.training import export, setup
-from adlm.training.checkpoint import Checkpoints, check_same_run, check_same_sizes, note, tensors
+from adlm.training.checkpoint import Checkpoints, changes, check_same_run, check_same_sizes, note, tensors
 from adlm.training.draw import drawn, on_device
 from adlm.training.metrics import Metrics, Window, perplexity, plot_curves
 from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
@@ -60,8 +60,11 @@ def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
 
 def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
     """Train to cfg.train.steps, or until a signal asks to stop; go on where the run folder's checkpoint stopped."""
-    with world(cfg.train) as ranks, Interruption() as interruption:
-        run = setup.make_run_folder(cfg.out)
+    with (
+        world(cfg.train) as ranks,
+        Interruption() as interruption,
+        setup.claimed_run_folder(cfg.out, ranks) as run,
+    ):
         data = setup.prepare_data(cfg, ranks)
         objective = setup.objective_for(cfg, data)
         model = setup.make_model(cfg, data.tokenizer).to(ranks.device)
@@ -78,11 +81,13 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
         step, best, best_step = 0, math.inf, None
         valid_nll: float | None = None
+        changed = ""
         found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
         if found is not None:
             info = checkpoints.read_info(found)
             check_same_run(info, cfg, data.tokenizer)
             check_same_sizes(info, cfg)
+            changed = "".join(f"; {change}" for change in changes(info, cfg))
             state = tensors(step_module, update.optimizers, ema, guard)
             checkpoints.load(found, state)
             guard.restore(state["guard"]["state"])
@@ -93,9 +98,12 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
 
         metrics = Metrics(run, cfg, found, active=ranks.is_main)
-        if ranks.is_main:
+        finished = step >= cfg.train.steps
+        if ranks.is_main and finished:
+            metrics.say(f"{run} is finished: step {step} of train.steps={cfg.train.steps}")
+        elif ranks.is_main:
             (run / "config.yaml").write_text(as_yaml(cfg))
-            metrics.say(setup.show(facts) if found is None else f"resuming {run} at step {step}")
+            metrics.say(setup.show(facts) if found is None else f"resuming {run} at step {step}{changed}")
             if step_module.compiled:
                 metrics.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
         batches = Batches(
@@ -133,7 +141,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         if step == 0 and cfg.train.valid_every:
             valid_nll = check_bound()
         stopped, saved_at = False, time.monotonic()
-        stream = iter(batches) if step < cfg.train.steps else iter(())
+        stream = iter(()) if finished else iter(batches)
         for batch, tasks in drawn(objective, stream, step, setup.micro_batches(cfg, ranks), cfg, ranks.device):
             tokens = torch.full((), float(sum(t.count for t in tasks)), dtype=torch.float64, device=ranks.device)
             count = ranks.sum(tokens).float()
@@ -198,7 +206,9 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             return TrainResult(str(run), step, valid_nll, valid_nll and perplexity(valid_nll), finished=False)
 
         weights = ema.whole()
-        if ranks.is_main:
+        if ranks.is_main and finished and (run / "export" / "config.json").exists():
+            metrics.close()
+        elif ranks.is_main:
             facts_of_run = {"step": step, "tokens": rows_before(cfg.train, step) * cfg.model.length}
             facts_of_run |= {"parameters": facts["parameters"], "valid_nll": valid_nll, "command": command_line()}
             info = export.describe(cfg, data.tokenizer, **facts_of_run)

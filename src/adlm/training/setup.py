@@ -1,6 +1,8 @@
 """What stands before the first step: data, model, objective, and a word about what the run will cost."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -119,7 +121,7 @@ def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[st
 def show(facts: dict[str, float | int | str]) -> str:
     lines = []
     for key, value in facts.items():
-        text = value if isinstance(value, str) else f"{value:,}" if value < 1e12 else f"{value:.3g}"
+        text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
         lines.append(f"  {key.replace('_', ' '):20} {text}")
     return "\n".join(lines)
 
@@ -134,3 +136,36 @@ def make_run_folder(out: str) -> Path:
     except OSError as error:
         raise ValueError(f"out={out!r} is not a writable folder: {error.strerror}") from None
     return run
+
+
+@contextmanager
+def claimed_run_folder(out: str, world: World) -> Iterator[Path]:
+    """The run folder, for one run at a time: two would write into each other's checkpoints. The system gives the claim
+    back when a process dies. A folder that stayed empty is removed."""
+    run = make_run_folder(out)
+    if not world.is_main:
+        yield run
+        return
+    path = run / ".claim"
+    with open(path, "a+") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"out={out!r} is in use by process {file.read().strip() or '?'}; wait for it, or use another out="
+            ) from None
+        except (ImportError, OSError):  # a system or a file system without locks
+            pass
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield run
+        finally:
+            if list(run.iterdir()) == [path]:
+                with suppress(OSError):
+                    path.unlink()
+                    run.rmdir()
