@@ -146,6 +146,37 @@ def test_required_words_appear(model):
         assert row[2] == row[8] == 5
 
 
+def holds(row: list[int], word: list[int]) -> bool:
+    return any(row[i : i + len(word)] == word for i in range(len(row)))
+
+
+def test_repairs_leave_required_words_alone(model):
+    """Where a banned phrase ends in a required word, the token before it is drawn again."""
+    banned, drawn_again = [[t, 7] for t in range(7)], 0
+    for seed in range(20):
+        (free,) = Engine(model).run([request(seed, required=[[7]])])
+        (done,) = Engine(model).run([request(seed, required=[[7]], banned=banned)])
+        assert done.finished and 7 in done.tokens
+        assert not any(holds(done.tokens, phrase) for phrase in banned)
+        drawn_again += free.tokens != done.tokens
+    assert drawn_again > 0
+
+
+@pytest.mark.parametrize("sampler", ["mdlm", "first-hitting", "remdm-cap", "confidence"])
+def test_no_text_ends_before_its_required_words(model, sampler):
+    stop, word = 9, [7, 3, 7]  # 9: what this model likes best
+    options = {"sampler": sampler, "eta": 0.1, "required": [word, [1]], "stop_id": stop}
+    done = list(Engine(model).run(request(s, **options) for s in range(30)))
+    assert all(r.finished and M not in r.tokens and holds(r.tokens, word) and 1 in r.tokens for r in done)
+    assert all(stop not in r.tokens[:-1] for r in done)
+    assert sampler == "confidence" or any(len(r.tokens) < L for r in done), "but they end"
+
+
+def test_a_required_end_of_text_ends_the_text(model):
+    for done in Engine(model).run(request(s, required=[[7, 4], [1]], stop_id=4) for s in range(20)):
+        assert done.finished and 1 in done.tokens and holds(done.tokens, [7, 4])
+
+
 def test_required_words_stand_where_the_model_wants_them():
     """One required token in a row of two: placed by the model's probability of it at each position."""
     toy = ToyModel(4, 2, seed=3)
@@ -189,6 +220,17 @@ def test_watched_rows_send_frames(model):
     assert any(b < a for a, b in itertools.pairwise(visible)), "remasking is visible in the frames"
     for f in frames:
         assert all(f.tokens[l] != M for l in f.drawn)
+
+
+def test_frames_say_what_was_drawn_in_strides_and_repairs(model):
+    """The frame sent when a window closes is of that window, though it shows the next one's canvas."""
+    engine, seen = Engine(model), [1] + [M] * 29
+    for update in engine.stream(request(3, [1] + [M] * 29, steps=3, stride=5, banned=[[1, 2]], watch=True)):
+        if isinstance(update, Frame):
+            changed = {l for l, (a, b) in enumerate(zip(seen, update.tokens)) if a != b and b != M}
+            assert changed <= set(update.drawn)
+            seen = update.tokens + [M] * (30 - len(update.tokens))
+            assert all(l < len(update.tokens) and seen[l] != M for l in update.drawn)
 
 
 @pytest.mark.parametrize("sampler", ["confidence", "entropy", "anchor-first"])
