@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from chance import LEVEL, chi_square
 from tiny import tiny_model
 from toy import ToyModel
 
+from adlm.diffusion.schedules import SCHEDULES, make_schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.graphs import Graphs, unwrap
@@ -23,7 +25,7 @@ from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
 from adlm.engine.template import parse_template
 from adlm.engine.uploads import AHEAD, Uploads
 from adlm.samplers import SAMPLERS
-from adlm.schema import SamplingConfig
+from adlm.schema import NoiseConfig, SamplingConfig
 
 V, M, L = 11, 10, 12
 DIFFUSION = [s for s in SAMPLERS if s != "autoregressive"]
@@ -416,6 +418,33 @@ def test_time_conditioned_models_are_told_the_noise_level():
     t = np.sort(uniforms(1, Stream.REVEAL, torch.arange(4)).numpy())[::-1]
     sigma = torch.cat(engine.network.model.sigmas)
     torch.testing.assert_close(sigma.double(), torch.from_numpy(-np.log(1 - (1 - 1e-3) * t)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampler", ["ddpm", "analytic", "score"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_samplers_along_the_schedule_tell_its_noise_level(name, sampler):
+    toy, schedule = ToyModel(3, 4), make_schedule(NoiseConfig(name=name))
+    toy.config.time_conditioning = True
+    engine = Engine(toy, schedule, slots=1)
+    list(engine.run(request(seed, [2] * 4, sampler=sampler, steps=8) for seed in range(20)))
+    told = torch.cat(engine.network.model.sigmas).unique().double()
+    assert told.isfinite().all()
+    # at t = 1 an infinite sigma is told as that of LEAST_VISIBLE; at t = 0 the fill
+    possible = schedule.sigma(torch.arange(9).double() / 8).clamp(max=-math.log(1e-9))
+    assert len(told) > 2
+    assert (told[:, None] - possible).abs().amin(1).max() < 1e-5
+
+
+def test_rare_tokens_of_anchor_first_are_those_of_training():
+    """tau=0: no token is rare, so all positions are alike and fall in their order."""
+    toy = ToyModel(4, 6, seed=5)
+    counts = Counter(
+        tuple(u.drawn)
+        for seed in range(10)
+        for u in Engine(toy, tau=0).stream(request(seed, [3] * 6, sampler="anchor-first", steps=6, watch=True))
+        if isinstance(u, Frame)
+    )
+    assert counts == {(l,): 10 for l in range(5)}
 
 
 def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():

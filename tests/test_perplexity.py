@@ -19,6 +19,7 @@ from torch import nn
 from adlm import checkpoints, cli, config
 from adlm.compat.release import export_release
 from adlm.data.tokenizers import raw_bytes, train_bpe
+from adlm.diffusion.schedules import LogLinear
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
 from adlm.evaluation.perplexity import bits_per_byte, left_to_right, measure, run_ppl, stratified
@@ -113,7 +114,7 @@ def test_exact_count_is_the_bound_by_enumeration(toy, n_real):
     x = sequences[3].repeat(n, 1)
     mask = None if n_real == 3 else torch.tensor([True, True, False]).repeat(n, 1)
     rows = Rows(x, torch.arange(n), n, mask)
-    values = row_bounds(model, draw_exact_count(rows, 0, model.mask_id))
+    values = row_bounds(model, draw_exact_count(rows, 0, model.mask_id, LogLinear()))
     if n_real == 3:
         expected = bounds[0.0][3]
     else:
@@ -139,7 +140,7 @@ def padded_nelbo(model, x: torch.Tensor) -> float:
 
 def test_exact_count_masks_exactly_k_and_weighs_them():
     x = random_tokens(64, 12, 10)
-    task = draw_exact_count(Rows(x, torch.arange(64), 64), 0, mask_id=10)
+    task = draw_exact_count(Rows(x, torch.arange(64), 64), 0, 10, LogLinear())
     masked = task.tokens_BL == 10
     k = masked.sum(1)
     assert torch.equal(task.tokens_BL[~masked], x[~masked])
@@ -228,7 +229,7 @@ def test_left_to_right_is_the_chain_rule(toy):
     model, sequences, _ = toy
     nll = []
     for x in sequences:
-        nll.append(3 * left_to_right(model, Table(x[None]), 1, 2, ALONE).nats)  # type: ignore[arg-type]
+        nll.append(3 * left_to_right(model, LogLinear(), Table(x[None]), 1, 2, ALONE).nats)  # type: ignore[arg-type]
         by_hand = 0.0
         for l in range(3):
             z = x.clone()

@@ -21,6 +21,7 @@ from adlm.errors import require
 from adlm.models import LanguageModel
 from adlm.samplers import RELEASE_WITHOUT_CUT, Event, Look, Plan, Trajectory, make_plan
 from adlm.samplers.plan import NOWHERE
+from adlm.schema import ObjectiveConfig
 
 IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
 
@@ -49,12 +50,13 @@ class Engine(Rows[Canvas]):
         device: str | torch.device = "cpu",
         precision: str = "auto",
         compile: str = "auto",
+        tau: int = ObjectiveConfig.tau,
     ):
-        """`schedule` is the masking schedule the model was trained with (default log-linear); the rest: see Network."""
+        """`schedule` and `tau` are those the model was trained with (default log-linear, 5); the rest: see Network."""
         require(not model.config.causal, "this engine fills holes; a causal model needs CausalEngine")
         super().__init__(model, slots)
         self.schedule = schedule or LogLinear()
-        self.network = Network(model, self.schedule, slots, device, precision, compile)
+        self.network = Network(model, self.schedule, slots, device, precision, compile, tau)
 
     def row(self, i: int) -> Canvas:
         row = self.slots[i]

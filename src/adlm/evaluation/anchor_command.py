@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adlm.api import LanguageModel, load
 from adlm.data import prepare
+from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.evaluation.anchor_levels import NETWORKS, SHARES, Level, anchors_of, read_level
 from adlm.evaluation.anchor_report import pieces, visible
@@ -37,7 +38,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
     tokens = lm.tokenizer.encode(read_text(args))
     require(bool(tokens), "the text has no tokens")
-    objective, rule = rule_of(lm, cfg)
+    schedule, (objective, rule) = make_schedule(lm.loaded.noise), rule_of(lm, cfg)
     rows = list(cut(tokens, lm.tokenizer.bos_id, lm.length))
     levels = [Level(share) for share in SHARES]
     for level in levels:
@@ -46,7 +47,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
             for draw in range(cfg.eval.draws):
                 turn = number * cfg.eval.draws + draw
                 place = (number * (lm.length - 1) - 1, cfg.eval.seed, turn)  # -1: the begin token is not in the text
-                read_level(level, lm.model, rule, row_L.to(lm.device), maskable_L.to(lm.device), *place)
+                read_level(level, lm.model, schedule, rule, row_L.to(lm.device), maskable_L.to(lm.device), *place)
     anchors = [
         flag for row_L in rows for flag in (anchors_of(rule, row_L) & (row_L != lm.tokenizer.bos_id)).tolist()[1:]
     ]

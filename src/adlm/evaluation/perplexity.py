@@ -22,6 +22,7 @@ from torch import Tensor
 
 from adlm import checkpoints
 from adlm.data import Blocks, Tokenizer, prepare
+from adlm.diffusion.schedules import Schedule, make_schedule, noise_level
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate, summarise
@@ -112,6 +113,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     n = min(len(blocks), cfg.rows or len(blocks))
     budget = BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"])
     size = batch_size or max(1, budget // blocks.length)
+    schedule = make_schedule(loaded.noise)
     objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed, uniform_shares(model))
 
     def bound(rows: Rows, draw: int) -> Tensor:
@@ -121,7 +123,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
         return {"exact": exact(bound, blocks, n, size, ranks)}
     scores: dict[str, Score] = {
         "continuous": bound,
-        "exact-count": lambda rows, draw: row_bounds(model, draw_exact_count(rows, draw, model.mask_id)),
+        "exact-count": lambda rows, draw: row_bounds(model, draw_exact_count(rows, draw, model.mask_id, schedule)),
     }
     wanted = ESTIMATORS if cfg.estimator == "both" else (cfg.estimator,)
     require(
@@ -131,7 +133,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     )
     found = {name: stratified(scores[name], blocks, n, cfg.draws, cfg.seed, size, ranks, name) for name in wanted}
     if cfg.chain_rows:
-        found["left-to-right"] = left_to_right(model, blocks, min(n, cfg.chain_rows), size, ranks)
+        found["left-to-right"] = left_to_right(model, schedule, blocks, min(n, cfg.chain_rows), size, ranks)
     return found
 
 
@@ -184,7 +186,9 @@ def exact(score: Score, blocks: Blocks, n: int, size: int, ranks: World) -> Esti
 
 
 @torch.no_grad()
-def left_to_right(model: LanguageModel, blocks: Blocks, n: int, size: int, ranks: World) -> Estimate:
+def left_to_right(
+    model: LanguageModel, schedule: Schedule, blocks: Blocks, n: int, size: int, ranks: World
+) -> Estimate:
     """-sum_l log p(x^l | x^1 .. x^(l-1), masks): the exact likelihood of revealing one token at a time in that order.
 
     Another model of the same weights, usually a better one: report it beside the bound, never instead.
@@ -198,18 +202,18 @@ def left_to_right(model: LanguageModel, blocks: Blocks, n: int, size: int, ranks
             # padding is never a target, but stands masked behind the text like everything that is yet to come
             for positions in torch.arange(int(counts_N[index]), device=ranks.device).split(size):
                 with ranks.autocast():
-                    nats_B = row_bounds(model, next_token_task(tokens_L, positions, model.mask_id))
+                    nats_B = row_bounds(model, next_token_task(tokens_L, positions, model.mask_id, schedule))
                 values_N1[index, 0] += nats_B.sum().item()
             advance()
     return summarise(over_ranks(values_N1, ranks), counts_N, None)
 
 
-def next_token_task(tokens_L: Tensor, positions_B: Tensor, mask_id: int) -> Task:
+def next_token_task(tokens_L: Tensor, positions_B: Tensor, mask_id: int, schedule: Schedule) -> Task:
     """Predict each position from the tokens before it, everything from it on masked; one row per position."""
     L = len(tokens_L)
     later_BL = torch.arange(L, device=tokens_L.device) >= positions_B[:, None]
     z_BL = torch.where(later_BL, mask_id, tokens_L)
-    sigma_B = -torch.log((positions_B / L).clamp(min=1e-3))
+    sigma_B = noise_level(1 - positions_B / L, schedule)
     rows_N = torch.arange(len(positions_B), device=tokens_L.device) * L + positions_B
     weights_N = torch.ones(len(positions_B), device=tokens_L.device)
     term = Term("denoiser", rows_N, tokens_L[positions_B], weights_N, exclude=mask_id)
