@@ -83,7 +83,7 @@ def test_the_command_tells_and_writes(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("rule", sorted(set(ANCHOR_RULES) - {"rarity"}))  # which needs the corpus of the training
 def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
-    """What no text tells by itself (hard for a network in training, given, none) is answered by the paper's rule."""
+    """What no text tells by itself (hard for a network in training, none) is answered by the paper's rule."""
     folder = export(tmp_path / "export")
     info = json.loads((folder / "config.json").read_text())
     info["objective"] |= {"anchor_rule": rule, "tau": 1}
