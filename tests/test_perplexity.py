@@ -374,6 +374,18 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     assert found == pytest.approx([100 / math.log(2) / len(text.encode())] * 2)
 
 
+def test_half_characters_at_the_edges_of_a_row_are_single_bytes():
+    """Rows are cut anywhere: both halves of a character count what they are, though neither is text."""
+    text, tokenizer = "né à là où Ω" * 4, raw_bytes()
+    ids = tokenizer.encode(text)
+    row = torch.tensor(ids[2:-1])  # begins with the second byte of é, ends after the first of Ω
+    estimate = Estimate(1.0, len(row), rows=1, draws=1, row_error=None, monte_carlo_error=None)
+    assert bits_per_byte(estimate, Table(row[None]), tokenizer, "continuous") == pytest.approx(1 / math.log(2))
+    assert bits_per_byte(estimate, Table(row[None]), tokenizer, "exact") * (len(row) - 1) == pytest.approx(
+        len(row) / math.log(2)
+    )
+
+
 def test_raw_weights_and_another_corpus(trained, tmp_path, capsys):
     text = write_corpus(tmp_path / "other.jsonl", documents=20, seed=9)
     out = tmp_path / "result.json"
@@ -436,6 +448,18 @@ def test_any_number_of_ranks_gives_the_same_number(trained, tmp_path, ranks):
         found.append(json.loads(out.read_text()))
     for name in ("continuous", "exact-count", "left-to-right"):
         assert found[0][name] == found[1][name]
+
+
+@pytest.mark.parametrize("key", ["data.path=other.txt", "data.valid_path=x", "data.packing=release", "data.wrap=false"])
+def test_data_keys_that_the_checkpoints_own_corpus_ignores_are_refused(trained, key):
+    loaded = checkpoints.load(trained / "run")
+    with pytest.raises(ValueError, match=f"{key.partition('=')[0]}: not read with data=checkpoint"):
+        perplexity.own_data(loaded, config.load(["data=checkpoint", key]).data)
+
+
+def test_fewer_rows_of_the_checkpoints_own_corpus(trained):
+    loaded = checkpoints.load(trained / "run")
+    assert perplexity.own_data(loaded, config.load(["data=checkpoint", "data.max_rows=3"]).data).max_rows == 3
 
 
 def test_overrides_of_the_tiny_run_are_what_the_checkpoint_says(trained):

@@ -6,7 +6,6 @@ the marked text and the curves, and the same as JSON.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.report import Html, columns, legend, page, passage, section, table, tag, write
 from adlm.evaluation.results import model_facts, result_path, versions, write_result
 from adlm.objectives.anchors import AnchorRule, for_texts, make_anchor_rule
-from adlm.schema import Config, ObjectiveConfig
+from adlm.schema import Config, DataConfig, ObjectiveConfig
 
 # Anchors listed on the terminal; the page and the JSON file hold all.
 LISTED = 20
@@ -88,7 +87,8 @@ def rule_of(lm: LanguageModel, cfg: Config) -> tuple[ObjectiveConfig, AnchorRule
     """The rule the model was trained with, if it tells a text's anchors; else the paper's."""
     objective, share_V = for_texts(lm.loaded.objective), None
     if objective.anchor_rule == "rarity":
-        data = own_data(lm.loaded, replace(cfg.data, name="checkpoint"))
+        d = cfg.data
+        data = own_data(lm.loaded, DataConfig("checkpoint", cache_dir=d.cache_dir, num_proc=d.num_proc, root=d.root))
         counts_V = prepare(data, lm.tokenizer, lm.length, "train").frequencies()
         share_V = torch.from_numpy(counts_V / counts_V.sum())
     return objective, make_anchor_rule(objective, share_V)

@@ -11,7 +11,7 @@ Batches do not depend on the number of ranks (whole batches are dealt out), so n
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ ESTIMATORS = ("continuous", "exact-count")
 CHOICES_OF_ESTIMATORS = (*ESTIMATORS, "both")
 # Tokens of one forward pass when train.valid_batch_size does not say how many rows.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+# Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
+BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_rows")
 Score = Callable[[Rows, int], Tensor]
 """Rows and the number of the draw -> nats of each row."""
 
@@ -88,10 +90,18 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
     recorded = loaded.info.get("data_settings")
     if not recorded:
         raise ValueError("the checkpoint does not say what it was trained on; name a corpus, e.g. data=wikitext103")
+    ignored = [
+        f"data.{f.name}" for f in fields(DataConfig) if f.name not in BESIDE and getattr(data, f.name) != f.default
+    ]
+    require(
+        not ignored,
+        f"{', '.join(ignored)}: not read with data=checkpoint, the corpus of the training; name one, e.g. data=file",
+    )
     own = section(DataConfig, recorded)
     if own.valid_name:
         own = replace(own, name=own.valid_name, path="", valid_name="")
-    return replace(own, cache_dir=data.cache_dir, num_proc=data.num_proc, root=data.root or own.root)
+    rows = data.max_rows or own.max_rows
+    return replace(own, cache_dir=data.cache_dir, num_proc=data.num_proc, root=data.root or own.root, max_rows=rows)
 
 
 def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
@@ -263,8 +273,8 @@ def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer, name: str) 
     but what they cost counts."""
     first = int(name == "exact")  # which is given, not scored
     rows, counts = blocks.rows(np.arange(e.rows)), token_counts(blocks, e.rows)
-    texts = (tokenizer.decode(row[first:count], skip_special=True) for row, count in zip(rows, counts))
-    return e.nats * e.tokens / math.log(2) / max(1, sum(len(text.encode()) for text in texts))
+    bytes_N = (tokenizer.count_bytes(row[first:count]) for row, count in zip(rows, counts))
+    return e.nats * e.tokens / math.log(2) / max(1, sum(bytes_N))
 
 
 def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: str) -> str:
