@@ -31,7 +31,7 @@ def test_windows_hide_everything_maskable_and_nothing_else(share):
 def test_tallies_of_networks_that_are_known(monkeypatch):
     """The anchor network knows every token; the denoiser always says 7, which would be an anchor if it came once."""
 
-    def read(model, tokens_L, hidden_L, top=3):
+    def read(model, schedule, tokens_L, hidden_L, top=3):
         found = []
         for l in hidden_L.nonzero().squeeze(1).tolist():
             truth = int(tokens_L[l])
@@ -44,7 +44,7 @@ def test_tallies_of_networks_that_are_known(monkeypatch):
     rule = make_anchor_rule(ObjectiveConfig(tau=1))
     one, all_ = Level(1 / 7), Level(1.0)
     for level in (one, all_):
-        read_level(level, None, rule, tokens, maskable, 0, seed=0, turn=0)  # type: ignore[arg-type]
+        read_level(level, None, None, rule, tokens, maskable, 0, seed=0, turn=0)  # type: ignore[arg-type]
         anchor = level.as_dict()["anchor"]
         assert (anchor["recall"], anchor["precision"], anchor["median_rank"]) == (1.0, 1.0, 1)
         assert anchor["nats"] == pytest.approx(0.6931, abs=1e-3) and anchor["hidden_anchors"] == 3
@@ -83,7 +83,7 @@ def test_the_command_tells_and_writes(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("rule", sorted(set(ANCHOR_RULES) - {"rarity"}))  # which needs the corpus of the training
 def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
-    """What no text tells by itself (hard for a network in training, given, none) is answered by the paper's rule."""
+    """What no text tells by itself (hard for a network in training, none) is answered by the paper's rule."""
     folder = export(tmp_path / "export")
     info = json.loads((folder / "config.json").read_text())
     info["objective"] |= {"anchor_rule": rule, "tau": 1}

@@ -176,3 +176,12 @@ def test_the_tail_is_reached():
 def test_bad_input_is_answered(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-39, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature):
+    """In float32 the division would overflow: all tokens, or none, would be the best."""
+    logits = torch.tensor([[1.0, 40.0, 39.5, -3.0], [-60.0, -50.0, -90.0, -51.0]])
+    per_row = torch.tensor([temperature] * 2, dtype=torch.float32)
+    for t in (temperature, per_row):
+        assert torch.equal(filter_logits(logits, temperature=t).exp(), torch.eye(4)[[1, 1]])

@@ -183,6 +183,15 @@ def test_paired_differences_see_what_intervals_hide():
     assert [e.name for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
 
 
+def test_one_row_has_no_interval():
+    tokens = np.full(1, 10)
+    table = Comparison(
+        [entry(name, np.array([n]), tokens) for name, n in (("adlm", 20.0), ("mdlm", 21.0))], "adlm", Config()
+    )
+    assert [line[0] for line in table.rows()] == ["adlm", "mdlm"]
+    assert all(line[2] == line[4] == "" for line in table.rows())
+
+
 def test_scatter_between_seeds():
     tokens = np.full(4, 10)
     rows = np.array([10.0, 20, 30, 40])

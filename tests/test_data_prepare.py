@@ -376,6 +376,14 @@ def test_a_prepared_folder_can_be_copied_and_used_alone(cfg, tmp_path):
     assert "has 10 bytes" in refusal(copy)
 
 
+def test_text8_crop_needs_full_rows(tmp_path):
+    """Windows are cut from rows without padding: masks of unwrapped rows would be twice as long as the windows."""
+    (tmp_path / "text8").write_text("abcdefghi " * 500)
+    cfg = DataConfig(name="text8-crop", root=str(tmp_path), cache_dir=str(tmp_path / "cache"), wrap=False)
+    with pytest.raises(ValueError, match=r"data\.wrap=true"):
+        prepare(cfg, text8_characters(), 16)
+
+
 def test_text8_crop_stores_rows_of_twice_the_length(tmp_path):
     (tmp_path / "text8").write_text("abcdefghi " * 500)
     cfg = DataConfig(name="text8-crop", root=str(tmp_path), cache_dir=str(tmp_path / "cache"))

@@ -15,6 +15,7 @@ from tiny import random_tokens, tiny_model
 import adlm
 from adlm import cli, config
 from adlm.data import prepare
+from adlm.diffusion.schedules import LogLinear
 from adlm.evaluation.anchor_report import anchors_section
 from adlm.evaluation.anchors import guesses, hide, read_hidden
 
@@ -105,9 +106,9 @@ def test_readings_are_the_dense_predictions(options):
     hidden = torch.zeros(12, dtype=torch.bool)
     hidden[[2, 7]] = True
     z = torch.where(hidden, model.mask_id, x)[None]
-    sigma = -torch.log1p(-hidden.float().mean())[None] if options else None
+    sigma = LogLinear().sigma(hidden.float().mean())[None] if options else None
     denoiser, anchor = model.log_probs(z, sigma)[0].exp(), model.anchor_logits(z, sigma)[0].softmax(-1)
-    readings = read_hidden(model, x, hidden, top=3)
+    readings = read_hidden(model, LogLinear(), x, hidden, top=3)
     assert [(r.position, r.truth) for r in readings] == [(2, int(x[2])), (7, int(x[7]))]
     for r in readings:
         for guess, p_LV in ((r.anchor, anchor), (r.denoiser, denoiser)):
@@ -116,7 +117,7 @@ def test_readings_are_the_dense_predictions(options):
             assert guess.probability == pytest.approx(p_V[r.truth].item(), rel=1e-4)
             assert guess.rank == 1 + sum(p_V[v] > p_V[r.truth] for v in range(11))
     with pytest.raises(ValueError, match="no anchor network"):
-        read_hidden(tiny_model(anchored=False), x, hidden)
+        read_hidden(tiny_model(anchored=False), LogLinear(), x, hidden)
 
 
 def test_a_sure_guess_has_rank_one():

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from chance import LEVEL, chi_square
 from tiny import tiny_model
 from toy import ToyModel
 
+from adlm.diffusion.schedules import SCHEDULES, make_schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.graphs import Graphs, unwrap
@@ -23,7 +25,7 @@ from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
 from adlm.engine.template import parse_template
 from adlm.engine.uploads import AHEAD, Uploads
 from adlm.samplers import SAMPLERS
-from adlm.schema import SamplingConfig
+from adlm.schema import NoiseConfig, SamplingConfig
 
 V, M, L = 11, 10, 12
 DIFFUSION = [s for s in SAMPLERS if s != "autoregressive"]
@@ -146,6 +148,37 @@ def test_required_words_appear(model):
         assert row[2] == row[8] == 5
 
 
+def holds(row: list[int], word: list[int]) -> bool:
+    return any(row[i : i + len(word)] == word for i in range(len(row)))
+
+
+def test_repairs_leave_required_words_alone(model):
+    """Where a banned phrase ends in a required word, the token before it is drawn again."""
+    banned, drawn_again = [[t, 7] for t in range(7)], 0
+    for seed in range(20):
+        (free,) = Engine(model).run([request(seed, required=[[7]])])
+        (done,) = Engine(model).run([request(seed, required=[[7]], banned=banned)])
+        assert done.finished and 7 in done.tokens
+        assert not any(holds(done.tokens, phrase) for phrase in banned)
+        drawn_again += free.tokens != done.tokens
+    assert drawn_again > 0
+
+
+@pytest.mark.parametrize("sampler", ["mdlm", "first-hitting", "remdm-cap", "confidence"])
+def test_no_text_ends_before_its_required_words(model, sampler):
+    stop, word = 9, [7, 3, 7]  # 9: what this model likes best
+    options = {"sampler": sampler, "eta": 0.1, "required": [word, [1]], "stop_id": stop}
+    done = list(Engine(model).run(request(s, **options) for s in range(30)))
+    assert all(r.finished and M not in r.tokens and holds(r.tokens, word) and 1 in r.tokens for r in done)
+    assert all(stop not in r.tokens[:-1] for r in done)
+    assert sampler == "confidence" or any(len(r.tokens) < L for r in done), "but they end"
+
+
+def test_a_required_end_of_text_ends_the_text(model):
+    for done in Engine(model).run(request(s, required=[[7, 4], [1]], stop_id=4) for s in range(20)):
+        assert done.finished and 1 in done.tokens and holds(done.tokens, [7, 4])
+
+
 def test_required_words_stand_where_the_model_wants_them():
     """One required token in a row of two: placed by the model's probability of it at each position."""
     toy = ToyModel(4, 2, seed=3)
@@ -189,6 +222,17 @@ def test_watched_rows_send_frames(model):
     assert any(b < a for a, b in itertools.pairwise(visible)), "remasking is visible in the frames"
     for f in frames:
         assert all(f.tokens[l] != M for l in f.drawn)
+
+
+def test_frames_say_what_was_drawn_in_strides_and_repairs(model):
+    """The frame sent when a window closes is of that window, though it shows the next one's canvas."""
+    engine, seen = Engine(model), [1] + [M] * 29
+    for update in engine.stream(request(3, [1] + [M] * 29, steps=3, stride=5, banned=[[1, 2]], watch=True)):
+        if isinstance(update, Frame):
+            changed = {l for l, (a, b) in enumerate(zip(seen, update.tokens)) if a != b and b != M}
+            assert changed <= set(update.drawn)
+            seen = update.tokens + [M] * (30 - len(update.tokens))
+            assert all(l < len(update.tokens) and seen[l] != M for l in update.drawn)
 
 
 @pytest.mark.parametrize("sampler", ["confidence", "entropy", "anchor-first"])
@@ -374,6 +418,33 @@ def test_time_conditioned_models_are_told_the_noise_level():
     t = np.sort(uniforms(1, Stream.REVEAL, torch.arange(4)).numpy())[::-1]
     sigma = torch.cat(engine.network.model.sigmas)
     torch.testing.assert_close(sigma.double(), torch.from_numpy(-np.log(1 - (1 - 1e-3) * t)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampler", ["ddpm", "analytic", "score"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_samplers_along_the_schedule_tell_its_noise_level(name, sampler):
+    toy, schedule = ToyModel(3, 4), make_schedule(NoiseConfig(name=name))
+    toy.config.time_conditioning = True
+    engine = Engine(toy, schedule, slots=1)
+    list(engine.run(request(seed, [2] * 4, sampler=sampler, steps=8) for seed in range(20)))
+    told = torch.cat(engine.network.model.sigmas).unique().double()
+    assert told.isfinite().all()
+    # at t = 1 an infinite sigma is told as that of LEAST_VISIBLE; at t = 0 the fill
+    possible = schedule.sigma(torch.arange(9).double() / 8).clamp(max=-math.log(1e-9))
+    assert len(told) > 2
+    assert (told[:, None] - possible).abs().amin(1).max() < 1e-5
+
+
+def test_rare_tokens_of_anchor_first_are_those_of_training():
+    """tau=0: no token is rare, so all positions are alike and fall in their order."""
+    toy = ToyModel(4, 6, seed=5)
+    counts = Counter(
+        tuple(u.drawn)
+        for seed in range(10)
+        for u in Engine(toy, tau=0).stream(request(seed, [3] * 6, sampler="anchor-first", steps=6, watch=True))
+        if isinstance(u, Frame)
+    )
+    assert counts == {(l,): 10 for l in range(5)}
 
 
 def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,21 @@ from adlm import cli, config
 from adlm.api import load
 from adlm.evaluation import scores
 from adlm.evaluation.evaluate import run_evaluate
-from adlm.evaluation.judge import Row, documents, identity, is_ours, locate, open_judge, read_row, score_rows
+from adlm.evaluation.judge import (
+    Row,
+    check_rule,
+    documents,
+    identity,
+    is_ours,
+    locate,
+    open_judge,
+    read_row,
+    score_rows,
+)
 from adlm.evaluation.sweep import items, label, settings_of
 from adlm.schema import EvalConfig, SamplingConfig
 from adlm.training.loop import train
+from adlm.training.parallel import World
 
 CPU = torch.device("cpu")
 
@@ -80,6 +92,8 @@ def test_a_sweep_is_the_product_of_its_lists():
         "mdlm-T8-temp1-p0.9", "first-hitting-temp0.5-p0.9", "first-hitting-temp1-p0.9",
     ]  # fmt: skip
     assert settings_of(EvalConfig(), SamplingConfig()) == [SamplingConfig()]
+    close = settings_of(EvalConfig(temperatures="0.99999999,1", top_ps="0.9,0.90000001"), SamplingConfig())
+    assert len({label(c) for c in close}) == 4, "samples are kept by label"
     assert items("1, ,2", int, "eval.steps") == [1, 2]
 
 
@@ -154,7 +168,7 @@ def test_rules_by_hand(home):
     text = read_row(judge, "text", tok, row, 32)
     assert text == Row([start, a, b, start, c], [False, True, True, False, True])
     with pytest.raises(ValueError, match="model's own tokenizer"):
-        read_row(judge, "tokens", tok, row, 32)
+        check_rule(judge, "tokens", tok)
 
 
 def test_release_rule_by_hand(home):
@@ -203,6 +217,61 @@ def test_identity_is_that_of_the_files(home, tmp_path):
     one = identity(str(home / "gpt2"))
     assert one == identity(str(home / "gpt2")) != identity(str(home / "ar"))
     assert identity("gpt2-large") == "gpt2-large"
+
+
+def test_identity_of_a_run_is_that_of_what_is_loaded(home, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(home / "ar", run)
+    one = identity(str(run))
+    assert one == identity(str(run / "export"))
+    for beside in (run / "evaluate", run / "export"):  # evaluated itself
+        beside.mkdir(exist_ok=True)
+        (beside / "results.json").write_text("{}")
+        (beside / "ppl-pydocs.json").write_text("{}")
+    assert identity(str(run)) == identity(str(run / "export")) == one
+    (run / "export" / "model.safetensors").write_bytes(b"others")
+    assert identity(str(run)) != one
+    shutil.rmtree(run / "export")
+    unfinished = identity(str(run))
+    (run / "ppl-pydocs.json").write_text("{}")
+    assert is_ours(str(run)) and identity(str(run)) == unfinished
+    steps = sorted((run / "checkpoints").glob("step-*"))
+    steps[-1].rename(steps[-1].with_name("step-00000099"))
+    (run / "checkpoints" / "step-00000099" / "manifest.json").write_text("{}")
+    assert identity(str(run)) != unfinished
+
+
+class OneOfTwo(World):
+    """The first of two ranks, alone: what it would tell the other one."""
+
+    def any(self, flag: bool) -> bool:
+        told.append(flag)
+        return flag
+
+    def barrier(self) -> None:
+        pass
+
+
+told: list[bool] = []
+
+
+def test_a_rule_that_the_judge_cannot_follow_fails_on_all_ranks(home, tmp_path):
+    """Before the rows are judged, where failures are shared: else other ranks would wait for ever."""
+    judge, tokenizer = open_judge(str(home / "gpt2"), CPU), load(home / "adlm").tokenizer
+    told.clear()
+    with pytest.raises(ValueError, match="the model's own tokenizer"):
+        scores.judge_samples(
+            lambda: judge,
+            "tokens",
+            tokenizer,
+            [(0, [1, 2, 3])],
+            16,
+            tmp_path,
+            1,
+            OneOfTwo(0, 2, CPU, "fp32", "none"),
+            "",
+        )
+    assert told == [True]
 
 
 # From end to end

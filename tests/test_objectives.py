@@ -284,9 +284,6 @@ def test_anchor_rules():
     share = torch.arange(11) / 55
     found, _ = anchor_positions(ObjectiveConfig(anchor_rule="rarity", rarity=0.05), rows, share)
     assert torch.equal(found, share[x0] <= 0.05) and found.any()
-    given_BL = torch.rand(4, 12) < 0.3
-    found, _ = anchor_positions(ObjectiveConfig(anchor_rule="given"), rows._replace(anchors_BL=given_BL))
-    assert torch.equal(found, given_BL)
     found, _ = anchor_positions(ObjectiveConfig(anchor_rule="none"), rows)
     assert not found.any()
     found, _ = anchor_positions(ObjectiveConfig(anchor_rule="loss"), rows)
@@ -463,7 +460,7 @@ def test_objective_and_model_must_fit():
     late = ObjectiveConfig(name="autoregressive", gamma=0.0, gamma_end=0.1)
     with pytest.raises(ValueError, match=r"objective\.gamma_end=0\.1 needs model\.anchored=true"):
         make_objective(late, NoiseConfig(), 10, seed=0).check(replace(plain, causal=True))
-    with pytest.raises(ValueError, match="carry no anchors"):
+    with pytest.raises(ValueError, match=r"objective\.anchor_rule"):  # nothing gives any
         anchor_positions(ObjectiveConfig(anchor_rule="given"), rows_of(random_tokens(1, 4, 10)))
 
 

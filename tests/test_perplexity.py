@@ -19,6 +19,7 @@ from torch import nn
 from adlm import checkpoints, cli, config
 from adlm.compat.release import export_release
 from adlm.data.tokenizers import raw_bytes, train_bpe
+from adlm.diffusion.schedules import LogLinear
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
 from adlm.evaluation.perplexity import bits_per_byte, left_to_right, measure, run_ppl, stratified
@@ -113,7 +114,7 @@ def test_exact_count_is_the_bound_by_enumeration(toy, n_real):
     x = sequences[3].repeat(n, 1)
     mask = None if n_real == 3 else torch.tensor([True, True, False]).repeat(n, 1)
     rows = Rows(x, torch.arange(n), n, mask)
-    values = row_bounds(model, draw_exact_count(rows, 0, model.mask_id))
+    values = row_bounds(model, draw_exact_count(rows, 0, model.mask_id, LogLinear()))
     if n_real == 3:
         expected = bounds[0.0][3]
     else:
@@ -139,7 +140,7 @@ def padded_nelbo(model, x: torch.Tensor) -> float:
 
 def test_exact_count_masks_exactly_k_and_weighs_them():
     x = random_tokens(64, 12, 10)
-    task = draw_exact_count(Rows(x, torch.arange(64), 64), 0, mask_id=10)
+    task = draw_exact_count(Rows(x, torch.arange(64), 64), 0, 10, LogLinear())
     masked = task.tokens_BL == 10
     k = masked.sum(1)
     assert torch.equal(task.tokens_BL[~masked], x[~masked])
@@ -228,7 +229,7 @@ def test_left_to_right_is_the_chain_rule(toy):
     model, sequences, _ = toy
     nll = []
     for x in sequences:
-        nll.append(3 * left_to_right(model, Table(x[None]), 1, 2, ALONE).nats)  # type: ignore[arg-type]
+        nll.append(3 * left_to_right(model, LogLinear(), Table(x[None]), 1, 2, ALONE).nats)  # type: ignore[arg-type]
         by_hand = 0.0
         for l in range(3):
             z = x.clone()
@@ -373,6 +374,18 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     assert found == pytest.approx([100 / math.log(2) / len(text.encode())] * 2)
 
 
+def test_half_characters_at_the_edges_of_a_row_are_single_bytes():
+    """Rows are cut anywhere: both halves of a character count what they are, though neither is text."""
+    text, tokenizer = "né à là où Ω" * 4, raw_bytes()
+    ids = tokenizer.encode(text)
+    row = torch.tensor(ids[2:-1])  # begins with the second byte of é, ends after the first of Ω
+    estimate = Estimate(1.0, len(row), rows=1, draws=1, row_error=None, monte_carlo_error=None)
+    assert bits_per_byte(estimate, Table(row[None]), tokenizer, "continuous") == pytest.approx(1 / math.log(2))
+    assert bits_per_byte(estimate, Table(row[None]), tokenizer, "exact") * (len(row) - 1) == pytest.approx(
+        len(row) / math.log(2)
+    )
+
+
 def test_raw_weights_and_another_corpus(trained, tmp_path, capsys):
     text = write_corpus(tmp_path / "other.jsonl", documents=20, seed=9)
     out = tmp_path / "result.json"
@@ -435,6 +448,18 @@ def test_any_number_of_ranks_gives_the_same_number(trained, tmp_path, ranks):
         found.append(json.loads(out.read_text()))
     for name in ("continuous", "exact-count", "left-to-right"):
         assert found[0][name] == found[1][name]
+
+
+@pytest.mark.parametrize("key", ["data.path=other.txt", "data.valid_path=x", "data.packing=release", "data.wrap=false"])
+def test_data_keys_that_the_checkpoints_own_corpus_ignores_are_refused(trained, key):
+    loaded = checkpoints.load(trained / "run")
+    with pytest.raises(ValueError, match=f"{key.partition('=')[0]}: not read with data=checkpoint"):
+        perplexity.own_data(loaded, config.load(["data=checkpoint", key]).data)
+
+
+def test_fewer_rows_of_the_checkpoints_own_corpus(trained):
+    loaded = checkpoints.load(trained / "run")
+    assert perplexity.own_data(loaded, config.load(["data=checkpoint", "data.max_rows=3"]).data).max_rows == 3
 
 
 def test_overrides_of_the_tiny_run_are_what_the_checkpoint_says(trained):

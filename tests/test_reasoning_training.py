@@ -12,12 +12,12 @@ from adlm.config.checks import CHOICES
 from adlm.reasoning import training
 from adlm.reasoning.command import PAPER
 from adlm.reasoning.generators import PROSQA_NAMES, Shape
-from adlm.reasoning.logic import distances, read_either_or, read_fact, sentences
+from adlm.reasoning.logic import canonical, distances, read_either_or, read_fact, sentences
 from adlm.reasoning.methods import METHODS
 from adlm.reasoning.recital import KINDS, NAMES, recite, retold
 from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.stages import Schedule
-from adlm.reasoning.tasks import TASKS, generate
+from adlm.reasoning.tasks import TASKS, generate, load_splits
 from adlm.reasoning.training import Classroom, train
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import world
@@ -301,6 +301,12 @@ def test_hugging_face_base(tmp_path):
     assert read_results(tmp_path / "run")["tests"] == result.tests  # the same questions, the same answers
 
 
+def test_a_run_without_test_questions_is_exported(tmp_path):
+    result = train(settings(tmp_path / "run", "method=cot", "reason.epochs=1", "reason.n_test=0"))
+    assert result.finished and result.tests == {}
+    assert load_run(str(tmp_path / "run"), torch.device("cpu")).stage == 0
+
+
 # ---- commands
 
 
@@ -308,6 +314,21 @@ def run(capsys, *argv):
     status = cli.main(["reason", *argv])
     output = capsys.readouterr()
     return status, output.out, output.err
+
+
+def test_more_test_questions_than_were_held_out_are_none_of_the_training(tmp_path):
+    """Of a world so small that chance would ask many of the training questions."""
+    world_of = ["reason.hops=1", "reason.nodes=4", "reason.words=4", "reason.names=3", "reason.easier=0"]
+    cfg = settings(tmp_path / "run", *world_of, "method=cot", "reason.epochs=1", "reason.n_train=60")
+    splits = load_splits(cfg.reason, cfg.seed)
+    train(cfg)
+    assert cli.main(["reason", "eval", cfg.out, "train.device=cpu", "reason.n_test=60"]) == 0
+    lines = (tmp_path / "run" / "answers-generated.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["question"] for line in lines]
+    assert len(asked) == 60
+    assert asked[:8] == [example.question for example in splits.tests["generated"]]
+    trained = {canonical(example) for example in splits.train}
+    assert not trained & {canonical(splits.train[0]._replace(question=question)) for question in asked}
 
 
 def test_commands(tmp_path, capsys):

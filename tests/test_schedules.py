@@ -3,18 +3,22 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adlm.diffusion.schedules import (
+    LEAST_VISIBLE,
     SCHEDULES,
     Cosine,
     Geometric,
     Linear,
     LogLinear,
     make_schedule,
+    mask_share,
+    noise_level,
     parallel_cost,
     profile_grid,
     release_grid,
@@ -48,6 +52,21 @@ def test_weight_and_sigma_by_definition(schedule):
     alpha = schedule.alpha(T)
     torch.testing.assert_close(schedule.weight(T), -schedule.dalpha(T) / (1 - alpha), rtol=1e-8, atol=0)
     torch.testing.assert_close(schedule.sigma(T), -alpha.log(), rtol=1e-8, atol=1e-12)
+
+
+@each
+def test_noise_level_of_a_share_is_sigma_of_its_time(schedule):
+    torch.testing.assert_close(noise_level(mask_share(T, schedule), schedule), schedule.sigma(T), rtol=1e-6, atol=1e-9)
+    end = noise_level(torch.ones(1, dtype=torch.float64), schedule)
+    torch.testing.assert_close(end, schedule.sigma(torch.ones(1).double()).clamp(max=-math.log(LEAST_VISIBLE)))
+    assert noise_level(torch.zeros(1), schedule) == 0
+    torch.testing.assert_close(torch.from_numpy(noise_level(T.numpy(), schedule)), noise_level(T, schedule))
+    assert np.isfinite(noise_level(np.ones(1), schedule)).all()
+    assert noise_level(torch.ones(1), schedule).isfinite().all()  # in float32, too
+
+
+def test_shares_of_a_loglinear_schedule_are_its_times():
+    torch.testing.assert_close(mask_share(T, LogLinear()), T, rtol=1e-12, atol=0)
 
 
 @each

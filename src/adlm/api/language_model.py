@@ -188,7 +188,7 @@ class LanguageModel:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping."""
         if slots not in self.engines:
             schedule = make_schedule(self.loaded.noise)
-            self.engines[slots] = make_engine(self.model, schedule, slots, self.device)
+            self.engines[slots] = make_engine(self.model, schedule, slots, self.device, tau=self.loaded.objective.tau)
         return self.engines[slots]
 
     def finish(self, result: Result) -> Generation:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from adlm.api.results import Score
+from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.models import LanguageModel as Network
 from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, make_objective
@@ -78,7 +79,7 @@ def row_shares(model: Network, piece: Piece, noise: NoiseConfig, objective: Obje
     causal = model.config.causal
     device = next(model.parameters()).device
     row = torch.tensor([*piece.given, *piece.scored], device=device)
-    plain = None
+    plain, schedule = None, make_schedule(noise)
     if objective.name not in SUBS_OBJECTIVES:
         plain = make_objective(replace(objective, gamma=0.0, anchor_rule="none"), noise, model.mask_id, seed=0)
     share = np.zeros((draws, len(row)))
@@ -88,7 +89,7 @@ def row_shares(model: Network, piece: Piece, noise: NoiseConfig, objective: Obje
         scored = torch.ones(len(example), len(row), dtype=torch.bool, device=device)
         scored[:, : len(piece.given)] = False
         rows = Rows(row.expand(len(example), -1), example, draws, scored)
-        task = draw_exact_count(rows, 0, model.mask_id) if plain is None else plain.draw_bound(rows, 0)
+        task = draw_exact_count(rows, 0, model.mask_id, schedule) if plain is None else plain.draw_bound(rows, 0)
         if not causal:
             task.tokens_BL[:, : len(piece.given)] = row[: len(piece.given)]
         nats, at = losses_at(model, task)

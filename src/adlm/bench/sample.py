@@ -45,7 +45,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
     length = s.length or cfg.model.length
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
-    engine = Engine(model, schedule, slots=batch, device=device, compile=compile)
+    engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
     began = time.perf_counter()
     engine.network.warm_up(length, least=batch // 2)  # some rows of an evaluation may have nothing to reveal
     synchronize(device)

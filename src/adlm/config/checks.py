@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.init": ("torch", "normal"),
     "noise.name": ("loglinear", "linear", "geometric", "cosine", "cosine-squared", "polynomial"),
     "objective.name": ("anelbo", "nelbo", "d3pm", "score-entropy", "autoregressive"),
-    "objective.anchor_rule": ("count", "common", "rarity", "all", "loss", "given", "none"),
+    "objective.anchor_rule": ("count", "common", "rarity", "all", "loss", "none"),
     "objective.anchor_positions": ("all", "masked"),
     "data.name": CORPORA,
     "data.valid_name": ("", *CORPORA),

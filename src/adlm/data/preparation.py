@@ -41,6 +41,10 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "tr
     if prepared_folder(cfg, split):
         return _open_prepared(cfg, tokenizer, length, split)
     source = resolve(cfg, split)
+    require(
+        cfg.wrap or not source.corpus.crop,
+        f"data.name={source.name} cuts windows out of full rows: it needs data.wrap=true",
+    )
     packing.payload(length)
     with explained(cache_folder(cfg)):
         cache = cache_folder(cfg)

@@ -6,6 +6,7 @@ text never encodes to a special token (a document that contains the characters "
 the padding token is never the mask.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -72,6 +73,21 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of the ids; special tokens are shown by name unless skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        """Bytes of the text of the ids, special tokens left out. Byte-level vocabularies write one character for each
+        byte, so there a row that begins or ends inside a character counts as what it is; decoded, each of its odd
+        bytes would become the three of U+FFFD."""
+        if isinstance(self.backend.decoder, decoders.ByteLevel):
+            return sum(self._sizes.get(int(i), 0) for i in ids)
+        return len(self.decode(ids, skip_special=True).encode())
+
+    @functools.cached_property
+    def _sizes(self) -> dict[int, int]:
+        """Bytes of every token of a byte-level vocabulary but the special ones; added tokens stand for themselves."""
+        sizes = {i: len(token) for token, i in self.backend.get_vocab(with_added_tokens=False).items()}
+        sizes |= {i: len(token.content.encode()) for i, token in self.backend.get_added_tokens_decoder().items()}
+        return {i: n for i, n in sizes.items() if i not in self.special_ids}
 
     def token(self, i: int) -> str:
         """The piece of text that id `i` stands for when it stands alone."""

@@ -16,6 +16,8 @@ from adlm.errors import require
 
 PerRow = Tensor | float | None
 ENOUGH = 2048
+LEAST_TEMPERATURE = 1e-6
+"""Below it a draw is greedy: dividing by much less overflows float32, and every token would be as good as any."""
 
 
 def _per_row(x: Tensor | float, like: Tensor) -> Tensor:
@@ -43,9 +45,10 @@ def filter_logits(
 ) -> Tensor:
     """Float32 log-probabilities [N, V] of the cut and renormalised distribution (-inf where cut).
 
-    temperature 0 means greedy; top_k 0, top_p 1 and min_p 0 cut nothing in their row. The nucleus keeps the smallest
-    set of most probable tokens with at least top_p; with `release_cut` it drops the token that crosses top_p, as the
-    public release does (the most probable token always stays). Ties are broken towards smaller ids.
+    temperature 0, or less than LEAST_TEMPERATURE, means greedy; top_k 0, top_p 1 and min_p 0 cut nothing in their row.
+    The nucleus keeps the smallest set of most probable tokens with at least top_p; with `release_cut` it drops the
+    token that crosses top_p, as the public release does (the most probable token always stays). Ties are broken
+    towards smaller ids.
     """
     require(logits.dim() >= 1 and logits.shape[-1] > 0, f"logits must be [N, V], got shape {tuple(logits.shape)}")
     check_not_nan("logits", logits)
@@ -54,7 +57,8 @@ def filter_logits(
         t = _per_row(temperature, logits)
         # Greedy as a limit: all mass on the best token. A tiny temperature would overflow float32 instead.
         best = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0).log()
-        logits = torch.where(t > 0, logits / torch.where(t > 0, t, 1.0), best)
+        warm = t >= LEAST_TEMPERATURE
+        logits = torch.where(warm, logits / torch.where(warm, t, 1.0), best)
     if top_k is not None or top_p is not None:
         k = None if top_k is None else _per_row(top_k, logits)
         p = None if top_p is None else _per_row(top_p, logits).double()

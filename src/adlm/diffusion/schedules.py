@@ -6,12 +6,14 @@ bound w(t) = -alpha'(t) / (1 - alpha(t)) in a closed form that does not cancel a
 tensors; a Python float is taken as float64.
 """
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.checks import check_range
@@ -184,6 +186,33 @@ SCHEDULES = {
 
 def make_schedule(cfg: NoiseConfig) -> Schedule:
     return SCHEDULES[choose("noise.name", cfg.name, SCHEDULES)](cfg)
+
+
+LEAST_VISIBLE = 1e-9
+"""alpha below which noise levels no longer grow: a schedule may end at 0, whose level is infinite."""
+
+
+@functools.cache
+def masked_at_1(schedule: Schedule) -> float:
+    """Share of masks at t = 1: all that the network has seen."""
+    return 1 - float(schedule.alpha(1.0))
+
+
+Shares = TypeVar("Shares", Tensor, NDArray[np.float64])
+
+
+def noise_level(share: Shares, schedule: Schedule) -> Shares:
+    """The sigma a network is told for a canvas with a share of masks, 1 being the schedule's end: -log alpha, with
+    1 - alpha in proportion to the share. At the time that `mask_share` comes from it is the schedule's own sigma."""
+    if isinstance(share, np.ndarray):  # the engine's, at every step: tensors this small cost ten times as much
+        return -np.log1p(-np.minimum(masked_at_1(schedule) * share, 1 - LEAST_VISIBLE))
+    masked = (masked_at_1(schedule) * share.double()).clamp(max=1 - LEAST_VISIBLE)  # which float32 rounds to 1
+    return -torch.log1p(-masked).to(share.dtype)
+
+
+def mask_share(t: Tensor, schedule: Schedule) -> Tensor:
+    """1 - alpha(t), as a share of what it is at the schedule's end (t itself if log-linear)."""
+    return (1 - schedule.alpha(t)) / masked_at_1(schedule)
 
 
 def stratified_times(u: Tensor, index: Tensor, total: int, eps: float) -> Tensor:

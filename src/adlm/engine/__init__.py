@@ -19,6 +19,7 @@ from adlm.engine.causal import CausalEngine
 from adlm.engine.engine import Engine
 from adlm.engine.request import Frame, Request, Result
 from adlm.models import LanguageModel
+from adlm.schema import ObjectiveConfig
 
 __all__ = ["CausalEngine", "Engine", "Frame", "Request", "Result", "make_engine"]
 
@@ -30,8 +31,10 @@ def make_engine(
     device: str | torch.device = "cpu",
     precision: str = "auto",
     compile: str = "auto",
+    tau: int = ObjectiveConfig.tau,
 ) -> Engine | CausalEngine:
-    """The engine for this kind of model."""
+    """The engine for this kind of model. A causal one has no use for `schedule` and `tau`, and ignores `compile`: it
+    is never compiled, nor captured in graphs."""
     if model.config.causal:
         return CausalEngine(model, slots, device, precision)
-    return Engine(model, schedule, slots, device, precision, compile)
+    return Engine(model, schedule, slots, device, precision, compile, tau)

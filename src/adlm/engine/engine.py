@@ -21,6 +21,7 @@ from adlm.errors import require
 from adlm.models import LanguageModel
 from adlm.samplers import RELEASE_WITHOUT_CUT, Event, Look, Plan, Trajectory, make_plan
 from adlm.samplers.plan import NOWHERE
+from adlm.schema import ObjectiveConfig
 
 IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
 
@@ -49,12 +50,13 @@ class Engine(Rows[Canvas]):
         device: str | torch.device = "cpu",
         precision: str = "auto",
         compile: str = "auto",
+        tau: int = ObjectiveConfig.tau,
     ):
-        """`schedule` is the masking schedule the model was trained with (default log-linear); the rest: see Network."""
+        """`schedule` and `tau` are those the model was trained with (default log-linear, 5); the rest: see Network."""
         require(not model.config.causal, "this engine fills holes; a causal model needs CausalEngine")
         super().__init__(model, slots)
         self.schedule = schedule or LogLinear()
-        self.network = Network(model, self.schedule, slots, device, precision, compile)
+        self.network = Network(model, self.schedule, slots, device, precision, compile, tau)
 
     def row(self, i: int) -> Canvas:
         row = self.slots[i]
@@ -73,7 +75,8 @@ class Engine(Rows[Canvas]):
         row = Canvas(id, request, plan=make_plan(request.settings, self.schedule), windows=conversation, window=window)
         self.slots[i] = row
         try:
-            window = window._replace(tokens=self.place_required(row, window))
+            if request.required:
+                window = conversation.send(self.place_required(row, window))
         except ValueError as problem:
             self.finish(i, list(request.tokens), finished=False, problem=str(problem))
         else:
@@ -144,9 +147,10 @@ class Engine(Rows[Canvas]):
             if row.plan.looks:
                 seen = Look(**{f: v[b - len(d) : b] for f, v in look._asdict().items() if v is not None})
             row.event = row.event._replace(mask=NOWHERE)
+            before = len(row.window.before)  # of the window drawn in; the next may be open when the frame is made
             self.advance(i, seen)
             if row.request.watch and self.slots[i] is row:
-                self.updates.append(self.frame(i, d))
+                self.updates.append(self.frame(i, [before + l for l in d.tolist()]))
 
     def batch(self, group: list[int], rows: list[Canvas], length: int) -> Batch:
         """The call as arrays: each row's settings repeated for each of its draws."""
@@ -189,16 +193,15 @@ class Engine(Rows[Canvas]):
             return set()
         ended = set()
         for (i, row), tokens in zip(may, self.network.read([i for i, _ in may], length).tolist()):
-            first = row.window.tokens.index(self.network.mask_id)
-            end = end_of_text(tokens, row.request.stop_id, first, length)
+            first = row.window.first - len(row.window.before)
+            end = end_of_text(tokens, row.request.stop_id, max(0, first), length)
             if end is not None and self.network.mask_id not in tokens[:end]:
                 ended.add(i)
         return ended
 
-    def frame(self, i: int, drawn: np.ndarray) -> Frame:
+    def frame(self, i: int, drawn: list[int]) -> Frame:
         row, tokens = self.row(i), self.tokens(i)
-        before = len(row.window.before)
-        visible = [before + l for l in drawn.tolist() if tokens[before + l] != self.network.mask_id]
+        visible = [l for l in drawn if tokens[l] != self.network.mask_id]
         return Frame(row.id, tokens, row.event.step, row.nfe, visible)
 
     def place_required(self, row: Canvas, window: Window) -> list[int]:

@@ -15,12 +15,14 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from adlm.diffusion import categorical
 from adlm.diffusion.uniforms import _GOLDEN, _MIX_1, _MIX_2, Stream
 
 BLOCK, WARPS = 8192, 32  # numbers of a pass that are in flight together
 NOISE_BLOCK = 4096  # fewer where 64-bit hashes and logarithms need the registers
 GOLDEN, MIX_1, MIX_2 = tl.constexpr(_GOLDEN), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
 TOKEN_STREAM = tl.constexpr(int(Stream.TOKEN))
+LEAST_TEMPERATURE = tl.constexpr(categorical.LEAST_TEMPERATURE)
 LOWEST = tl.constexpr(-(2**31))
 
 
@@ -120,7 +122,7 @@ def _draw_rows(logits, stride, banned, ints, floats, N, token, log_p, V, BLOCK: 
     k, short = tl.load(ints + 4 * N + n), tl.load(ints + 5 * N + n) > 0
     temperature, p = tl.load(floats + n).to(tl.float32), tl.load(floats + N + n)
     min_p = tl.load(floats + 2 * N + n).to(tl.float32)
-    greedy = temperature <= 0  # the best token alone: as the limit it is, not as a division by zero
+    greedy = temperature < LEAST_TEMPERATURE  # the best token alone: as the limit it is, not as a division by zero
     k = tl.where(greedy, 1, k)
     temperature = tl.where(greedy, 1.0, temperature)
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm.diffusion.schedules import Schedule
+from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, pieces, widen
 from adlm.engine.graphs import Fixed, Graphs
 from adlm.engine.prepare import autocast, compile_blocks, prepare
@@ -24,6 +24,7 @@ from adlm.models import LanguageModel
 from adlm.models.attention import choose_attention
 from adlm.models.language_model import at_least_float32
 from adlm.samplers import Look
+from adlm.schema import ObjectiveConfig
 
 # Static shapes: rows of a call, and positions masked again before it
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -44,7 +45,7 @@ class Batch(NamedTuple):
     rows: NDArray[np.int64]
     """[2, B]: slot of each row of the call; 1 where the slot's fixed positions are hidden (guidance)."""
     t: NDArray[np.float64]
-    """[B]: time of each row."""
+    """[B]: share of masks each row is told."""
     mask: NDArray[np.int64]
     """[2, M]: slot and position to mask first."""
     source: NDArray[np.int64]
@@ -61,14 +62,16 @@ class Network:
         device: str | torch.device = "cpu",
         precision: str = "auto",
         compile: str = "auto",
+        tau: int = ObjectiveConfig.tau,
     ):
+        """`tau`: occurrences up to which a token is rare, where a plan looks at anchors."""
         choose("compile", compile, ("auto", "true", "graphs", "false"))
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
         self.model, self.bf16 = prepare(model, self.device, precision)
         self.length, self.mask_id = model.config.length, model.mask_id
         self.time_conditioned = model.config.time_conditioning
-        self.kept_at_1 = float(schedule.alpha(1.0))
+        self.schedule, self.tau = schedule, tau
         # One slot more than there are: padding reads and writes there.
         self.canvas_SL = torch.full((slots + 1, self.length), self.mask_id, device=self.device)
         self.fixed_SL = torch.zeros(slots + 1, self.length, dtype=torch.bool, device=self.device)
@@ -161,8 +164,8 @@ class Network:
                     self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Noise level of a canvas with mask share t: -log alpha, where alpha runs down to the schedule's alpha(1)."""
-        return -np.log1p(-(1 - self.kept_at_1) * t)
+        """What the network is told of rows with shares t of masks; a network that is told nothing does not care."""
+        return noise_level(t, self.schedule) if self.time_conditioned else t
 
     def load(self, slot: int, tokens: list[int], banned: list[int]) -> None:
         row = torch.tensor(tokens, device=self.device)
@@ -239,7 +242,7 @@ class Network:
     def anchor_look(self, anchor_BLD: Tensor, tokens_BL: Tensor, row_N: Tensor, ints: Tensor) -> NDArray[np.float64]:
         """For each draw, the largest anchor probability of a token that is rare in its row.
 
-        Rare: at most TAU expected occurrences, counting visible tokens as they are and masked ones by their predicted
+        Rare: at most tau expected occurrences, counting visible tokens as they are and masked ones by their predicted
         probabilities - the paper's anchor rule (count in the row <= tau) for a row that is only partly known.
         """
         head, most = self.model.anchor_head, self.drawer.most
@@ -254,7 +257,7 @@ class Network:
         counts_BV.scatter_add_(1, tokens_BL, (tokens_BL != self.mask_id).float())
         for a in range(0, len(h_ND), most):
             counts_BV.index_add_(0, row_N[a : a + most], probabilities(a))
-        rare_BV = counts_BV <= TAU
+        rare_BV = counts_BV <= self.tau
         best = [
             probabilities(a).masked_fill(~rare_BV[row_N[a : a + most]], 0.0).amax(-1) for a in range(0, len(h_ND), most)
         ]
@@ -274,7 +277,6 @@ class Network:
         return torch.cat(out).double().cpu().numpy()
 
 
-TAU = 5
 LOOKS = {
     "probability": lambda log_p, token: log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1).exp(),
     "confidence": lambda log_p, token: log_p.amax(-1).exp(),

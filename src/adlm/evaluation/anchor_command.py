@@ -6,7 +6,6 @@ the marked text and the curves, and the same as JSON.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from adlm.api import LanguageModel, load
 from adlm.data import prepare
+from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.evaluation.anchor_levels import NETWORKS, SHARES, Level, anchors_of, read_level
 from adlm.evaluation.anchor_report import pieces, visible
@@ -25,7 +25,7 @@ from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.report import Html, columns, legend, page, passage, section, table, tag, write
 from adlm.evaluation.results import model_facts, result_path, versions, write_result
 from adlm.objectives.anchors import AnchorRule, for_texts, make_anchor_rule
-from adlm.schema import Config, ObjectiveConfig
+from adlm.schema import Config, DataConfig, ObjectiveConfig
 
 # Anchors listed on the terminal; the page and the JSON file hold all.
 LISTED = 20
@@ -37,7 +37,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
     tokens = lm.tokenizer.encode(read_text(args))
     require(bool(tokens), "the text has no tokens")
-    objective, rule = rule_of(lm, cfg)
+    schedule, (objective, rule) = make_schedule(lm.loaded.noise), rule_of(lm, cfg)
     rows = list(cut(tokens, lm.tokenizer.bos_id, lm.length))
     levels = [Level(share) for share in SHARES]
     for level in levels:
@@ -46,7 +46,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
             for draw in range(cfg.eval.draws):
                 turn = number * cfg.eval.draws + draw
                 place = (number * (lm.length - 1) - 1, cfg.eval.seed, turn)  # -1: the begin token is not in the text
-                read_level(level, lm.model, rule, row_L.to(lm.device), maskable_L.to(lm.device), *place)
+                read_level(level, lm.model, schedule, rule, row_L.to(lm.device), maskable_L.to(lm.device), *place)
     anchors = [
         flag for row_L in rows for flag in (anchors_of(rule, row_L) & (row_L != lm.tokenizer.bos_id)).tolist()[1:]
     ]
@@ -87,7 +87,8 @@ def rule_of(lm: LanguageModel, cfg: Config) -> tuple[ObjectiveConfig, AnchorRule
     """The rule the model was trained with, if it tells a text's anchors; else the paper's."""
     objective, share_V = for_texts(lm.loaded.objective), None
     if objective.anchor_rule == "rarity":
-        data = own_data(lm.loaded, replace(cfg.data, name="checkpoint"))
+        d = cfg.data
+        data = own_data(lm.loaded, DataConfig("checkpoint", cache_dir=d.cache_dir, num_proc=d.num_proc, root=d.root))
         counts_V = prepare(data, lm.tokenizer, lm.length, "train").frequencies()
         share_V = torch.from_numpy(counts_V / counts_V.sum())
     return objective, make_anchor_rule(objective, share_V)

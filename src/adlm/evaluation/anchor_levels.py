@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adlm.diffusion.schedules import Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.evaluation.anchors import Guess, Reading, read_hidden
@@ -88,14 +89,14 @@ def windows(maskable_L: Tensor, share: float, seed: int, turn: int) -> Iterator[
 
 
 def read_level(
-    level: Level, model: LanguageModel, rule: AnchorRule, tokens_L: Tensor, maskable_L: Tensor, offset: int, seed: int,
-    turn: int,
+    level: Level, model: LanguageModel, schedule: Schedule, rule: AnchorRule, tokens_L: Tensor, maskable_L: Tensor,
+    offset: int, seed: int, turn: int,
 ) -> None:  # fmt: skip
     """Hide every maskable position of one row at this share, and add what both networks say; `offset` is where the row
     begins in the text."""
     anchors_L = anchors_of(rule, tokens_L) & maskable_L
     for hidden_L in windows(maskable_L, level.share, seed, turn):
-        readings = read_hidden(model, tokens_L, hidden_L)
+        readings = read_hidden(model, schedule, tokens_L, hidden_L)
         for name, tally in level.tallies.items():
             claimed_L = claims(rule, tokens_L, name, readings)
             for reading in readings:

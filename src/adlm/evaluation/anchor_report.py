@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from adlm.data import Blocks, Tokenizer
+from adlm.diffusion.schedules import make_schedule
 from adlm.evaluation.anchors import Reading, hide, read_hidden
 from adlm.evaluation.report import Html, Piece, join, legend, passage, section, table, tag
 from adlm.objectives import Rows
@@ -28,7 +29,7 @@ def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
         # special tokens (the ends of a row) count like others for the loss, but there is nothing to see in them
         anchors_L &= torch.tensor([t not in loaded.tokenizer.special_ids for t in tokens_L.tolist()])
         hidden_L = hide(anchors_L, HIDDEN_SHARE, seed=index)
-        readings = read_hidden(loaded.model, tokens_L, hidden_L)
+        readings = read_hidden(loaded.model, make_schedule(loaded.noise), tokens_L, hidden_L)
         found += int(anchors_L.sum())
         total += len(tokens_L)
         blocks += [

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.models import LanguageModel
@@ -39,14 +40,13 @@ def hide(anchors_L: Tensor, share: float, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def read_hidden(model: LanguageModel, tokens_L: Tensor, hidden_L: Tensor, top: int = 3) -> list[Reading]:
+def read_hidden(
+    model: LanguageModel, schedule: Schedule, tokens_L: Tensor, hidden_L: Tensor, top: int = 3
+) -> list[Reading]:
     """Mask the hidden positions of a clean row, run the model once, and read both heads there."""
     require(model.anchor_head is not None, "this model has no anchor network (model.anchored=false)")
     z_BL = torch.where(hidden_L, model.mask_id, tokens_L)[None]
-    sigma_B = None
-    if model.config.time_conditioning:
-        # the noise level at which this many masks are expected: alpha = share of visible tokens
-        sigma_B = -torch.log1p(-hidden_L.float().mean().clamp(max=0.999))[None]
+    sigma_B = noise_level(hidden_L.float().mean()[None], schedule) if model.config.time_conditioning else None
     hidden = model(z_BL, sigma_B)
     positions = hidden_L.nonzero().squeeze(1)
     truth_N = tokens_L[positions]

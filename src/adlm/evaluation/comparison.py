@@ -165,9 +165,8 @@ class Comparison:
         for e in self.entries:
             ends = e.estimate["nats_interval"]
             difference = ""
-            if e.name in self.differences:
-                to, d = self.differences[e.name]
-                assert d.interval is not None
+            to, d = self.differences.get(e.name, ("", None))
+            if d is not None and d.interval is not None:  # one row has none
                 difference = f"{d.nats:+.3f} [{d.interval[0]:+.3f}, {d.interval[1]:+.3f}]"
                 difference += f" to {to}" if e.kind == "exact" else ""
             lines.append(

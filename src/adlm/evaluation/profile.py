@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from adlm.data import prepare
-from adlm.diffusion.schedules import parallel_cost, profile_grid, uniform_grid
+from adlm.diffusion.schedules import make_schedule, parallel_cost, profile_grid, uniform_grid
 from adlm.errors import require
 from adlm.evaluation.perplexity import (
     BATCH_TOKENS,
@@ -42,7 +42,7 @@ def run_profile(cfg: Config) -> dict[str, Any]:
     require(bool(cfg.eval.checkpoint), "which model? adlm profile FOLDER (eval.checkpoint)")
     with world(cfg.train) as ranks:
         loaded = open_checkpoint(cfg, ranks)
-        model = loaded.model
+        model, schedule = loaded.model, make_schedule(loaded.noise)
         require(
             loaded.objective.name in SUBS_OBJECTIVES,
             f"a model trained with objective.name={loaded.objective.name} has no profile: it is for masked diffusion",
@@ -58,7 +58,7 @@ def run_profile(cfg: Config) -> dict[str, Any]:
                 rows = read_rows(blocks, indices, n, ranks)
                 for k, share in enumerate(share_K.tolist()):
                     times_B = torch.full((len(indices),), share, dtype=torch.float64, device=ranks.device)
-                    task = draw_exact_count(rows._replace(times_B=times_B), cfg.eval.seed, model.mask_id)
+                    task = draw_exact_count(rows._replace(times_B=times_B), cfg.eval.seed, model.mask_id, schedule)
                     with ranks.autocast():
                         values_NK[indices, k] = row_bounds(model, task).cpu().numpy()
                     advance()

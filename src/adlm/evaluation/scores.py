@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from adlm.data import Tokenizer
-from adlm.evaluation.judge import Judge, Scored, identity, locate, read_row, score_rows
+from adlm.evaluation.judge import Judge, Scored, check_rule, identity, locate, read_row, score_rows
 from adlm.evaluation.perplexity import progress
 from adlm.training.parallel import World
 
@@ -48,7 +48,7 @@ def judge_samples(
     todo = [c for c, piece in enumerate(pieces) if read_piece(folder, c, piece) is None]
     ranks.barrier()  # every rank looks before any rank writes
     mine = todo[ranks.rank :: ranks.size]
-    opened = open_together(judge, bool(mine), ranks)
+    opened = open_together(judge, bool(mine), rule, tokenizer, ranks)
     with progress(f"judging {label}", len(mine), ranks) as advance:
         for c in mine:
             assert opened is not None
@@ -62,11 +62,16 @@ def judge_samples(
     return Scored(*(np.concatenate(column) for column in zip(*complete)))
 
 
-def open_together(judge: Callable[[], Judge], needed: bool, ranks: World) -> Judge | None:
-    """The judge where it is needed. If it cannot be opened on one rank, all ranks fail: none waits for another."""
+def open_together(
+    judge: Callable[[], Judge], needed: bool, rule: str, tokenizer: Tokenizer, ranks: World
+) -> Judge | None:
+    """The judge where it is needed. If it cannot be opened on one rank, or not read by the rule, all ranks fail: none
+    waits for another."""
     opened, problem = None, None
     try:
-        opened = judge() if needed else None
+        if needed:
+            opened = judge()
+            check_rule(opened, rule, tokenizer)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         problem = error
     if ranks.any(problem is not None):

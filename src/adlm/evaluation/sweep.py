@@ -45,4 +45,9 @@ def items(text: str, kind: type, key: str) -> list:
 def label(c: SamplingConfig) -> str:
     """What a setting is called in files and tables."""
     steps = "" if c.sampler in STEPLESS else f"-T{c.steps}"
-    return f"{c.sampler}{steps}-temp{c.temperature:g}-p{c.top_p:g}"
+    return f"{c.sampler}{steps}-temp{exact(c.temperature)}-p{exact(c.top_p)}"
+
+
+def exact(number: float) -> str:
+    """As short as it can be without being another number: samples are kept by label."""
+    return short if float(short := f"{number:g}") == number else repr(number)

@@ -62,17 +62,6 @@ def loss_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     return lambda rows: torch.ones_like(rows.tokens_BL, dtype=torch.bool)
 
 
-def given_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
-    """The rows carry their own anchors."""
-
-    def rule(rows: Rows) -> Tensor:
-        if rows.anchors_BL is None:
-            raise ValueError("objective.anchor_rule=given, but the rows carry no anchors")
-        return rows.anchors_BL
-
-    return rule
-
-
 def no_rule(cfg: ObjectiveConfig, share_V: Tensor | None) -> AnchorRule:
     return lambda rows: torch.zeros_like(rows.tokens_BL, dtype=torch.bool)
 
@@ -83,7 +72,6 @@ ANCHOR_RULES: dict[str, Callable[[ObjectiveConfig, Tensor | None], AnchorRule]] 
     "rarity": rarity_rule,
     "all": all_rule,
     "loss": loss_rule,
-    "given": given_rule,
     "none": no_rule,
 }
 
@@ -110,7 +98,7 @@ def anchor_floor(cfg: ObjectiveConfig) -> float:
     return cfg.hard if cfg.anchor_rule == "loss" else 0.0
 
 
-# Rules that need nothing but a text. The others need the rows of training or a network's loss.
+# Rules that need nothing but a text. The others are no choice of rare tokens, or need a network's loss.
 RULES_OF_TEXTS = ("count", "rarity")
 
 

@@ -26,8 +26,6 @@ class Rows(NamedTuple):
     total: int
     attention_mask_BL: Tensor | None = None
     """False at padding, which carries no loss; None: no padding."""
-    anchors_BL: Tensor | None = None
-    """Given anchors, for objective.anchor_rule=given."""
     times_B: Tensor | None = None
     """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` rows."""
 

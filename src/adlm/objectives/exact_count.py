@@ -13,14 +13,16 @@ given k masks. Padding (masked like any position, but not scored) and time condi
 import torch
 from torch import Tensor
 
+from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.objectives.base import Rows, Task, Term, count_tokens, select
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.objectives.times import draw_times
 
 
-def draw_exact_count(rows: Rows, draw: int, mask_id: int) -> Task:
-    """The validation task with an exact number of masks in each row, stratified; noise fixed by example and `draw`."""
+def draw_exact_count(rows: Rows, draw: int, mask_id: int, schedule: Schedule) -> Task:
+    """The validation task with an exact number of masks in each row, stratified; noise fixed by example and `draw`.
+    `schedule` only says which noise level a time-conditioned network is told."""
     x_BL = rows.tokens_BL
     real_BL = torch.ones_like(x_BL, dtype=torch.bool)
     if rows.attention_mask_BL is not None:
@@ -33,7 +35,7 @@ def draw_exact_count(rows: Rows, draw: int, mask_id: int) -> Task:
     time_B = kth_smallest(u_BL.masked_fill(~real_BL, torch.inf), k_B)
     masked_BL = u_BL <= time_B[:, None]
     z_BL = torch.where(masked_BL, mask_id, x_BL)
-    sigma_B = -torch.log1p(-time_B.clamp(max=1 - 1e-9)).float()
+    sigma_B = noise_level(time_B, schedule).float()
     term = Term("denoiser", *select(masked_BL & real_BL, x_BL, length_B / k_B), exclude=mask_id)
     return Task(z_BL, sigma_B, count_tokens(rows), {"nelbo": term})
 

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from adlm.errors import choose, require
 from adlm.reasoning import logic
 from adlm.reasoning.examples import whole_text
-from adlm.reasoning.tasks import load_held_out, load_splits, read_file, stem, task_spec
+from adlm.reasoning.tasks import load_splits, load_tests, read_file, stem, task_spec
 from adlm.schema import Config
 
 # Accuracy in percent and, where given, tokens per answer: table 5 of the paper, GPT-2.
@@ -57,9 +56,7 @@ def evaluate_runs(cfg: Config, runs: list[str]) -> dict[str, Any]:
         for path in runs:
             run = load_run(path, ranks.device)
             trained = run.reason
-            asked = replace(trained, test_path=cfg.reason.test_path, n_test=cfg.reason.n_test)
-            _, tests = load_held_out(asked, run.seed)
-            tests = {name: examples for name, examples in tests.items() if examples}
+            tests = load_tests(trained, cfg.reason.n_test, cfg.reason.test_path, run.seed)
             require(bool(tests), f"nothing to ask {path}: give reason.test_path=FILE")
             scores = {}
             for name, examples in tests.items():

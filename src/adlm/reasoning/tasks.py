@@ -6,6 +6,7 @@ examples. The held-out examples of a seed do not depend on how many are trained 
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,17 +86,29 @@ def generate(
     )
 
 
-def load_held_out(cfg: ReasonConfig, seed: int) -> tuple[list[Example], dict[str, list[Example]]]:
-    """Generated validation examples (none if training examples come from a file), and the test sets by name."""
+def load_held_out(
+    cfg: ReasonConfig, seed: int, seen: set[str] | None = None
+) -> tuple[list[Example], dict[str, list[Example]]]:
+    """Generated validation examples (none if training examples come from a file), and the test sets by name, as far as
+    they hold anything. No generated question is in `seen` (which is extended)."""
     task = task_spec(cfg.task)
     valid, tests = [], {}
     if task.generate is not None and not cfg.train_path:
-        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, shape_of(cfg))
+        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, shape_of(cfg), seen)
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
     for path in filter(None, cfg.test_path.split(",")):
         require(stem(path) not in tests, f"reason.test_path={cfg.test_path!r}: two test sets are called {stem(path)!r}")
         tests[stem(path)] = read_file(task, path, "test_path")
-    return valid, tests
+    return valid, {name: examples for name, examples in tests.items() if examples}
+
+
+def load_tests(trained: ReasonConfig, n_test: int, test_path: str, seed: int) -> dict[str, list[Example]]:
+    """Other test sets for a run than its own, by name. Its training set leaves out the questions that it held out and
+    no others: where more are asked for, those it was trained on are skipped."""
+    task, seen = task_spec(trained.task), None
+    if n_test > trained.n_test and task.generate is not None and not trained.train_path:
+        seen = {task.canonical(example) for example in load_splits(trained, seed).train}
+    return load_held_out(replace(trained, n_test=n_test, test_path=test_path), seed, seen)[1]
 
 
 def load_splits(cfg: ReasonConfig, seed: int) -> Splits:

@@ -9,6 +9,7 @@ promises (the first stage of all is plain chain of thought). One process; the mo
 import math
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -240,17 +241,24 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         with ema:
             if score is None or tested != now.step:  # else these weights were the last to be validated
                 score = room.score(room.splits.valid, room.valid, stage)
-            best = score
-            metrics.say(f"best of stage {stage}, validation: {best}")
-            tests = {}
-            for name, examples in room.splits.tests.items():
-                score = room.score(examples, encode(examples, room.tokenizer), stage)
-                metrics.say(f"test {name}: {score}")
-                tests[name] = score.facts()
-            facts = {"step": tested, "stage": stage, "max_new_tokens": room.max_new_tokens}
-            export_run(run, cfg, room.network, room.tokenizer, facts)
+            metrics.say(f"best of stage {stage}, validation: {score}")
+            tests = ask_and_export(room, cfg, run, tested, stage, metrics)
         metrics.close()
-        result = ReasonResult(str(run), now.step, now.step == schedule.steps, stage, best.facts(), tests, now.stages)
+        result = ReasonResult(str(run), now.step, now.step == schedule.steps, stage, score.facts(), tests, now.stages)
         write_results(run, room.facts() | result._asdict())
         plot_curves(run, "accuracy", "accuracy on validation questions")
         return result
+
+
+def ask_and_export(
+    room: Classroom, cfg: Config, run: Path, step: int, stage: int, metrics: Metrics
+) -> dict[str, dict[str, float | int]]:
+    """Ask the network, as it stands after `step`, the test questions, and write it to the run; scores by test set."""
+    tests = {}
+    for name, examples in room.splits.tests.items():
+        score = room.score(examples, encode(examples, room.tokenizer), stage)
+        metrics.say(f"test {name}: {score}")
+        tests[name] = score.facts()
+    facts = {"step": step, "stage": stage, "max_new_tokens": room.max_new_tokens}
+    export_run(run, cfg, room.network, room.tokenizer, facts)
+    return tests

@@ -17,7 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adlm.diffusion.schedules import RELEASE_LAST_TIME, Schedule, profile_grid, release_grid, uniform_grid
+from adlm.diffusion.schedules import (
+    RELEASE_LAST_TIME,
+    Schedule,
+    mask_share,
+    profile_grid,
+    release_grid,
+    uniform_grid,
+)
 from adlm.errors import choose, require
 from adlm.samplers import rates
 from adlm.samplers.autoregressive import LeftToRight
@@ -42,14 +49,20 @@ __all__ = [
 Maker = Callable[[SamplingConfig, Schedule], Plan]
 
 
-def _scheduled(formula: Callable[..., rates.Rates], kind: type = Scheduled, greedy: bool = True) -> Maker:
-    """A plan on the uniform grid, or on the release's grid followed by its filling step."""
+def _scheduled(
+    formula: Callable[..., rates.Rates], kind: type = Scheduled, greedy: bool = True, own_time: bool = False
+) -> Maker:
+    """A plan on the uniform grid, or on the release's grid followed by its filling step.
+
+    `own_time`: the grid is of the training schedule's time, and not of shares of masks, which networks are told.
+    """
 
     def make(c: SamplingConfig, schedule: Schedule) -> Plan:
         release = c.parity == "release"
         grid = release_grid(c.steps) if release else times(c)
-        t, s = grid[:-1], grid[1:]
-        return kind(t, formula(t, s, c, schedule, release), last_t=float(grid[-1]), greedy_fill=release and greedy)
+        share = mask_share(grid, schedule) if own_time else grid
+        found = formula(grid[:-1], grid[1:], c, schedule, release)
+        return kind(share[:-1], found, last_t=float(share[-1]), greedy_fill=release and greedy)
 
     return make
 
@@ -80,6 +93,10 @@ def _dfm(c: SamplingConfig, schedule: Schedule) -> Plan:
     return Scheduled(t, rates.dfm(t, c.steps)[1], last_t=float(times[-1]), greedy_fill=release)
 
 
+def _analytic(t: Tensor, s: Tensor, c: SamplingConfig, schedule: Schedule, release: bool) -> rates.Rates:
+    return rates.analytic(t, s, schedule)
+
+
 # Each line: how the formula reads its settings. The last column of docs/sampling.md says which are exact.
 SAMPLERS: dict[str, Maker] = {
     "mdlm": _scheduled(lambda t, s, c, schedule, release: rates.mdlm(t, s)),
@@ -91,9 +108,9 @@ SAMPLERS: dict[str, Maker] = {
     ),
     "forward-backward": _scheduled(lambda t, s, c, schedule, release: rates.forward_backward(t, s, release)),
     "dfm": _dfm,
-    "ddpm": _scheduled(lambda t, s, c, schedule, release: rates.ddpm(t, s, schedule)),
-    "analytic": _scheduled(lambda t, s, c, schedule, release: rates.analytic(t, s, schedule), greedy=False),
-    "score": _scheduled(lambda t, s, c, schedule, release: rates.analytic(t, s, schedule), kind=Score, greedy=False),
+    "ddpm": _scheduled(lambda t, s, c, schedule, release: rates.ddpm(t, s, schedule), own_time=True),
+    "analytic": _scheduled(_analytic, greedy=False, own_time=True),
+    "score": _scheduled(_analytic, kind=Score, greedy=False, own_time=True),
     "first-hitting": lambda c, schedule: FirstHitting(),
     "confidence": lambda c, schedule: Confidence(c.steps, c.threshold),
     "entropy": lambda c, schedule: Entropy(c.steps, c.threshold),

@@ -23,7 +23,7 @@ class Event(NamedTuple):
     step: int
     """Number of the step, a counter of the row's random draws."""
     t: float
-    """Time the network is told (matters only to time-conditioned models)."""
+    """Share of masks the network is told (matters only to time-conditioned models)."""
     mask: Positions
     """Positions to mask before the network looks: masked again since the last event."""
     draw: Positions

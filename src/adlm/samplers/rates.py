@@ -34,9 +34,11 @@ def ddpm(t: Tensor, s: Tensor, schedule: Schedule) -> Rates:
 
 
 def analytic(t: Tensor, s: Tensor, schedule: Schedule) -> Rates:
-    """The score form of the same step: (e^D - 1) / (e^sigma(t) - 1) with D = sigma(t) - sigma(s)."""
+    """The score form of the same step: (e^D - 1) / (e^sigma(t) - 1) with D = sigma(t) - sigma(s), or its limit
+    e^-sigma(s) where sigma(t) is infinite."""
     sigma_t, sigma_s = schedule.sigma(t), schedule.sigma(s)
-    return Rates(torch.expm1(sigma_t - sigma_s) / torch.expm1(sigma_t), torch.zeros_like(t))
+    reveal = torch.expm1(sigma_t - sigma_s) / torch.expm1(sigma_t)
+    return Rates(torch.where(sigma_t.isfinite(), reveal, torch.exp(-sigma_s)), torch.zeros_like(t))
 
 
 def remasking(t: Tensor, s: Tensor, sigma: Tensor) -> Rates:

@@ -31,12 +31,13 @@ def cumulative_hazard(p: Tensor) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Plan given by rates at times t (float64, [n]); what is still masked after the last step is filled in one more."""
+    """Plan given by rates at shares t of masks (float64, [n]); what is still masked after the last step is filled in
+    one more."""
 
     t: Tensor
     rates: Rates
     last_t: float = 0.0
-    """Time told to the network at the filling step."""
+    """Share told to the network at the filling step."""
     greedy_fill: bool = False
     """Fill with the most probable token (the release) instead of a draw."""
     looks = ""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from adlm.api import LanguageModel
-from adlm.diffusion.schedules import make_schedule
+from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine.drawing import LOGITS_AT_ONCE
 
 
@@ -33,7 +33,7 @@ def best_guesses(lm: LanguageModel, rows: list[list[int]], top: int = 1) -> list
         if not len(at):
             continue
         share_B = (tokens_BL == model.mask_id).float().mean(-1)
-        sigma_B = -torch.log1p(-(1 - float(make_schedule(lm.loaded.noise).alpha(1.0))) * share_B)
+        sigma_B = noise_level(share_B, make_schedule(lm.loaded.noise))
         anchor_BLD = model(tokens_BL, sigma_B if model.config.time_conditioning else None).anchor_BLD
         assert anchor_BLD is not None
         for piece in at.split(max(1, LOGITS_AT_ONCE // model.vocab_size)):

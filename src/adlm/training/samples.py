@@ -15,7 +15,9 @@ def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, s
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)
     device = next(iter(weights.values())).device
-    engine = make_engine(model.to(device).eval(), make_schedule(cfg.noise), slots=1, device=device, compile="false")
+    engine = make_engine(
+        model.to(device).eval(), make_schedule(cfg.noise), 1, device, compile="false", tau=cfg.objective.tau
+    )
     tokens = [tokenizer.mask_id] * min(cfg.sampling.length or cfg.model.length, cfg.model.length)
     if cfg.model.causal:
         tokens[0] = tokenizer.bos_id
