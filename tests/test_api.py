@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -277,6 +278,33 @@ def test_a_file_of_other_settings_is_refused(folder, tmp_path):
     out.write_text("{}\n")
     with pytest.raises(ValueError, match="line 1 is not a sample"):
         run_sample(config(folder, out=str(out)))
+
+
+def test_line_breaks_of_unicode_are_part_of_a_sample(folder, tmp_path):
+    from adlm.api.command import read_samples, record
+
+    out, text = tmp_path / "samples.jsonl", "a\u2028b\u2029c\x85d\x1ce"
+    record(out, adlm.Generation(text, [1], 1, 0.1, seed=7), "me")
+    assert read_samples(out, "me")[7]["text"] == text
+
+
+@pytest.mark.parametrize("text", ["my notes", "my\nnotes", '{"steps": 3', "\n{", b"\xff\xfe"])
+def test_a_file_that_is_not_of_samples_is_left_alone(folder, tmp_path, text):
+    out = tmp_path / "notes.txt"
+    written = text if isinstance(text, bytes) else text.encode()
+    out.write_bytes(written)
+    with pytest.raises(ValueError, match="line 1 is not a sample"):
+        run_sample(config(folder, out=str(out)))
+    assert out.read_bytes() == written
+
+
+@pytest.mark.parametrize("size", [0, 1, 12, 40])
+def test_a_crash_in_the_first_line_is_forgotten(folder, tmp_path, size):
+    out = tmp_path / "samples.jsonl"
+    run_sample(config(folder, out=str(out), n=1))
+    os.truncate(out, size)
+    assert run_sample(config(folder, out=str(out), n=2))["drawn"] == 2
+    assert len(out.read_bytes().split(b"\n")) == 3
 
 
 def test_conditions_come_from_the_configuration(folder):
