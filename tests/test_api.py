@@ -280,6 +280,20 @@ def test_a_file_of_other_settings_is_refused(folder, tmp_path):
         run_sample(config(folder, out=str(out)))
 
 
+def test_samples_of_another_grid_are_other_samples(folder, tmp_path):
+    """What the file of `adlm profile` says is a setting, not where it lies."""
+
+    def grid(name, nats):
+        (tmp_path / name).write_text(json.dumps({"share": [0.25, 0.5, 1.0], "nats": nats}))
+        return str(tmp_path / name)
+
+    out = str(tmp_path / "samples.jsonl")
+    run_sample(config(folder, out=out, n=1, grid=grid("a.json", [1.0, 2.0, 3.0])))
+    assert run_sample(config(folder, out=out, n=1, grid=grid("b.json", [1.0, 2.0, 3.0])))["drawn"] == 0
+    with pytest.raises(ValueError, match="other settings"):
+        run_sample(config(folder, out=out, n=2, grid=grid("a.json", [1.0, 1.5, 3.25])))
+
+
 def test_line_breaks_of_unicode_are_part_of_a_sample(folder, tmp_path):
     from adlm.api.command import read_samples, record
 

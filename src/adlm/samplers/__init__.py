@@ -37,6 +37,7 @@ __all__ = [
     "Trajectory",
     "check_sampling",
     "make_plan",
+    "profile_of",
 ]
 
 Maker = Callable[[SamplingConfig, Schedule], Plan]
@@ -56,11 +57,14 @@ def _scheduled(formula: Callable[..., rates.Rates], kind: type = Scheduled, gree
 
 def times(c: SamplingConfig) -> Tensor:
     """The T+1 times of a sampler's steps."""
-    if not c.grid:
-        return uniform_grid(c.steps)
-    path = Path(c.grid).expanduser()
-    require(path.is_file(), f"sampling.grid={c.grid!r} does not exist; `adlm profile CHECKPOINT` writes such a file")
-    return profile_grid(c.steps, *read_profile(path, path.stat().st_mtime_ns))
+    return profile_grid(c.steps, *profile_of(c.grid)) if c.grid else uniform_grid(c.steps)
+
+
+def profile_of(grid: str) -> tuple[Tensor, Tensor]:
+    """Mask shares and nats of the file sampling.grid."""
+    path = Path(grid).expanduser()
+    require(path.is_file(), f"sampling.grid={grid!r} does not exist; `adlm profile CHECKPOINT` writes such a file")
+    return read_profile(path, path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=16)
