@@ -148,6 +148,22 @@ def test_score_of_a_diffusion_model_is_the_bound(lm):
     assert lm.score("hi", draws=64) == lm.score(x, draws=64)
 
 
+def test_predictions_of_a_time_conditioned_model_are_those_of_its_engine(tmp_path):
+    timed = adlm.load(export(tmp_path / "timed", time_conditioning=True), "cpu")
+    with torch.no_grad():  # freshly initialised, noise levels change nothing
+        for name, p in timed.model.named_parameters():
+            if "modulation" in name or "time_embedding" in name:
+                p.normal_(std=0.5)
+    m = timed.tokenizer.mask_id
+    row = [timed.tokenizer.bos_id, *b"ab", m, m, *b"c", m]
+    engine = timed.engine(1)
+    expected = engine.network.word_log_probs(row, list(range(m)), 3 / 7)
+    found = timed.log_probs(torch.tensor([row]))[0]
+    np.testing.assert_allclose(found[3, :m].numpy(), expected[3], rtol=1e-4, atol=1e-4)
+    shallow, deep = (timed.anchor_logits(torch.tensor([r])) for r in (row, [m if t == row[5] else t for t in row]))
+    assert shallow.isfinite().all() and not torch.equal(shallow[0, 3], deep[0, 3])
+
+
 def test_score_after_a_context_keeps_it_visible(lm, causal):
     """One token has no noise: its bound is its probability. Two: both orders, by enumeration."""
     tok = lm.tokenizer

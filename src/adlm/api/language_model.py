@@ -214,12 +214,17 @@ class LanguageModel:
     @torch.no_grad()
     def log_probs(self, tokens_BL: Tensor) -> Tensor:
         """log p(x0 | canvas) at every position after SUBS, or of the next token if causal: float32 [B, L, V]."""
-        return self.model.log_probs(tokens_BL.to(self.device))
+        return self.model.log_probs(tokens_BL.to(self.device), self.noise_level(tokens_BL))
 
     @torch.no_grad()
     def anchor_logits(self, tokens_BL: Tensor) -> Tensor:
         """Raw logits of the anchor network at every position: float32 [B, L, V]."""
-        return self.model.anchor_logits(tokens_BL.to(self.device))
+        return self.model.anchor_logits(tokens_BL.to(self.device), self.noise_level(tokens_BL))
+
+    def noise_level(self, tokens_BL: Tensor) -> Tensor:
+        """sigma_B at which as many masks are expected as each row has; time-conditioned models want to know it."""
+        share_B = (tokens_BL == self.model.mask_id).float().mean(-1).to(self.device)
+        return -torch.log1p(-(1 - float(make_schedule(self.loaded.noise).alpha(1.0))) * share_B)
 
     # Keeping
 
