@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -81,6 +82,18 @@ def test_templates_are_filled(lm):
     assert g.tokens[-1] == ord(".")
     assert len(g.tokens) == 3 + 2 + 3 + 3 + 1
     assert lm.tokenizer.mask_id not in g.tokens
+
+
+def test_one_engine_is_kept_and_freed_before_the_next_is_built(lm, monkeypatch):
+    import adlm.api.language_model as module
+
+    other, before = adlm.LanguageModel(lm.loaded), []
+    first = weakref.ref(other.engine(2))
+    assert other.engine(2) is first()
+    build = module.make_engine
+    monkeypatch.setattr(module, "make_engine", lambda *args: before.append(first()) or build(*args))
+    assert len(other.engine(3).slots) == 3
+    assert before == [None]
 
 
 def test_words(lm):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import httpx
@@ -278,6 +279,26 @@ def test_an_engine_that_fails_answers_500_and_goes_on(lm, monkeypatch, caplog):
         again = httpx.post(running.url + "/v1/infill", json={"length": 8, "seed": 1}, timeout=30)
         assert again.json()["choices"][0]["tokens"] == lm.generate(length=8, seed=1, steps=8)[0].tokens
         wait_until(idle(running), 10)
+
+
+def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch):
+    """Right after an out-of-memory there is no room for two."""
+    import adlm.api.language_model as module
+
+    monkeypatch.setattr("adlm.serving.worker.log.exception", lambda *args: None)  # pytest keeps tracebacks
+    with serving({"tiny": LanguageModel(lm.loaded)}) as running:
+        engine, before, build = worker(running).engine, [], module.make_engine
+        old = weakref.ref(engine)
+
+        def fail():
+            raise RuntimeError("out of memory")
+
+        engine.evaluate = fail
+        del engine
+        monkeypatch.setattr(module, "make_engine", lambda *args: before.append(old()) or build(*args))
+        assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 500
+        assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 200
+    assert before == [None]
 
 
 def test_before_the_engine_is_ready_the_server_says_so(lm, monkeypatch):

@@ -9,6 +9,7 @@ Everything random follows from `seed`: sample i uses seed + i, whatever the batc
 """
 
 import functools
+import gc
 import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ class LanguageModel:
         self.loaded = loaded
         self.model, self.info = loaded.model, loaded.info
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.engines: dict[int, Engine | CausalEngine] = {}
+        self.kept_engine: Engine | CausalEngine | None = None
 
     @property
     def length(self) -> int:
@@ -185,11 +186,17 @@ class LanguageModel:
         return found
 
     def engine(self, slots: int) -> Engine | CausalEngine:
-        """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping."""
-        if slots not in self.engines:
-            schedule = make_schedule(self.loaded.noise)
-            self.engines[slots] = make_engine(self.model, schedule, slots, self.device)
-        return self.engines[slots]
+        """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
+        number is asked for: each engine has its own copy of the blocks."""
+        if self.kept_engine is None or len(self.kept_engine.slots) != slots:
+            self.drop_engine()
+            self.kept_engine = make_engine(self.model, make_schedule(self.loaded.noise), slots, self.device)
+        return self.kept_engine
+
+    def drop_engine(self) -> None:
+        """Free the memory of the kept engine. It refers to itself: only the collector finds it."""
+        self.kept_engine = None
+        gc.collect()
 
     def finish(self, result: Result) -> Generation:
         if result.problem:

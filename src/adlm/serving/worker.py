@@ -184,11 +184,10 @@ class Worker:
 
     def run(self) -> None:
         try:
-            engine = self.warm_up()
+            self.engine = self.warm_up()
         except Exception:
             log.exception("%s: the engine could not be started", self.name)
             return
-        self.engine = engine
         while not self.stopping:
             self.read_inbox()
             if self.engine.busy and not self.stopping:
@@ -235,10 +234,12 @@ class Worker:
 
     def step(self) -> None:
         assert self.engine is not None
+        updates = None
         try:
             updates = self.engine.step()
         except Exception:
             log.exception("%s: a step failed; its rows are given up", self.name)
+        if updates is None:  # not in the handler: there the traceback keeps the old engine in memory beside the new one
             self.give_up()
             return
         self.metrics.add("adlm_steps_total", 1, (self.name,))
@@ -285,9 +286,12 @@ class Worker:
         jobs = {id(job): job for job, _ in self.jobs.values()}
         self.jobs.clear()
         self.frames.clear()
-        self.post(self.loop, self.deliver, [(job, problem) for job in jobs.values()])
-        self.lm.engines.clear()
-        self.engine = self.lm.engine(self.slots)
+        self.engine = None
+        self.lm.drop_engine()
+        try:
+            self.engine = self.lm.engine(self.slots)
+        finally:  # not earlier: whoever tries again at once shall find it
+            self.post(self.loop, self.deliver, [(job, problem) for job in jobs.values()])
 
     def post(self, loop: asyncio.AbstractEventLoop | None, function: Callable[..., None], *arguments: Any) -> None:
         assert loop is not None
