@@ -155,7 +155,15 @@ def test_a_matched_baseline_has_all_blocks_and_stays_so(tmp_path):
     assert config.load(["algo=ar-matched", "model=medium"]).model.n_blocks == 36
 
 
-@pytest.mark.parametrize("argv", [[], ["experiment=demo"], ["algo=a2r", "data.path='3'", "track.name=true"]], ids=str)
+# Characters of four bytes, those that are line breaks or forbidden in YAML, and a file name that is not UTF-8
+ODD = "caf\u00e9 \U0001f642 \u2028\x85\x7f\ufeff\udc80 \\ud83d\\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["experiment=demo"], ["algo=a2r", "data.path='3'", "track.name=true"], [f"track.name={ODD}"]],
+    ids=ascii,
+)
 def test_save_and_read_give_the_same_tree(tmp_path, argv):
     cfg = config.load(argv)
     config.save(cfg, tmp_path / "config.yaml")
