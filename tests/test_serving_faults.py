@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -226,6 +227,18 @@ def test_frames_for_a_reader_that_does_not_read_are_left_out_and_nothing_is_lost
     assert canvas == blocks[-1]["tokens"] == updates[-1].tokens
 
 
+@pytest.mark.parametrize("steps", [31, 32, 33, 63, 64, 65, 200])
+def test_only_so_many_frames_cost_a_pass_of_their_own(server, lm, steps):
+    from adlm.engine import Frame
+    from adlm.serving.worker import GUESSED_FRAMES, Worker
+
+    mine = Worker("tiny", lm, 1, 1, server.service.metrics)
+    request = lm.request(length=8, sampler="remdm-cap", steps=steps)
+    mine.jobs[0] = (SimpleNamespace(guesses=True, requests=[request]), 0)  # type: ignore[assignment]
+    guessed = sum(bool(mine.guesses_of([Frame(0, request.tokens, n, n, [])])) for n in range(steps))
+    assert GUESSED_FRAMES / 2 <= guessed + 1 <= GUESSED_FRAMES + 1
+
+
 # ---- Time, keys, origins
 
 
@@ -299,6 +312,20 @@ def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch)
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 500
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 200
     assert before == [None]
+
+
+def test_guesses_that_fail_leave_frames_without_them(lm, monkeypatch, caplog):
+    with serving({"tiny": LanguageModel(lm.loaded)}) as running:
+
+        def fail(*args):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr("adlm.serving.worker.best_guesses", fail)
+        for _ in range(2):
+            film = httpx.post(running.url + "/v1/frames", json={"length": 8, "seed": 1}, timeout=30).text
+            end = json.loads(film.split("event: end\ndata: ")[1])
+            assert end["tokens"] == lm.generate(length=8, seed=1, steps=8)[0].tokens
+        assert "guesses failed" in caplog.text
 
 
 def test_before_the_engine_is_ready_the_server_says_so(lm, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
+from adlm.evaluation.sweep import STEPLESS
 from adlm.schema import SamplingConfig
 from adlm.serving.guesses import Guess, best_guesses
 from adlm.serving.metrics import Metrics
@@ -244,7 +245,11 @@ class Worker:
             return
         self.metrics.add("adlm_steps_total", 1, (self.name,))
         sent = []
-        guesses = self.guesses_of([u for u in updates if isinstance(u, Frame)])
+        guesses: dict[int, list[Guess]] = {}
+        try:
+            guesses = self.guesses_of([u for u in updates if isinstance(u, Frame)])
+        except Exception:  # an ornament: rows go on without it
+            log.exception("%s: the anchor network's guesses failed; frames go without", self.name)
         for update in updates:
             job, row = self.jobs[update.id]
             if isinstance(update, Frame):
@@ -258,7 +263,7 @@ class Worker:
             self.post(self.loop, self.deliver, sent)
 
     def guesses_of(self, frames: list[Frame]) -> dict[int, list[Guess]]:
-        """Frames whose job wants them, at most GUESSED_FRAMES of a row, evenly over its evaluations."""
+        """Frames whose job wants them, at most GUESSED_FRAMES of a row's expected evaluations, evenly."""
         due = []
         for frame in frames:
             job, row = self.jobs[frame.id]
@@ -267,7 +272,7 @@ class Worker:
             number = self.frames[frame.id] = self.frames.get(frame.id, 0) + 1
             request = job.requests[row]
             holes = sum(t == self.lm.model.mask_id for t in request.tokens)
-            every = max(1, expected_evaluations(request.settings, holes) // GUESSED_FRAMES)
+            every = max(1, -(-expected_evaluations(request.settings, holes) // GUESSED_FRAMES))
             if number % every == 0:
                 due.append(frame)
         return dict(zip([f.id for f in due], best_guesses(self.lm, [f.tokens for f in due])))
@@ -303,4 +308,4 @@ class Worker:
 
 def expected_evaluations(settings: SamplingConfig, holes: int) -> int:
     """About how many frames a row will have."""
-    return holes if settings.sampler in ("first-hitting", "autoregressive") else settings.steps
+    return holes if settings.sampler in STEPLESS else settings.steps
