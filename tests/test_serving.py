@@ -197,6 +197,27 @@ def test_logprobs_are_the_shares_of_the_bound(http, lm):
     assert all(choice["text"][o:].startswith(t) for o, t in zip(shown["text_offset"], shown["tokens"]))
 
 
+@pytest.mark.parametrize(
+    ("drawn", "cut", "offsets"),
+    [
+        ("ab", None, [0, 1]),
+        ("a\u20acb\U0001f642c", None, [0, 1, 1, 1, 2, 3, 3, 3, 3, 4]),
+        ("a\u20acb\U0001f642c", "a\u20ac", [0, 1, 1, 1]),
+        (b"a\xe2b\xffc", None, [0, 1, 2, 3, 4]),  # bytes that are no character at all
+        ("\U0001f642", "", []),
+    ],
+)
+def test_tokens_of_one_character_begin_where_it_begins(drawn, cut, offsets):
+    from adlm.serving.openai import Text
+
+    tokens = list(drawn if isinstance(drawn, bytes) else drawn.encode())
+    row, mask = [256, 97, *tokens], TINY_LM.tokenizer.mask_id
+    request = dataclasses.replace(TINY_LM.request(length=4, stop=False), tokens=[256, 97, *[mask] * len(tokens)])
+    completion = Text(TINY_LM, request, [])
+    text = completion.read(row, final=True).text if cut is None else cut
+    assert completion.offsets(row, text) == offsets
+
+
 @given(
     tokens=st.lists(ANY_TOKEN, min_size=1, max_size=24),
     stops=st.lists(st.text("ab\u20ac\ufffd", min_size=1, max_size=3), max_size=3),

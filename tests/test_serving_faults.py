@@ -251,6 +251,33 @@ def test_a_request_out_of_time_is_told_and_leaves(lm):
         wait_until(idle(running), 10)
 
 
+def test_logprobs_have_the_time_of_their_request(lm, monkeypatch):
+    with serving({"tiny": LanguageModel(lm.loaded)}, timeout=1.0) as running:
+        served = running.service.models["tiny"]
+        monkeypatch.setattr(served.lm, "score", lambda *args, **more: time.sleep(3))
+        began = time.monotonic()
+        late = httpx.post(running.url + "/v1/completions", json={"prompt": "a", "logprobs": 1, "n": 4}, timeout=30)
+        assert late.status_code == 504 and time.monotonic() - began < 2.5
+        wait_until(idle(running), 10)
+
+
+def test_a_queue_that_is_full_meanwhile_does_not_refuse_the_logprobs_of_a_finished_text(lm, monkeypatch):
+    with serving({"tiny": LanguageModel(lm.loaded)}) as running:
+        mine, reserve, asked = worker(running), worker(running).reserve, []
+
+        def full_after_the_first(*request):
+            asked.append(request)
+            if len(asked) > 1:
+                mine.waiting = -mine.slots
+            reserve(*request)
+
+        monkeypatch.setattr(mine, "reserve", full_after_the_first)
+        body = {"prompt": "a", "max_tokens": 4, "logprobs": 1, "stop": False}
+        assert httpx.post(running.url + "/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(running.url + "/v1/completions", json=body, timeout=30).status_code == 429
+        wait_until(idle(running), 10)
+
+
 def test_a_key_is_asked_for_and_other_origins_are_named(lm):
     with serving({"tiny": LanguageModel(lm.loaded)}, key="secret", cors="https://a.example") as running:
         client = httpx.Client(base_url=running.url)

@@ -22,7 +22,7 @@ from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.metrics import Metrics
 from adlm.serving.problems import Problem
 from adlm.serving.schemas import AnchorsBody, Canvas, CompletionBody, Defaults, ModelCard, without_none
-from adlm.serving.worker import Job, Worker, out_of_time
+from adlm.serving.worker import Job, Worker, within
 
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
@@ -235,11 +235,9 @@ class Service:
 
     async def look(self, served: Served, use: Callable[[], T]) -> T:
         """Another use of a model's network, within the time of a request."""
+        end = asyncio.get_running_loop().time() + self.cfg.timeout
         try:
-            async with asyncio.timeout(self.cfg.timeout):
-                return await served.worker.call(use)
-        except TimeoutError:
-            raise out_of_time(self.cfg.timeout) from None
+            return await within(self.cfg.timeout, end, served.worker.call(use))
         except ValueError as problem:
             raise Problem(400, str(problem)) from None
 

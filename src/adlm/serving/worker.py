@@ -9,7 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
@@ -50,11 +50,7 @@ class Job:
 
     async def next(self) -> Update:
         """The next frame or result; raises the Problem that ended the job, or that its time is over."""
-        try:
-            async with asyncio.timeout_at(self.end):
-                update = await self.updates.get()
-        except TimeoutError:
-            raise out_of_time(self.seconds) from None
+        update = await within(self.seconds, self.end, self.updates.get())
         if isinstance(update, Problem):
             raise update
         return update
@@ -67,8 +63,13 @@ class Job:
             yield update.row, sound(update.result)
 
 
-def out_of_time(seconds: float) -> Problem:
-    return Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout")
+async def within(seconds: float, end: float, answer: Awaitable[T]) -> T:
+    """The answer, or the Problem that it did not come before `end`, `seconds` after the request."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await answer
+    except TimeoutError:
+        raise Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout") from None
 
 
 def sound(result: Result) -> Result:
@@ -122,10 +123,11 @@ class Worker:
             raise Problem(503, "the model is not ready", "not_ready", headers={"Retry-After": "5"})
         return self.engine
 
-    def reserve(self, rows: int) -> None:
-        """Take places, or refuse: what may wait is bounded."""
+    def reserve(self, rows: int, admitted: bool = False) -> None:
+        """Take places, or refuse: what may wait is bounded. What belongs to an `admitted` job is not refused: all that
+        was done for the job would be lost."""
         self.running()
-        if self.taken + rows > self.slots + self.waiting:
+        if not admitted and self.taken + rows > self.slots + self.waiting:
             message = f"the queue is full (serve.queue={self.waiting}); try again later"
             raise Problem(429, message, "queue_full", headers={"Retry-After": "1"})
         self.taken += rows
@@ -146,9 +148,9 @@ class Worker:
         if job.left:
             self.inbox.put(lambda: self.take_out(job, row))
 
-    async def call(self, use: Callable[[], T]) -> T:
+    async def call(self, use: Callable[[], T], admitted: bool = False) -> T:
         """Another use of the network (a score), between two steps: it would compete for the same cores."""
-        self.reserve(1)
+        self.reserve(1, admitted)
         assert self.loop is not None
         loop, answer = self.loop, self.loop.create_future()
 
