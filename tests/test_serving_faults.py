@@ -143,6 +143,34 @@ def test_a_body_of_ten_megabytes(server, http):
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/infill", {"prompt": "a\ud83d"}, "prompt: Text holds half of a character"),
+        ("/v1/infill", {"template": "\ude42[MASK]"}, "template: "),
+        ("/v1/infill", {"length": 8, "banned": ["a", "\ud83d"]}, "banned.1: "),
+        ("/v1/frames", {"prompt": "a\ud83d"}, "prompt: "),
+        ("/v1/tokenize", {"text": "\ud83d"}, "text: "),
+        ("/v1/score", {"text": "\ud83d"}, "text: "),
+        ("/v1/anchors", {"text": "\ud83d"}, "text: "),
+        ("/v1/completions", {"prompt": "\ud83d"}, "prompt: "),
+        ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt: "),
+        ("/v1/completions", {"suffix": "\ud83d"}, "suffix: "),
+        ("/v1/completions", {"stop": ["\ud83d"]}, "stop: "),
+        ("/v1/completions", {"logit_bias": {"\ud83d": 1}}, ""),
+        ("/v1/completions", {"\ud83d": 1}, ""),
+    ],
+    ids=lambda v: ascii(v)[:40],
+)
+def test_half_a_character_is_refused(http, path, body, says):
+    """A client that cuts its text between the two halves of an emoji sends such bodies."""
+    response = http.post(path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    assert response.status_code == 422, response.text
+    assert response.json()["error"]["message"].startswith(says)
+    whole = json.dumps({"text": "a\U0001f642"}).encode()
+    assert http.post("/v1/tokenize", content=whole, headers={"Content-Type": "application/json"}).status_code == 200
+
+
+@pytest.mark.parametrize(
     "path",
     ["/static/../app.py", "/static/..%2fapp.py", "/static/%2e%2e/app.py", "/static/....//app.py", "/static//etc/passwd",
      "/static/..%5capp.py", "/static/%00", "/static/", "/static/..", "/app.py", "//etc/passwd"],
