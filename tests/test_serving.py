@@ -325,6 +325,27 @@ def test_rows_longer_than_the_model_come_window_by_window(lm):
         assert "".join(c["text"] for c in chunks) == whole and len(chunks) > 2
 
 
+def test_what_is_left_out_is_within_the_limits(lm):
+    """A row has the model's length unless less is allowed; more only with a stride."""
+    from adlm.api import LanguageModel
+
+    for allowed in (16, 64):
+        with (
+            serving({"tiny": LanguageModel(lm.loaded)}, max_length=allowed) as running,
+            httpx.Client(base_url=running.url) as http,
+        ):
+            length = min(allowed, lm.length)
+            infilled = ok(http.post("/v1/infill", json={"prompt": "ab", "seed": 1}))["choices"][0]["tokens"]
+            assert infilled == lm.generate(prompt="ab", length=length, seed=1, steps=8)[0].tokens
+            body = {"prompt": "ab", "seed": 1, "stop": False}
+            completed = ok(http.post("/v1/completions", json=body))
+            assert completed["usage"]["total_tokens"] == length
+            by_windows = ok(http.post("/v1/completions", json={**body, "stride": 8}))
+            assert by_windows["usage"]["total_tokens"] == allowed
+            too_long = http.post("/v1/completions", json={"prompt": "x" * length})
+            assert too_long.status_code == 400 and str(length) in too_long.json()["error"]["message"]
+
+
 def test_infill_templates_tokens_and_words(http, lm):
     body = {"template": "the [MASK:4] sat[MASK:2].", "seed": 3, "n": 3, "banned": ["a"], "required": ["zz"]}
     answer = ok(http.post("/v1/infill", json=body))

@@ -54,12 +54,17 @@ class Served:
         }
         return [s for s in sorted(SAMPLERS) if able.get(s, True)]
 
+    @property
+    def length(self) -> int:
+        """Tokens of a row for which no number is given: the model's, or as many as are allowed."""
+        return min(self.longest, self.lm.length)
+
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings
         return ModelCard(
             id=self.id,
             created=self.created,
-            length=min(self.longest, self.lm.length),
+            length=self.length,
             vocab_size=model.vocab_size,
             mask=model.mask_id,
             anchored=model.anchor_head is not None,
@@ -135,7 +140,7 @@ class Served:
         stop = self.stop if body.stop is None else body.stop
         request = self.lm.request(
             prompt=body.prompt or "",
-            length=body.length or 0,
+            length=body.length or self.length,
             seed=seed_of(body.seed),
             banned=body.banned,
             required=body.required,
@@ -153,13 +158,13 @@ class Served:
         tok, seed, settings = self.lm.tokenizer, seed_of(body.seed), self.settings_of(body)
         after = tok.encode(body.suffix) if body.suffix else []
         stop = body.stop is not False and not after
-        rows = []
+        rows, room = [], self.longest if settings["stride"] else self.length
         for prompt in prompts:
             before = [tok.bos_id, *tok.encode(prompt)]
             self.check_length(len(before), "the prompt")
-            holes = body.max_tokens or (SUFFIX_TOKENS if after else self.longest - len(before))
+            holes = body.max_tokens or (SUFFIX_TOKENS if after else room - len(before))
             self.check_length(len(before) + holes + len(after), "prompt, max_tokens and suffix together")
-            require(holes >= 1, f"the prompt leaves nothing to draw in {self.longest} tokens")
+            require(holes >= 1, f"the prompt leaves nothing to draw in {room} tokens")
             request = self.lm.request(seed=seed, banned=body.banned, required=body.required, stop=stop, **settings)
             rows += self.seeds(replace(request, tokens=[*before, *[tok.mask_id] * holes, *after]), body.n)
         return rows
