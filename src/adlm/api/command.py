@@ -68,8 +68,7 @@ def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     settings = asdict(c)
     own = {name: settings.pop(name) for name in ("template", "prompt", "length", "seed", "stop")}
     words = {name: [w.strip() for w in settings.pop(name).split(",") if w.strip()] for name in ("banned", "required")}
-    if lm.model.config.causal and settings["sampler"] == SamplingConfig().sampler:
-        settings["sampler"] = "autoregressive"
+    settings["sampler"] = lm.sampler_of(c.sampler)
     return lm.request(**own, **words, **settings)
 
 

@@ -133,14 +133,13 @@ class LanguageModel:
         for name in settings:
             choose("setting", name, [f.name for f in fields(SamplingConfig)])
         require(not (template and prompt), "give a template or a prompt, not both")
-        if causal:
-            settings.setdefault("sampler", "autoregressive")
-            require(
-                settings["sampler"] == "autoregressive",
-                f"sampling.sampler={settings['sampler']!r} needs a diffusion model; a causal one has 'autoregressive'",
-            )
+        sampler = settings.setdefault("sampler", self.sampler_of(SamplingConfig.sampler))
         require(
-            settings.get("sampler") != "score" or self.loaded.objective.name == "score-entropy",
+            not causal or sampler == "autoregressive",
+            f"sampling.sampler={sampler!r} needs a diffusion model; a causal one has 'autoregressive'",
+        )
+        require(
+            sampler != "score" or self.loaded.objective.name == "score-entropy",
             "sampling.sampler='score' needs a model that learned a score (algo=sedd); others have 'analytic'",
         )
         config = SamplingConfig(**settings)
@@ -168,6 +167,11 @@ class LanguageModel:
             required=[self.variants(word)[-1] for word in required],
             stop_id=tok.eos_id if stop else None,
         )
+
+    def sampler_of(self, configured: str) -> str:
+        """sampling.sampler for this model: its default is for diffusion models, and a causal one has a single other."""
+        default = configured == SamplingConfig.sampler
+        return "autoregressive" if default and self.model.config.causal else configured
 
     def variants(self, word: str) -> list[list[int]]:
         """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""

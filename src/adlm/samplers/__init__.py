@@ -38,6 +38,8 @@ __all__ = [
     "check_sampling",
     "make_plan",
     "profile_of",
+    "takes_grid",
+    "times",
 ]
 
 Maker = Callable[[SamplingConfig, Schedule], Plan]
@@ -113,6 +115,10 @@ NOT_IN_THE_RELEASE = {"first-hitting", "confidence", "entropy", "anchor-first"}
 RELEASE_WITHOUT_CUT = {"ddpm", "analytic", "score"}
 
 
+def takes_grid(sampler: str, parity: str) -> bool:
+    return sampler in ANY_GRID and not parity
+
+
 def check_sampling(c: SamplingConfig) -> None:
     """What can be said about the settings without a model; messages name the configuration keys."""
     choose("sampling.sampler", c.sampler, SAMPLERS)
@@ -120,7 +126,7 @@ def check_sampling(c: SamplingConfig) -> None:
     require(c.steps >= 1, f"sampling.steps must be at least 1, got {c.steps}")
     require(0 <= c.eta <= 1, f"sampling.eta must lie in [0, 1], got {c.eta}")
     require(
-        not c.grid or (c.sampler in ANY_GRID and not c.parity),
+        not c.grid or takes_grid(c.sampler, c.parity),
         f"sampling.grid is for {', '.join(ANY_GRID)} without parity; got {c.sampler}"
         + (f", sampling.parity={c.parity}" if c.parity else ""),
     )

@@ -17,7 +17,7 @@ from adlm.api import LanguageModel
 from adlm.engine import Request
 from adlm.engine.template import HOLE, parse_template
 from adlm.errors import require
-from adlm.samplers import SAMPLERS
+from adlm.samplers import SAMPLERS, takes_grid, times
 from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.metrics import Metrics
 from adlm.serving.problems import Problem
@@ -26,8 +26,8 @@ from adlm.serving.worker import Job, Worker, within
 
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
-# Fields of SamplingConfig that are not about how a row is drawn
-NOT_SETTINGS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "stop", "banned", "required", "grid")
+# Fields of SamplingConfig that say what is drawn, and where it goes: for `adlm sample`, not for a server
+NOT_FOR_SERVERS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "banned", "required")
 
 
 class Served:
@@ -37,10 +37,9 @@ class Served:
         self.id, self.lm, self.cfg = id, lm, cfg
         self.created = int(time.time())
         self.worker = Worker(id, lm, cfg.slots, cfg.queue, metrics)
-        self.stop = sampling.stop
-        self.settings = {k: v for k, v in asdict(sampling).items() if k not in NOT_SETTINGS}
-        if lm.model.config.causal and self.settings["sampler"] == SamplingConfig().sampler:
-            self.settings["sampler"] = "autoregressive"
+        self.settings = {k: v for k, v in asdict(sampling).items() if k not in NOT_FOR_SERVERS}
+        self.settings["sampler"] = lm.sampler_of(sampling.sampler)
+        self.stop = self.settings.pop("stop")
         self.longest = cfg.max_length or lm.length
         self.known_pieces: dict[int, str] = {}
 
@@ -110,6 +109,8 @@ class Served:
         settings = {**self.settings, **without_none(body)}
         steps = settings["steps"]
         require(steps <= self.cfg.max_steps, f"steps={steps}, allowed are {self.cfg.max_steps} (serve.max_steps)")
+        if not takes_grid(settings["sampler"], settings["parity"]):
+            settings["grid"] = ""
         return settings
 
     def row_of(self, text: str | None, tokens: Sequence[int | None] | None) -> list[int] | None:
@@ -190,6 +191,14 @@ class Served:
     def seeds(self, request: Request, n: int) -> list[Request]:
         self.worker.check([request])
         return [replace(request, seed=request.seed + i) for i in range(n)]
+
+
+def check_defaults(c: SamplingConfig) -> None:
+    """What `adlm serve` cannot take as a default of requests is refused, not ignored."""
+    given = [f"sampling.{name}" for name in NOT_FOR_SERVERS if getattr(c, name) != getattr(SamplingConfig, name)]
+    names = " and ".join(given)
+    require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many rows at once")
+    times(c)  # a sampling.grid that cannot be read is told now, not to every request
 
 
 def seed_of(given: int | None) -> int:
