@@ -105,7 +105,8 @@ def test_defaults_are_the_papers_model(defaults):
     assert (defaults.objective.name, defaults.objective.gamma, defaults.objective.tau) == ("anelbo", 3e-3, 5)
     assert (defaults.optim.lr, defaults.optim.warmup, defaults.optim.ema) == (3e-4, 2500, 0.9999)
     # the YAML groups of the defaults repeat the schema's numbers: they must not drift apart
-    assert set(config.diff(Config(), defaults)) == {"out", "train.batch_size"}
+    plain, composed = config.flatten(Config()), config.flatten(defaults)
+    assert {key for key in plain if plain[key] != composed[key]} == {"out", "train.batch_size"}
 
 
 def test_values_are_read_by_the_type_of_their_key():
@@ -187,16 +188,6 @@ def test_a_spoilt_config_file_is_refused(tmp_path, text, says):
     with pytest.raises(ValueError) as error:
         config.from_yaml(path)
     assert says in str(error.value) and "\n" not in str(error.value)
-
-
-def test_diff_names_what_changed(defaults):
-    other = config.load(["optim.lr=1e-3", "model=tiny"])
-    changed = config.diff(defaults, other)
-    assert changed["optim.lr"] == (3e-4, 1e-3)
-    assert changed["model.hidden_size"] == (768, 512)
-    assert "seed" not in changed
-    assert config.diff(defaults, defaults) == {}
-    assert config.flatten(defaults)["sampling.sampler"] == "mdlm"
 
 
 BAD = [
