@@ -39,7 +39,11 @@ def readable_model(folder: Path, **options) -> Path:
 
 @contextlib.contextmanager
 def serving(
-    models: dict[str, LanguageModel], key: str = "", wait: bool = True, **settings
+    models: dict[str, LanguageModel],
+    key: str = "",
+    wait: bool = True,
+    sampling: SamplingConfig = SamplingConfig(steps=8),  # noqa: B008
+    **settings,
 ) -> Iterator[SimpleNamespace]:
     """Serve from a thread, ready unless not waited for. `settings` are fields of ServeConfig."""
     from adlm.serving.app import make_app
@@ -48,7 +52,7 @@ def serving(
     from adlm.serving.server import make_server
 
     cfg = ServeConfig(**{"port": 0, "slots": 4, "grace": 5.0, **settings})
-    service = Service(models, cfg, SamplingConfig(steps=8), server_metrics())
+    service = Service(models, cfg, sampling, server_metrics())
     server = make_server(make_app(service, key), service)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

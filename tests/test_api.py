@@ -3,8 +3,10 @@
 import io
 import json
 import math
+import os
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -82,6 +84,18 @@ def test_templates_are_filled(lm):
     assert lm.tokenizer.mask_id not in g.tokens
 
 
+def test_one_engine_is_kept_and_freed_before_the_next_is_built(lm, monkeypatch):
+    import adlm.api.language_model as module
+
+    other, before = adlm.LanguageModel(lm.loaded), []
+    first = weakref.ref(other.engine(2))
+    assert other.engine(2) is first()
+    build = module.make_engine
+    monkeypatch.setattr(module, "make_engine", lambda *args: before.append(first()) or build(*args))
+    assert len(other.engine(3).slots) == 3
+    assert before == [None]
+
+
 def test_words(lm):
     (g,) = lm.generate(required=["cat"], steps=4, seed=3)
     assert " cat" in g.text
@@ -145,6 +159,22 @@ def test_score_of_a_diffusion_model_is_the_bound(lm):
     assert sum(score.per_token) == pytest.approx(score.nll * 2)
     assert score.tokens == x
     assert lm.score("hi", draws=64) == lm.score(x, draws=64)
+
+
+def test_predictions_of_a_time_conditioned_model_are_those_of_its_engine(tmp_path):
+    timed = adlm.load(export(tmp_path / "timed", time_conditioning=True), "cpu")
+    with torch.no_grad():  # freshly initialised, noise levels change nothing
+        for name, p in timed.model.named_parameters():
+            if "modulation" in name or "time_embedding" in name:
+                p.normal_(std=0.5)
+    m = timed.tokenizer.mask_id
+    row = [timed.tokenizer.bos_id, *b"ab", m, m, *b"c", m]
+    engine = timed.engine(1)
+    expected = engine.network.word_log_probs(row, list(range(m)), 3 / 7)
+    found = timed.log_probs(torch.tensor([row]))[0]
+    np.testing.assert_allclose(found[3, :m].numpy(), expected[3], rtol=1e-4, atol=1e-4)
+    shallow, deep = (timed.anchor_logits(torch.tensor([r])) for r in (row, [m if t == row[5] else t for t in row]))
+    assert shallow.isfinite().all() and not torch.equal(shallow[0, 3], deep[0, 3])
 
 
 def test_score_after_a_context_keeps_it_visible(lm, causal):
@@ -277,6 +307,47 @@ def test_a_file_of_other_settings_is_refused(folder, tmp_path):
     out.write_text("{}\n")
     with pytest.raises(ValueError, match="line 1 is not a sample"):
         run_sample(config(folder, out=str(out)))
+
+
+def test_samples_of_another_grid_are_other_samples(folder, tmp_path):
+    """What the file of `adlm profile` says is a setting, not where it lies."""
+
+    def grid(name, nats):
+        (tmp_path / name).write_text(json.dumps({"share": [0.25, 0.5, 1.0], "nats": nats}))
+        return str(tmp_path / name)
+
+    out = str(tmp_path / "samples.jsonl")
+    run_sample(config(folder, out=out, n=1, grid=grid("a.json", [1.0, 2.0, 3.0])))
+    assert run_sample(config(folder, out=out, n=1, grid=grid("b.json", [1.0, 2.0, 3.0])))["drawn"] == 0
+    with pytest.raises(ValueError, match="other settings"):
+        run_sample(config(folder, out=out, n=2, grid=grid("a.json", [1.0, 1.5, 3.25])))
+
+
+def test_line_breaks_of_unicode_are_part_of_a_sample(folder, tmp_path):
+    from adlm.api.command import read_samples, record
+
+    out, text = tmp_path / "samples.jsonl", "a\u2028b\u2029c\x85d\x1ce"
+    record(out, adlm.Generation(text, [1], 1, 0.1, seed=7), "me")
+    assert read_samples(out, "me")[7]["text"] == text
+
+
+@pytest.mark.parametrize("text", ["my notes", "my\nnotes", '{"steps": 3', "\n{", b"\xff\xfe"])
+def test_a_file_that_is_not_of_samples_is_left_alone(folder, tmp_path, text):
+    out = tmp_path / "notes.txt"
+    written = text if isinstance(text, bytes) else text.encode()
+    out.write_bytes(written)
+    with pytest.raises(ValueError, match="line 1 is not a sample"):
+        run_sample(config(folder, out=str(out)))
+    assert out.read_bytes() == written
+
+
+@pytest.mark.parametrize("size", [0, 1, 12, 40])
+def test_a_crash_in_the_first_line_is_forgotten(folder, tmp_path, size):
+    out = tmp_path / "samples.jsonl"
+    run_sample(config(folder, out=str(out), n=1))
+    os.truncate(out, size)
+    assert run_sample(config(folder, out=str(out), n=2))["drawn"] == 2
+    assert len(out.read_bytes().split(b"\n")) == 3
 
 
 def test_conditions_come_from_the_configuration(folder):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from adlm.data.loader import Batches, RowOrder, evaluation_batches, read_ahead
+from adlm.data.loader import Batches, RowOrder, read_ahead
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import raw_bytes, text8_characters
 from adlm.schema import DataConfig
@@ -147,15 +147,6 @@ def test_crop_windows(tmp_path):
     assert len(starts) > 10
     again = Batches(rows, 3, 4, consumed=8)
     assert np.array_equal(take(again, 1)[0].tokens, take(Batches(rows, 3, 8, consumed=8), 1)[0].tokens[:4])
-
-
-def test_evaluation_visits_each_row_once(blocks, padded):
-    seen = list(evaluation_batches(blocks, 7))
-    assert np.concatenate([b.examples for b in seen]).tolist() == list(range(len(blocks)))
-    assert np.array_equal(np.concatenate([b.tokens for b in seen]), blocks.tokens)
-    ranks = [np.concatenate([b.examples for b in evaluation_batches(blocks, 4, 30, r, 3)]) for r in range(3)]
-    assert sorted(np.concatenate(ranks).tolist()) == list(range(30))
-    assert all(b.attention_mask is not None for b in evaluation_batches(padded, 9))
 
 
 def test_reader_thread_ends_and_errors_arrive(blocks, monkeypatch):

@@ -50,7 +50,7 @@ def test_rows_are_the_documents(cfg):
     assert train.rows(np.array([2, 0])).tolist() == [expected[2], expected[0]]
     assert train.rows(np.array([0])).dtype == np.int64
     assert train.tokens.dtype == np.uint16
-    assert train.attention_mask(0) is None
+    assert train.attention_masks(np.array([0])) is None
     assert train.frequencies().tolist() == np.bincount(np.array(expected).ravel(), minlength=260).tolist()
     m = train.manifest
     assert (m["documents"], m["tokens"], m["rows"], m["length"]) == (36, len(ids) - 36, len(expected), 32)
@@ -67,9 +67,6 @@ def test_unwrapped_rows_have_masks(cfg):
     text = texts(cfg)[3].encode()[:22]
     assert rows[3].tolist() == [256, *text, 257]
     short = next(i for i, t in enumerate(texts(cfg)) if len(t.encode()) == 19)
-    mask = rows.attention_mask(short)
-    assert mask is not None
-    assert mask.sum() == 21
     assert rows[short][21:].tolist() == [BYTES.pad_id] * 3
     assert rows.frequencies()[BYTES.pad_id] == 0, "padding is not text"
     masks = rows.attention_masks(np.array([short, 3]))

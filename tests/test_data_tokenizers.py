@@ -168,9 +168,12 @@ def test_vocabulary_files_under_every_published_name(tmp_path):
             tok = load_tokenizer(str(path))
             assert tok.encode("abb") == [2, 1]
             assert (tok.mask_id, tok.vocab_size, tok.eos_id) == (4, 5, 3)
-    (tmp_path / "my-vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hi", "##s"]))
-    assert load_tokenizer(str(tmp_path)).encode("His") == [5, 6]
-    assert load_tokenizer(str(tmp_path / "my-vocab.txt")).mask_id == 4
+    # one token is a line break of Unicode: lines end at \n alone, or every id after it is wrong
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a\u2028b", "hi", "##s"]
+    (tmp_path / "my-vocab.txt").write_text("\n".join(tokens) + "\n", encoding="utf-8")
+    assert load_tokenizer(str(tmp_path)).encode("His") == [6, 7]
+    own = load_tokenizer(str(tmp_path / "my-vocab.txt"))
+    assert (own.mask_id, own.vocab_size) == (4, len(tokens))
 
 
 @pytest.mark.parametrize(

@@ -477,3 +477,13 @@ def test_the_weight_is_that_of_the_bound(schedule, T):
     first, last = (float(alpha(torch.tensor(t, dtype=torch.float64))) for t in (eps, 1.0))
     expected = (first - last) / (1 - eps)
     assert (noised.weight_B.double() * (1 - noised.alpha_t_B)).mean().item() == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["nelbo", "d3pm"])
+def test_a_time_conditioned_model_is_told_a_finite_noise_level(name):
+    """Discrete times visit t = 1, where the linear schedule leaves nothing visible."""
+    objective = make_objective(ObjectiveConfig(name=name, T=2), NoiseConfig(name="linear"), 10, seed=1)
+    task = objective.draw(Rows(random_tokens(8, 12, 10), torch.arange(8), 8), 0, 0.5)
+    assert task.sigma_B is not None and task.sigma_B.isfinite().all()
+    model = tiny_model(time_conditioning=True, anchored=False)
+    assert loss(model, task).total.isfinite()

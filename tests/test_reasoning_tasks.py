@@ -33,6 +33,16 @@ def test_gsm8k_reads_three_published_forms(tmp_path):
     assert [gsm8k.read(tmp_path / name) for name in ("a.jsonl", "b.txt", "c.json")] == [[wanted]] * 3
 
 
+def test_line_breaks_of_unicode_do_not_end_an_example(tmp_path):
+    question = "How\u2028 many\x85?"
+    record = {"question": question, "answer": "<<1+1=2>>2 #### 2"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_text(f"{question}||<<1+1=2>> #### 2\n", encoding="utf-8")
+    for name in ("a.jsonl", "b.txt"):
+        (example,) = gsm8k.read(tmp_path / name)
+        assert example.question == question
+
+
 def test_gsm8k_published_forms_agree(assets):
     original = gsm8k.read(assets / "data/gsm8k/test.jsonl")
     assert original == gsm8k.read(assets / "data/gsm8k_icot/test.txt")

@@ -197,6 +197,27 @@ def test_logprobs_are_the_shares_of_the_bound(http, lm):
     assert all(choice["text"][o:].startswith(t) for o, t in zip(shown["text_offset"], shown["tokens"]))
 
 
+@pytest.mark.parametrize(
+    ("drawn", "cut", "offsets"),
+    [
+        ("ab", None, [0, 1]),
+        ("a\u20acb\U0001f642c", None, [0, 1, 1, 1, 2, 3, 3, 3, 3, 4]),
+        ("a\u20acb\U0001f642c", "a\u20ac", [0, 1, 1, 1]),
+        (b"a\xe2b\xffc", None, [0, 1, 2, 3, 4]),  # bytes that are no character at all
+        ("\U0001f642", "", []),
+    ],
+)
+def test_tokens_of_one_character_begin_where_it_begins(drawn, cut, offsets):
+    from adlm.serving.openai import Text
+
+    tokens = list(drawn if isinstance(drawn, bytes) else drawn.encode())
+    row, mask = [256, 97, *tokens], TINY_LM.tokenizer.mask_id
+    request = dataclasses.replace(TINY_LM.request(length=4, stop=False), tokens=[256, 97, *[mask] * len(tokens)])
+    completion = Text(TINY_LM, request, [])
+    text = completion.read(row, final=True).text if cut is None else cut
+    assert completion.offsets(row, text) == offsets
+
+
 @given(
     tokens=st.lists(ANY_TOKEN, min_size=1, max_size=24),
     stops=st.lists(st.text("ab\u20ac\ufffd", min_size=1, max_size=3), max_size=3),
@@ -304,6 +325,49 @@ def test_rows_longer_than_the_model_come_window_by_window(lm):
         assert "".join(c["text"] for c in chunks) == whole and len(chunks) > 2
 
 
+def test_what_is_left_out_is_within_the_limits(lm):
+    """A row has the model's length unless less is allowed; more only with a stride."""
+    from adlm.api import LanguageModel
+
+    for allowed in (16, 64):
+        with (
+            serving({"tiny": LanguageModel(lm.loaded)}, max_length=allowed) as running,
+            httpx.Client(base_url=running.url) as http,
+        ):
+            length = min(allowed, lm.length)
+            infilled = ok(http.post("/v1/infill", json={"prompt": "ab", "seed": 1}))["choices"][0]["tokens"]
+            assert infilled == lm.generate(prompt="ab", length=length, seed=1, steps=8)[0].tokens
+            body = {"prompt": "ab", "seed": 1, "stop": False}
+            completed = ok(http.post("/v1/completions", json=body))
+            assert completed["usage"]["total_tokens"] == length
+            by_windows = ok(http.post("/v1/completions", json={**body, "stride": 8}))
+            assert by_windows["usage"]["total_tokens"] == allowed
+            too_long = http.post("/v1/completions", json={"prompt": "x" * length})
+            assert too_long.status_code == 400 and str(length) in too_long.json()["error"]["message"]
+
+
+def test_a_grid_of_the_server_is_for_the_samplers_that_take_one(lm, tmp_path):
+    from adlm.api import LanguageModel
+
+    grid = tmp_path / "profile.json"
+    grid.write_text(json.dumps({"share": [0.1, 0.5, 1.0], "nats": [1.0, 1.1, 6.0]}))
+    sampling = SamplingConfig(steps=8, grid=str(grid))
+    with (
+        serving({"tiny": LanguageModel(lm.loaded)}, sampling=sampling) as running,
+        httpx.Client(base_url=running.url) as http,
+    ):
+        asked = {"length": 32, "seed": 1}
+        drawn = {
+            name: ok(http.post("/v1/infill", json={**asked, "sampler": name}))["choices"][0]["tokens"]
+            for name in ("mdlm", "remdm-loop")
+        }
+        release = ok(http.post("/v1/infill", json={**asked, "parity": "release"}))["choices"][0]["tokens"]
+    assert drawn["mdlm"] == lm.generate(**asked, steps=8, grid=str(grid))[0].tokens
+    assert drawn["mdlm"] != lm.generate(**asked, steps=8)[0].tokens
+    assert drawn["remdm-loop"] == lm.generate(**asked, steps=8, sampler="remdm-loop")[0].tokens
+    assert release == lm.generate(**asked, steps=8, parity="release")[0].tokens
+
+
 def test_infill_templates_tokens_and_words(http, lm):
     body = {"template": "the [MASK:4] sat[MASK:2].", "seed": 3, "n": 3, "banned": ["a"], "required": ["zz"]}
     answer = ok(http.post("/v1/infill", json=body))
@@ -409,8 +473,9 @@ def test_metrics_speak_prometheus(http, server):
 
 
 def test_every_sampling_setting_can_be_set_per_request():
-    from adlm.serving.models import NOT_SETTINGS
+    from adlm.serving.models import NOT_FOR_SERVERS
     from adlm.serving.schemas import Settings
 
     fields = {f.name for f in dataclasses.fields(SamplingConfig)}
-    assert fields == set(Settings.model_fields) | set(NOT_SETTINGS)
+    # stop means more to completions, and a file of the server's is not for clients to choose
+    assert fields == set(Settings.model_fields) | set(NOT_FOR_SERVERS) | {"stop", "grid"}

@@ -44,6 +44,27 @@ def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
     listen("127.0.0.1", 0).close()
 
 
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (
+            ["sampling.prompt=The", "sampling.n=1", "sampling.seed=3"],
+            "sampling.prompt and sampling.seed: not for a server",
+        ),
+        (["sampling.batch_size=64"], "sampling.batch_size: not for a server; requests say what is drawn, serve.slots"),
+        (["sampling.grid=nowhere.json"], "sampling.grid='nowhere.json' does not exist"),
+    ],
+)
+def test_what_cannot_be_a_default_of_requests_is_refused(tmp_path, monkeypatch, capsys, typed, says):
+    def listen(*args):
+        raise AssertionError("it would have been served")
+
+    monkeypatch.setattr("adlm.serving.command.listen", listen)
+    assert cli.main(["serve", str(tmp_path), *typed]) == 1
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
 def test_models_are_named_after_their_folders():
     paths = ["runs/demo", "x/demo/", "my/adlm-medium.ckpt", "runs/a/export", "runs/demo"]
     assert names(paths) == {

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -141,6 +143,34 @@ def test_a_body_of_ten_megabytes(server, http):
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/infill", {"prompt": "a\ud83d"}, "prompt: Text holds half of a character"),
+        ("/v1/infill", {"template": "\ude42[MASK]"}, "template: "),
+        ("/v1/infill", {"length": 8, "banned": ["a", "\ud83d"]}, "banned.1: "),
+        ("/v1/frames", {"prompt": "a\ud83d"}, "prompt: "),
+        ("/v1/tokenize", {"text": "\ud83d"}, "text: "),
+        ("/v1/score", {"text": "\ud83d"}, "text: "),
+        ("/v1/anchors", {"text": "\ud83d"}, "text: "),
+        ("/v1/completions", {"prompt": "\ud83d"}, "prompt: "),
+        ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt: "),
+        ("/v1/completions", {"suffix": "\ud83d"}, "suffix: "),
+        ("/v1/completions", {"stop": ["\ud83d"]}, "stop: "),
+        ("/v1/completions", {"logit_bias": {"\ud83d": 1}}, ""),
+        ("/v1/completions", {"\ud83d": 1}, ""),
+    ],
+    ids=lambda v: ascii(v)[:40],
+)
+def test_half_a_character_is_refused(http, path, body, says):
+    """A client that cuts its text between the two halves of an emoji sends such bodies."""
+    response = http.post(path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    assert response.status_code == 422, response.text
+    assert response.json()["error"]["message"].startswith(says)
+    whole = json.dumps({"text": "a\U0001f642"}).encode()
+    assert http.post("/v1/tokenize", content=whole, headers={"Content-Type": "application/json"}).status_code == 200
+
+
+@pytest.mark.parametrize(
     "path",
     ["/static/../app.py", "/static/..%2fapp.py", "/static/%2e%2e/app.py", "/static/....//app.py", "/static//etc/passwd",
      "/static/..%5capp.py", "/static/%00", "/static/", "/static/..", "/app.py", "//etc/passwd"],
@@ -225,6 +255,18 @@ def test_frames_for_a_reader_that_does_not_read_are_left_out_and_nothing_is_lost
     assert canvas == blocks[-1]["tokens"] == updates[-1].tokens
 
 
+@pytest.mark.parametrize("steps", [31, 32, 33, 63, 64, 65, 200])
+def test_only_so_many_frames_cost_a_pass_of_their_own(server, lm, steps):
+    from adlm.engine import Frame
+    from adlm.serving.worker import GUESSED_FRAMES, Worker
+
+    mine = Worker("tiny", lm, 1, 1, server.service.metrics)
+    request = lm.request(length=8, sampler="remdm-cap", steps=steps)
+    mine.jobs[0] = (SimpleNamespace(guesses=True, requests=[request]), 0)  # type: ignore[assignment]
+    guessed = sum(bool(mine.guesses_of([Frame(0, request.tokens, n, n, [])])) for n in range(steps))
+    assert GUESSED_FRAMES / 2 <= guessed + 1 <= GUESSED_FRAMES + 1
+
+
 # ---- Time, keys, origins
 
 
@@ -234,6 +276,33 @@ def test_a_request_out_of_time_is_told_and_leaves(lm):
         assert late.status_code == 504 and "serve.timeout" in late.json()["error"]["message"]
         stream = httpx.post(running.url + "/v1/frames", json={**LONG, "length": 32}, timeout=30)
         assert stream.status_code == 200 and "event: error" in stream.text and "serve.timeout" in stream.text
+        wait_until(idle(running), 10)
+
+
+def test_logprobs_have_the_time_of_their_request(lm, monkeypatch):
+    with serving({"tiny": LanguageModel(lm.loaded)}, timeout=1.0) as running:
+        served = running.service.models["tiny"]
+        monkeypatch.setattr(served.lm, "score", lambda *args, **more: time.sleep(3))
+        began = time.monotonic()
+        late = httpx.post(running.url + "/v1/completions", json={"prompt": "a", "logprobs": 1, "n": 4}, timeout=30)
+        assert late.status_code == 504 and time.monotonic() - began < 2.5
+        wait_until(idle(running), 10)
+
+
+def test_a_queue_that_is_full_meanwhile_does_not_refuse_the_logprobs_of_a_finished_text(lm, monkeypatch):
+    with serving({"tiny": LanguageModel(lm.loaded)}) as running:
+        mine, reserve, asked = worker(running), worker(running).reserve, []
+
+        def full_after_the_first(*request):
+            asked.append(request)
+            if len(asked) > 1:
+                mine.waiting = -mine.slots
+            reserve(*request)
+
+        monkeypatch.setattr(mine, "reserve", full_after_the_first)
+        body = {"prompt": "a", "max_tokens": 4, "logprobs": 1, "stop": False}
+        assert httpx.post(running.url + "/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(running.url + "/v1/completions", json=body, timeout=30).status_code == 429
         wait_until(idle(running), 10)
 
 
@@ -278,6 +347,40 @@ def test_an_engine_that_fails_answers_500_and_goes_on(lm, monkeypatch, caplog):
         again = httpx.post(running.url + "/v1/infill", json={"length": 8, "seed": 1}, timeout=30)
         assert again.json()["choices"][0]["tokens"] == lm.generate(length=8, seed=1, steps=8)[0].tokens
         wait_until(idle(running), 10)
+
+
+def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch):
+    """Right after an out-of-memory there is no room for two."""
+    import adlm.api.language_model as module
+
+    monkeypatch.setattr("adlm.serving.worker.log.exception", lambda *args: None)  # pytest keeps tracebacks
+    with serving({"tiny": LanguageModel(lm.loaded)}) as running:
+        engine, before, build = worker(running).engine, [], module.make_engine
+        old = weakref.ref(engine)
+
+        def fail():
+            raise RuntimeError("out of memory")
+
+        engine.evaluate = fail
+        del engine
+        monkeypatch.setattr(module, "make_engine", lambda *args: before.append(old()) or build(*args))
+        assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 500
+        assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 200
+    assert before == [None]
+
+
+def test_guesses_that_fail_leave_frames_without_them(lm, monkeypatch, caplog):
+    with serving({"tiny": LanguageModel(lm.loaded)}) as running:
+
+        def fail(*args):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr("adlm.serving.worker.best_guesses", fail)
+        for _ in range(2):
+            film = httpx.post(running.url + "/v1/frames", json={"length": 8, "seed": 1}, timeout=30).text
+            end = json.loads(film.split("event: end\ndata: ")[1])
+            assert end["tokens"] == lm.generate(length=8, seed=1, steps=8)[0].tokens
+        assert "guesses failed" in caplog.text
 
 
 def test_before_the_engine_is_ready_the_server_says_so(lm, monkeypatch):

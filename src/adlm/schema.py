@@ -513,6 +513,13 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
 
 
+def quoted(value: Any) -> str:
+    """A value as YAML: JSON but for its escapes, since JSON's two for a character beyond U+FFFF are two characters in
+    YAML. ASCII, so that no encoding matters."""
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\x7f")
+    return text.encode("ascii", "backslashreplace").decode()
+
+
 def as_yaml(cfg: Config) -> str:
     """The whole tree as YAML text; `config.from_yaml` reads it back."""
 
@@ -522,7 +529,7 @@ def as_yaml(cfg: Config) -> str:
             if isinstance(value, dict):
                 out += [f"{indent}{name}:", *lines(value, indent + "  ")]
             else:
-                out.append(f"{indent}{name}: {json.dumps(value)}")
+                out.append(f"{indent}{name}: {quoted(value)}")
         return out
 
     return "\n".join(lines(asdict(cfg), "")) + "\n"

@@ -6,6 +6,7 @@ crash cut short, and draws only what is missing.
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -18,10 +19,13 @@ from adlm.api.watch import watch_text
 from adlm.checkpoints import default_checkpoint
 from adlm.engine import Request
 from adlm.errors import require
+from adlm.samplers import profile_of
 from adlm.schema import Config, SamplingConfig
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "out", "seed")
+# How every line of `record` begins
+BEGINNING = b'{"text": "'
 
 
 def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
@@ -64,8 +68,7 @@ def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     settings = asdict(c)
     own = {name: settings.pop(name) for name in ("template", "prompt", "length", "seed", "stop")}
     words = {name: [w.strip() for w in settings.pop(name).split(",") if w.strip()] for name in ("banned", "required")}
-    if lm.model.config.causal and settings["sampler"] == SamplingConfig().sampler:
-        settings["sampler"] = "autoregressive"
+    settings["sampler"] = lm.sampler_of(c.sampler)
     return lm.request(**own, **words, **settings)
 
 
@@ -78,6 +81,8 @@ def draw(lm: LanguageModel, request: Request, seeds: list[int], batch_size: int)
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """What must agree for two samples of one seed to be the same text."""
     settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
+    if c.grid:  # what it says, not where it lies
+        settings["grid"] = [column.tolist() for column in profile_of(c.grid)]
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -93,15 +98,15 @@ def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> 
 
 
 def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
-    """Samples by seed; a last line without an end is removed, samples of other settings are refused."""
+    """Samples by seed; a last line that a crash cut short is removed. Samples of other settings are refused, and files
+    of anything else, which stay as they are."""
     if not path.exists():
         return {}
     whole = path.read_bytes()
-    sound = whole[: whole.rfind(b"\n") + 1]
-    if sound != whole:
-        path.write_bytes(sound)
+    # Not str.splitlines: it also breaks at characters that may stand inside a text (U+2028, U+0085).
+    *lines, rest = whole.split(b"\n")
     have = {}
-    for number, line in enumerate(sound.decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             sample = json.loads(line)
             seed, run = sample["seed"], sample["run"]
@@ -114,4 +119,8 @@ def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
             f"sampling.out={str(path)!r} holds samples of another model or other settings; choose another file",
         )
         have[seed] = sample
+    if rest:
+        ours = bool(have) or rest.startswith(BEGINNING) or BEGINNING.startswith(rest)
+        require(ours, f"sampling.out={str(path)!r}: line 1 is not a sample; choose another file")
+        os.truncate(path, len(whole) - len(rest))
     return have

@@ -9,6 +9,7 @@ Everything random follows from `seed`: sample i uses seed + i, whatever the batc
 """
 
 import functools
+import gc
 import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from adlm.api.results import Generation, Partial, Score
 from adlm.api.scoring import score_tokens
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.schedules import make_schedule
+from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
 from adlm.engine.template import parse_template
 from adlm.errors import choose, require
@@ -52,7 +53,7 @@ class LanguageModel:
         self.loaded = loaded
         self.model, self.info = loaded.model, loaded.info
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.engines: dict[int, Engine | CausalEngine] = {}
+        self.kept_engine: Engine | CausalEngine | None = None
 
     @property
     def length(self) -> int:
@@ -132,14 +133,13 @@ class LanguageModel:
         for name in settings:
             choose("setting", name, [f.name for f in fields(SamplingConfig)])
         require(not (template and prompt), "give a template or a prompt, not both")
-        if causal:
-            settings.setdefault("sampler", "autoregressive")
-            require(
-                settings["sampler"] == "autoregressive",
-                f"sampling.sampler={settings['sampler']!r} needs a diffusion model; a causal one has 'autoregressive'",
-            )
+        sampler = settings.setdefault("sampler", self.sampler_of(SamplingConfig.sampler))
         require(
-            settings.get("sampler") != "score" or self.loaded.objective.name == "score-entropy",
+            not causal or sampler == "autoregressive",
+            f"sampling.sampler={sampler!r} needs a diffusion model; a causal one has 'autoregressive'",
+        )
+        require(
+            sampler != "score" or self.loaded.objective.name == "score-entropy",
             "sampling.sampler='score' needs a model that learned a score (algo=sedd); others have 'analytic'",
         )
         config = SamplingConfig(**settings)
@@ -168,6 +168,11 @@ class LanguageModel:
             stop_id=tok.eos_id if stop else None,
         )
 
+    def sampler_of(self, configured: str) -> str:
+        """sampling.sampler for this model: its default is for diffusion models, and a causal one has a single other."""
+        default = configured == SamplingConfig.sampler
+        return "autoregressive" if default and self.model.config.causal else configured
+
     def variants(self, word: str) -> list[list[int]]:
         """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""
         require(bool(word.strip()), "a banned or required word is empty")
@@ -185,11 +190,18 @@ class LanguageModel:
         return found
 
     def engine(self, slots: int) -> Engine | CausalEngine:
-        """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping."""
-        if slots not in self.engines:
-            schedule = make_schedule(self.loaded.noise)
-            self.engines[slots] = make_engine(self.model, schedule, slots, self.device, tau=self.loaded.objective.tau)
-        return self.engines[slots]
+        """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
+        number is asked for: each engine has its own copy of the blocks."""
+        if self.kept_engine is None or len(self.kept_engine.slots) != slots:
+            self.drop_engine()
+            schedule, tau = make_schedule(self.loaded.noise), self.loaded.objective.tau
+            self.kept_engine = make_engine(self.model, schedule, slots, self.device, tau=tau)
+        return self.kept_engine
+
+    def drop_engine(self) -> None:
+        """Free the memory of the kept engine. It refers to itself: only the collector finds it."""
+        self.kept_engine = None
+        gc.collect()
 
     def finish(self, result: Result) -> Generation:
         if result.problem:
@@ -214,12 +226,17 @@ class LanguageModel:
     @torch.no_grad()
     def log_probs(self, tokens_BL: Tensor) -> Tensor:
         """log p(x0 | canvas) at every position after SUBS, or of the next token if causal: float32 [B, L, V]."""
-        return self.model.log_probs(tokens_BL.to(self.device))
+        return self.model.log_probs(tokens_BL.to(self.device), self.noise_level(tokens_BL))
 
     @torch.no_grad()
     def anchor_logits(self, tokens_BL: Tensor) -> Tensor:
         """Raw logits of the anchor network at every position: float32 [B, L, V]."""
-        return self.model.anchor_logits(tokens_BL.to(self.device))
+        return self.model.anchor_logits(tokens_BL.to(self.device), self.noise_level(tokens_BL))
+
+    def noise_level(self, tokens_BL: Tensor) -> Tensor:
+        """sigma_B at which as many masks are expected as each row has; time-conditioned models want to know it."""
+        share_B = (tokens_BL == self.model.mask_id).float().mean(-1).to(self.device)
+        return noise_level(share_B, make_schedule(self.loaded.noise))
 
     # Keeping
 

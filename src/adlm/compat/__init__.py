@@ -1,4 +1,4 @@
-"""The release's world: its override names (`overrides.py`) and its checkpoints (`checkpoints.py`)."""
+"""The release's world: its override names (`overrides.py`) and its checkpoints (`release.py`)."""
 
 from adlm.compat.overrides import RELEASE_KEYS, release_argv, rewrite
 

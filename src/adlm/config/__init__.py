@@ -21,7 +21,7 @@ from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
 from adlm.errors import choose, require
 from adlm.schema import Config, as_yaml
 
-__all__ = ["check", "choices", "diff", "flatten", "from_yaml", "load", "save"]
+__all__ = ["check", "choices", "flatten", "from_yaml", "load", "save"]
 
 # These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
@@ -184,9 +184,3 @@ def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
 def flatten(cfg: Config) -> dict[str, Any]:
     """{'model.n_heads': 12, ...}, in the schema's order."""
     return _flatten(dataclasses.asdict(cfg))
-
-
-def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """key -> (old value, new value) for every setting that differs: what a resumed run would change."""
-    before, after = flatten(old), flatten(new)
-    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}

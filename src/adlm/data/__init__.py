@@ -10,7 +10,7 @@ Adding a corpus = one line in CORPORA (corpora.py), and a reader in FORMATS (for
 
 from adlm.data.blocks import Blocks
 from adlm.data.corpora import CORPORA, defaults, find_local
-from adlm.data.loader import Batch, Batches, RowOrder, evaluation_batches
+from adlm.data.loader import Batch, Batches, RowOrder
 from adlm.data.preparation import prepare, tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -22,7 +22,6 @@ __all__ = [
     "RowOrder",
     "Tokenizer",
     "defaults",
-    "evaluation_batches",
     "find_local",
     "load_tokenizer",
     "prepare",

@@ -75,11 +75,6 @@ class Blocks:
             raise IndexError(f"row {index} of {len(self)}")
         return self.tokens[index]
 
-    def attention_mask(self, index: int) -> np.ndarray | None:
-        """True at the real tokens of row `index`; None when no row is padded."""
-        masks = self.attention_masks(np.array([index]))
-        return None if masks is None else masks[0]
-
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Rows [n, length] as int64, ready to become a tensor."""
         return np.asarray(self.tokens[indices], dtype=np.int64)

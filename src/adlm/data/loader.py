@@ -175,17 +175,3 @@ def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
             yield item  # type: ignore[misc]
     finally:
         stopped.set()
-
-
-def evaluation_batches(
-    blocks: Blocks, batch_size: int, rows: int = 0, rank: int = 0, world: int = 1
-) -> Iterator[Batch]:
-    """The first `rows` rows (0: all) once, in order, dealt to ranks in turn; the last batch may be smaller.
-
-    A row's example number is its row number, so its noise does not depend on batch size or ranks.
-    """
-    require(batch_size > 0, f"batch size {batch_size} must be positive")
-    mine = np.arange(rank, min(rows or len(blocks), len(blocks)), world, dtype=np.int64)
-    for at in range(0, len(mine), batch_size):
-        indices = mine[at : at + batch_size]
-        yield Batch(blocks.rows(indices), blocks.attention_masks(indices), indices)

@@ -241,8 +241,8 @@ def byte_level_bpe(vocab_file: Path, merges_file: Path, name: str = "gpt2") -> T
 
 def word_piece(vocab_file: Path, name: str = "bert-base-uncased") -> Tokenizer:
     """bert-base-uncased from its vocab.txt: lower-cased, accents stripped, [CLS] text [SEP]; mask 103, V = 30522."""
-    tokens = vocab_file.read_text(encoding="utf-8").splitlines()
-    vocab = {token.rstrip("\n"): i for i, token in enumerate(tokens)}
+    with vocab_file.open(encoding="utf-8") as file:
+        vocab = {line.rstrip("\n"): i for i, line in enumerate(file)}
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", MASK]
     missing = [token for token in special if token not in vocab]
     require(not missing, f"data.tokenizer: {vocab_file} is not a BERT vocabulary (no {', '.join(missing)})")

@@ -190,6 +190,7 @@ def make_schedule(cfg: NoiseConfig) -> Schedule:
 
 LEAST_VISIBLE = 1e-9
 """alpha below which noise levels no longer grow: a schedule may end at 0, whose level is infinite."""
+MOST_NOISE = -math.log(LEAST_VISIBLE)
 
 
 @functools.cache

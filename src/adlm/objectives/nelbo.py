@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.absorbing import mask_tokens
-from adlm.diffusion.schedules import Schedule
+from adlm.diffusion.schedules import MOST_NOISE, Schedule
 from adlm.diffusion.uniforms import Stream, uniforms32
 from adlm.errors import require
 from adlm.objectives.base import Rows, Task, Term, count_tokens, select
@@ -33,7 +33,7 @@ class Noised:
         self.z_BL = mask_tokens(rows.tokens_BL, u_BL, alpha_t_B, mask_id)
         # not z == mask: a clean row may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
-        self.sigma_B = schedule.sigma(t_B).float()
+        self.sigma_B = schedule.sigma(t_B).clamp(max=MOST_NOISE).float()  # what the network is told: finite
         if T > 0:
             alpha_s_B = self.alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
             weight_B = T * (alpha_s_B - alpha_t_B) / (1 - alpha_t_B)

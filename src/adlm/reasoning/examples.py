@@ -67,7 +67,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     text = open_text(path)
     try:
         if ".jsonl" in path.suffixes:
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             records = json.loads(text)
     except ValueError as error:

@@ -42,7 +42,7 @@ def from_record(record: dict[str, Any]) -> Example:
 
 def read(path: Path) -> list[Example]:
     if ".txt" in path.suffixes:
-        return [from_icot_line(line) for line in open_text(path).splitlines() if line.strip()]
+        return [from_icot_line(line) for line in open_text(path).split("\n") if line.strip()]
     return [from_record(record) for record in read_records(path)]
 
 

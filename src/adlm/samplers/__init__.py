@@ -44,6 +44,9 @@ __all__ = [
     "Trajectory",
     "check_sampling",
     "make_plan",
+    "profile_of",
+    "takes_grid",
+    "times",
 ]
 
 Maker = Callable[[SamplingConfig, Schedule], Plan]
@@ -69,11 +72,14 @@ def _scheduled(
 
 def times(c: SamplingConfig) -> Tensor:
     """The T+1 times of a sampler's steps."""
-    if not c.grid:
-        return uniform_grid(c.steps)
-    path = Path(c.grid).expanduser()
-    require(path.is_file(), f"sampling.grid={c.grid!r} does not exist; `adlm profile CHECKPOINT` writes such a file")
-    return profile_grid(c.steps, *read_profile(path, path.stat().st_mtime_ns))
+    return profile_grid(c.steps, *profile_of(c.grid)) if c.grid else uniform_grid(c.steps)
+
+
+def profile_of(grid: str) -> tuple[Tensor, Tensor]:
+    """Mask shares and nats of the file sampling.grid."""
+    path = Path(grid).expanduser()
+    require(path.is_file(), f"sampling.grid={grid!r} does not exist; `adlm profile CHECKPOINT` writes such a file")
+    return read_profile(path, path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=16)
@@ -126,6 +132,10 @@ NOT_IN_THE_RELEASE = {"first-hitting", "confidence", "entropy", "anchor-first"}
 RELEASE_WITHOUT_CUT = {"ddpm", "analytic", "score"}
 
 
+def takes_grid(sampler: str, parity: str) -> bool:
+    return sampler in ANY_GRID and not parity
+
+
 def check_sampling(c: SamplingConfig) -> None:
     """What can be said about the settings without a model; messages name the configuration keys."""
     choose("sampling.sampler", c.sampler, SAMPLERS)
@@ -133,7 +143,7 @@ def check_sampling(c: SamplingConfig) -> None:
     require(c.steps >= 1, f"sampling.steps must be at least 1, got {c.steps}")
     require(0 <= c.eta <= 1, f"sampling.eta must lie in [0, 1], got {c.eta}")
     require(
-        not c.grid or (c.sampler in ANY_GRID and not c.parity),
+        not c.grid or takes_grid(c.sampler, c.parity),
         f"sampling.grid is for {', '.join(ANY_GRID)} without parity; got {c.sampler}"
         + (f", sampling.parity={c.parity}" if c.parity else ""),
     )

@@ -14,7 +14,7 @@ from adlm.errors import require
 from adlm.schema import Config
 from adlm.serving.app import make_app
 from adlm.serving.metrics import server_metrics
-from adlm.serving.models import Service
+from adlm.serving.models import Service, check_defaults
 from adlm.serving.server import make_server
 
 
@@ -26,6 +26,7 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         f"serve.max_n={cfg.serve.max_n} rows could never be accepted: serve.slots + serve.queue is"
         f" {cfg.serve.slots + cfg.serve.queue}",
     )
+    check_defaults(cfg.sampling)
     if cfg.train.num_threads:
         torch.set_num_threads(cfg.train.num_threads)
     paths = list(args or ()) or [cfg.eval.checkpoint or str(default_checkpoint())]

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 
 from adlm.api import LanguageModel
-from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine.drawing import LOGITS_AT_ONCE
 
 
@@ -32,9 +31,7 @@ def best_guesses(lm: LanguageModel, rows: list[list[int]], top: int = 1) -> list
         at = (tokens_BL == model.mask_id).nonzero()
         if not len(at):
             continue
-        share_B = (tokens_BL == model.mask_id).float().mean(-1)
-        sigma_B = noise_level(share_B, make_schedule(lm.loaded.noise))
-        anchor_BLD = model(tokens_BL, sigma_B if model.config.time_conditioning else None).anchor_BLD
+        anchor_BLD = model(tokens_BL, lm.noise_level(tokens_BL)).anchor_BLD
         assert anchor_BLD is not None
         for piece in at.split(max(1, LOGITS_AT_ONCE // model.vocab_size)):
             logits_NV = model.anchor_head(anchor_BLD[piece[:, 0], piece[:, 1]]).float()

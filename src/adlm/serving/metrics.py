@@ -73,7 +73,11 @@ def server_metrics() -> Metrics:
     """What the server counts; gauges are added by the models."""
     m = Metrics()
     m.counter("adlm_requests_total", "HTTP requests by route and status (499: the client left).", ("path", "status"))
-    m.histogram("adlm_request_seconds", "Time from a request's last byte to the end of its answer.", ("path",))
+    m.histogram(
+        "adlm_request_seconds",
+        "Time from the end of a request's head, before its body, to the end of its answer.",
+        ("path",),
+    )
     m.counter("adlm_rows_total", "Rows by how they ended: finished, cancelled or failed.", ("model", "outcome"))
     m.counter("adlm_tokens_total", "Tokens drawn.", ("model",))
     m.counter("adlm_evaluations_total", "Network evaluations of single rows.", ("model",))

@@ -17,17 +17,17 @@ from adlm.api import LanguageModel
 from adlm.engine import Request
 from adlm.engine.template import HOLE, parse_template
 from adlm.errors import require
-from adlm.samplers import SAMPLERS
+from adlm.samplers import SAMPLERS, takes_grid, times
 from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.metrics import Metrics
 from adlm.serving.problems import Problem
 from adlm.serving.schemas import AnchorsBody, Canvas, CompletionBody, Defaults, ModelCard, without_none
-from adlm.serving.worker import Job, Worker, out_of_time
+from adlm.serving.worker import Job, Worker, within
 
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
-# Fields of SamplingConfig that are not about how a row is drawn
-NOT_SETTINGS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "stop", "banned", "required", "grid")
+# Fields of SamplingConfig that say what is drawn, and where it goes: for `adlm sample`, not for a server
+NOT_FOR_SERVERS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "banned", "required")
 
 
 class Served:
@@ -37,10 +37,9 @@ class Served:
         self.id, self.lm, self.cfg = id, lm, cfg
         self.created = int(time.time())
         self.worker = Worker(id, lm, cfg.slots, cfg.queue, metrics)
-        self.stop = sampling.stop
-        self.settings = {k: v for k, v in asdict(sampling).items() if k not in NOT_SETTINGS}
-        if lm.model.config.causal and self.settings["sampler"] == SamplingConfig().sampler:
-            self.settings["sampler"] = "autoregressive"
+        self.settings = {k: v for k, v in asdict(sampling).items() if k not in NOT_FOR_SERVERS}
+        self.settings["sampler"] = lm.sampler_of(sampling.sampler)
+        self.stop = self.settings.pop("stop")
         self.longest = cfg.max_length or lm.length
         self.known_pieces: dict[int, str] = {}
 
@@ -54,12 +53,17 @@ class Served:
         }
         return [s for s in sorted(SAMPLERS) if able.get(s, True)]
 
+    @property
+    def length(self) -> int:
+        """Tokens of a row for which no number is given: the model's, or as many as are allowed."""
+        return min(self.longest, self.lm.length)
+
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings
         return ModelCard(
             id=self.id,
             created=self.created,
-            length=min(self.longest, self.lm.length),
+            length=self.length,
             vocab_size=model.vocab_size,
             mask=model.mask_id,
             anchored=model.anchor_head is not None,
@@ -105,6 +109,8 @@ class Served:
         settings = {**self.settings, **without_none(body)}
         steps = settings["steps"]
         require(steps <= self.cfg.max_steps, f"steps={steps}, allowed are {self.cfg.max_steps} (serve.max_steps)")
+        if not takes_grid(settings["sampler"], settings["parity"]):
+            settings["grid"] = ""
         return settings
 
     def row_of(self, text: str | None, tokens: Sequence[int | None] | None) -> list[int] | None:
@@ -135,7 +141,7 @@ class Served:
         stop = self.stop if body.stop is None else body.stop
         request = self.lm.request(
             prompt=body.prompt or "",
-            length=body.length or 0,
+            length=body.length or self.length,
             seed=seed_of(body.seed),
             banned=body.banned,
             required=body.required,
@@ -153,13 +159,13 @@ class Served:
         tok, seed, settings = self.lm.tokenizer, seed_of(body.seed), self.settings_of(body)
         after = tok.encode(body.suffix) if body.suffix else []
         stop = body.stop is not False and not after
-        rows = []
+        rows, room = [], self.longest if settings["stride"] else self.length
         for prompt in prompts:
             before = [tok.bos_id, *tok.encode(prompt)]
             self.check_length(len(before), "the prompt")
-            holes = body.max_tokens or (SUFFIX_TOKENS if after else self.longest - len(before))
+            holes = body.max_tokens or (SUFFIX_TOKENS if after else room - len(before))
             self.check_length(len(before) + holes + len(after), "prompt, max_tokens and suffix together")
-            require(holes >= 1, f"the prompt leaves nothing to draw in {self.longest} tokens")
+            require(holes >= 1, f"the prompt leaves nothing to draw in {room} tokens")
             request = self.lm.request(seed=seed, banned=body.banned, required=body.required, stop=stop, **settings)
             rows += self.seeds(replace(request, tokens=[*before, *[tok.mask_id] * holes, *after]), body.n)
         return rows
@@ -185,6 +191,14 @@ class Served:
     def seeds(self, request: Request, n: int) -> list[Request]:
         self.worker.check([request])
         return [replace(request, seed=request.seed + i) for i in range(n)]
+
+
+def check_defaults(c: SamplingConfig) -> None:
+    """What `adlm serve` cannot take as a default of requests is refused, not ignored."""
+    given = [f"sampling.{name}" for name in NOT_FOR_SERVERS if getattr(c, name) != getattr(SamplingConfig, name)]
+    names = " and ".join(given)
+    require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many rows at once")
+    times(c)  # a sampling.grid that cannot be read is told now, not to every request
 
 
 def seed_of(given: int | None) -> int:
@@ -235,11 +249,9 @@ class Service:
 
     async def look(self, served: Served, use: Callable[[], T]) -> T:
         """Another use of a model's network, within the time of a request."""
+        end = asyncio.get_running_loop().time() + self.cfg.timeout
         try:
-            async with asyncio.timeout(self.cfg.timeout):
-                return await served.worker.call(use)
-        except TimeoutError:
-            raise out_of_time(self.cfg.timeout) from None
+            return await within(self.cfg.timeout, end, served.worker.call(use))
         except ValueError as problem:
             raise Problem(400, str(problem)) from None
 

@@ -5,6 +5,7 @@ With a sampler that masks again nothing is settled before the end, and the text 
 is the same.
 """
 
+import asyncio
 import json
 import secrets
 import time
@@ -21,7 +22,7 @@ from adlm.samplers import make_plan
 from adlm.serving.models import Served
 from adlm.serving.problems import Problem
 from adlm.serving.schemas import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Usage
-from adlm.serving.worker import Job, Update, sound
+from adlm.serving.worker import Job, Update, sound, within
 
 # Draws of noise behind a completion's logprobs
 LOGPROB_DRAWS = 16
@@ -70,6 +71,19 @@ class Text:
         """Characters at the end that may be the beginning of a stop."""
         sizes = range(max((len(s) for s in self.stops), default=1) - 1, 0, -1)
         return next((k for k in sizes if any(len(s) > k and text.endswith(s[:k]) for s in self.stops)), 0)
+
+    def offsets(self, tokens: list[int], text: str) -> list[int]:
+        """Where in the completion each of its tokens begins, which is where the text before it ends: tokens may be
+        parts of one character, and no part has a text of its own."""
+        found = []
+        for at in range(self.first, min(len(tokens), self.after)):
+            before = self.lm.text(tokens[:at])[len(self.prompt) :]
+            # half a character at its end shows as another one
+            begins = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
+            if begins >= len(text) or tokens[at] == self.lm.model.mask_id:
+                break
+            found.append(begins)
+        return found
 
     def grow(self, tokens: list[int], final: bool) -> Ended:
         """What `read` adds to what was sent."""
@@ -157,27 +171,23 @@ class Completion:
                 continue
             got = update.result or update.frame
             assert got is not None
-            logprobs = await self.logprobs(row, told[row], got.tokens) if self.wants_logprobs else None
+            logprobs = await self.logprobs(job, row, told[row], got.tokens) if self.wants_logprobs else None
             last = Ended(told[row], ended.reason)
             choices[row] = self.choice(row, last, got.nfe, logprobs=logprobs, echo=self.body.echo)
         return self.answer([choices[row] for row in sorted(choices)], self.usage())
 
-    async def logprobs(self, row: int, text: str, tokens: list[int]) -> Logprobs:
+    async def logprobs(self, job: Job, row: int, text: str, tokens: list[int]) -> Logprobs:
         """Minus each token's share of the bound on -log p(completion | prompt); exact for causal models."""
         completion, served = self.texts[row], self.served
-        given, drawn = tokens[1 : completion.first], []
-        offsets, at = [], len(completion.prompt) if self.body.echo else 0
-        until = at + len(text)
-        for token in tokens[completion.first : completion.after]:
-            if at >= until or token == served.lm.model.mask_id:
-                break
-            drawn.append(token)
-            offsets.append(at)
-            at += len(served.piece(token))
+        given = tokens[1 : completion.first]
+        offsets = await asyncio.to_thread(completion.offsets, tokens, text)
+        drawn = tokens[completion.first : completion.first + len(offsets)]
         if not drawn:
             return Logprobs(tokens=[], token_logprobs=[], text_offset=[])
-        score = await served.worker.call(lambda: served.lm.score(drawn, LOGPROB_DRAWS, context=given))
-        shares = [-x for x in score.per_token]
+        score = served.worker.call(lambda: served.lm.score(drawn, LOGPROB_DRAWS, context=given), admitted=True)
+        shares = [-x for x in (await within(job.seconds, job.end, score)).per_token]
+        echoed = len(completion.prompt) if self.body.echo else 0
+        offsets = [echoed + at for at in offsets]
         return Logprobs(tokens=served.pieces(drawn), token_logprobs=shares, text_offset=offsets)
 
     async def stream(self, job: Job) -> AsyncIterator[str]:

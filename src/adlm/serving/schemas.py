@@ -5,10 +5,25 @@ Limits that depend on the server's settings or on the model are checked in model
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from adlm.samplers import SAMPLERS
 
+
+def encodable(text: Any) -> Any:
+    """JSON can name half of a character (a client that cut an emoji in two); no tokenizer can read it."""
+    try:
+        for part in text if isinstance(text, list) else [text]:
+            str(part).encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("lone_surrogate", "Text holds half of a character (a lone surrogate)") from None
+    return text
+
+
+# Also around unions of texts: inside, the message would name the branch.
+ENCODABLE = AfterValidator(encodable)
+Text = Annotated[str, ENCODABLE]
 # A misspelt name is answered with the nearest one, so it is checked by the package and only documented here.
 Sampler = Annotated[str, WithJsonSchema({"type": "string", "enum": sorted(SAMPLERS)})]
 # JSON has one kind of number: 7.0 is as whole as 7. (Last of the annotations, or limits are missing in the document.)
@@ -20,7 +35,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63 - 2**20), WHOLE]
 Draws = Annotated[int, Field(ge=1, le=256), WHOLE]
 Few = Annotated[int, Field(ge=1, le=20), WHOLE]
 Logprob = Annotated[int, Field(ge=0, le=5), WHOLE]
-Word = Annotated[str, Field(min_length=1, max_length=200)]
+Word = Annotated[Text, Field(min_length=1, max_length=200)]
 Words = Annotated[list[Word], Field(max_length=64)]
 Ids = list[int]
 
@@ -52,10 +67,12 @@ class Canvas(Settings):
     """What is to be filled: free text, after a prompt, into a template, or holes (null) between tokens."""
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
-    prompt: str | None = Field(None, description="Text to continue.")
-    template: str | None = Field(None, description="Text with holes: [MASK] is one token, [MASK:3] are three.")
+    prompt: Text | None = Field(None, description="Text to continue.")
+    template: Text | None = Field(None, description="Text with holes: [MASK] is one token, [MASK:3] are three.")
     tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
-    length: Count | None = Field(None, description="Tokens in all, prompt included; the model's if left out.")
+    length: Count | None = Field(
+        None, description="Tokens in all, prompt included; if left out, as many as the model has and the server allows."
+    )
     seed: Seed | None = Field(None, description="Decides every random choice; drawn if left out, and returned.")
     required: Words = Field(default_factory=list, description="Words that must appear.")
     banned: Words = Field(default_factory=list, description="Words that must not appear.")
@@ -72,17 +89,17 @@ class InfillBody(Canvas):
 
 class TextBody(Body):
     model: str | None = None
-    text: str
+    text: Text
 
 
 class ScoreBody(TextBody):
-    text: str = Field(min_length=1)
+    text: Text = Field(min_length=1)
     draws: Draws = Field(64, description="Draws of noise (diffusion models).")
 
 
 class AnchorsBody(Body):
     model: str | None = None
-    text: str | None = Field(None, description="Text, or a template with [MASK] holes.")
+    text: Text | None = Field(None, description="Text, or a template with [MASK] holes.")
     tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
     top: Few = Field(5, description="Candidates for each hole.")
 
@@ -95,12 +112,12 @@ class CompletionBody(Settings):
     """OpenAI's completions, and every setting of ours."""
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=256)] = ""
-    suffix: str | None = Field(None, description="Text after the completion: the middle is filled in.")
+    prompt: Annotated[str | Annotated[list[str], Field(min_length=1, max_length=256)], ENCODABLE] = ""
+    suffix: Text | None = Field(None, description="Text after the completion: the middle is filled in.")
     max_tokens: Count | None = Field(None, description="Tokens to draw; the rest of the row (16 with a suffix).")
     n: Count = Field(1, description="Completions of each prompt; number i uses seed + i.")
     seed: Seed | None = None
-    stop: bool | str | Annotated[list[str], Field(max_length=4)] | None = Field(
+    stop: Annotated[bool | str | Annotated[list[str], Field(max_length=4)] | None, ENCODABLE] = Field(
         None, description="Texts at which a completion ends. false: not even at an end-of-text token."
     )
     stream: bool = False

@@ -9,11 +9,12 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
+from adlm.evaluation.sweep import STEPLESS
 from adlm.schema import SamplingConfig
 from adlm.serving.guesses import Guess, best_guesses
 from adlm.serving.metrics import Metrics
@@ -49,11 +50,7 @@ class Job:
 
     async def next(self) -> Update:
         """The next frame or result; raises the Problem that ended the job, or that its time is over."""
-        try:
-            async with asyncio.timeout_at(self.end):
-                update = await self.updates.get()
-        except TimeoutError:
-            raise out_of_time(self.seconds) from None
+        update = await within(self.seconds, self.end, self.updates.get())
         if isinstance(update, Problem):
             raise update
         return update
@@ -66,8 +63,13 @@ class Job:
             yield update.row, sound(update.result)
 
 
-def out_of_time(seconds: float) -> Problem:
-    return Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout")
+async def within(seconds: float, end: float, answer: Awaitable[T]) -> T:
+    """The answer, or the Problem that it did not come before `end`, `seconds` after the request."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await answer
+    except TimeoutError:
+        raise Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout") from None
 
 
 def sound(result: Result) -> Result:
@@ -121,10 +123,11 @@ class Worker:
             raise Problem(503, "the model is not ready", "not_ready", headers={"Retry-After": "5"})
         return self.engine
 
-    def reserve(self, rows: int) -> None:
-        """Take places, or refuse: what may wait is bounded."""
+    def reserve(self, rows: int, admitted: bool = False) -> None:
+        """Take places, or refuse: what may wait is bounded. What belongs to an `admitted` job is not refused: all that
+        was done for the job would be lost."""
         self.running()
-        if self.taken + rows > self.slots + self.waiting:
+        if not admitted and self.taken + rows > self.slots + self.waiting:
             message = f"the queue is full (serve.queue={self.waiting}); try again later"
             raise Problem(429, message, "queue_full", headers={"Retry-After": "1"})
         self.taken += rows
@@ -145,9 +148,9 @@ class Worker:
         if job.left:
             self.inbox.put(lambda: self.take_out(job, row))
 
-    async def call(self, use: Callable[[], T]) -> T:
+    async def call(self, use: Callable[[], T], admitted: bool = False) -> T:
         """Another use of the network (a score), between two steps: it would compete for the same cores."""
-        self.reserve(1)
+        self.reserve(1, admitted)
         assert self.loop is not None
         loop, answer = self.loop, self.loop.create_future()
 
@@ -184,11 +187,10 @@ class Worker:
 
     def run(self) -> None:
         try:
-            engine = self.warm_up()
+            self.engine = self.warm_up()
         except Exception:
             log.exception("%s: the engine could not be started", self.name)
             return
-        self.engine = engine
         while not self.stopping:
             self.read_inbox()
             if self.engine.busy and not self.stopping:
@@ -235,15 +237,21 @@ class Worker:
 
     def step(self) -> None:
         assert self.engine is not None
+        updates = None
         try:
             updates = self.engine.step()
         except Exception:
             log.exception("%s: a step failed; its rows are given up", self.name)
+        if updates is None:  # not in the handler: there the traceback keeps the old engine in memory beside the new one
             self.give_up()
             return
         self.metrics.add("adlm_steps_total", 1, (self.name,))
         sent = []
-        guesses = self.guesses_of([u for u in updates if isinstance(u, Frame)])
+        guesses: dict[int, list[Guess]] = {}
+        try:
+            guesses = self.guesses_of([u for u in updates if isinstance(u, Frame)])
+        except Exception:  # an ornament: rows go on without it
+            log.exception("%s: the anchor network's guesses failed; frames go without", self.name)
         for update in updates:
             job, row = self.jobs[update.id]
             if isinstance(update, Frame):
@@ -257,7 +265,7 @@ class Worker:
             self.post(self.loop, self.deliver, sent)
 
     def guesses_of(self, frames: list[Frame]) -> dict[int, list[Guess]]:
-        """Frames whose job wants them, at most GUESSED_FRAMES of a row, evenly over its evaluations."""
+        """Frames whose job wants them, at most GUESSED_FRAMES of a row's expected evaluations, evenly."""
         due = []
         for frame in frames:
             job, row = self.jobs[frame.id]
@@ -266,7 +274,7 @@ class Worker:
             number = self.frames[frame.id] = self.frames.get(frame.id, 0) + 1
             request = job.requests[row]
             holes = sum(t == self.lm.model.mask_id for t in request.tokens)
-            every = max(1, expected_evaluations(request.settings, holes) // GUESSED_FRAMES)
+            every = max(1, -(-expected_evaluations(request.settings, holes) // GUESSED_FRAMES))
             if number % every == 0:
                 due.append(frame)
         return dict(zip([f.id for f in due], best_guesses(self.lm, [f.tokens for f in due])))
@@ -285,9 +293,12 @@ class Worker:
         jobs = {id(job): job for job, _ in self.jobs.values()}
         self.jobs.clear()
         self.frames.clear()
-        self.post(self.loop, self.deliver, [(job, problem) for job in jobs.values()])
-        self.lm.engines.clear()
-        self.engine = self.lm.engine(self.slots)
+        self.engine = None
+        self.lm.drop_engine()
+        try:
+            self.engine = self.lm.engine(self.slots)
+        finally:  # not earlier: whoever tries again at once shall find it
+            self.post(self.loop, self.deliver, [(job, problem) for job in jobs.values()])
 
     def post(self, loop: asyncio.AbstractEventLoop | None, function: Callable[..., None], *arguments: Any) -> None:
         assert loop is not None
@@ -299,4 +310,4 @@ class Worker:
 
 def expected_evaluations(settings: SamplingConfig, holes: int) -> int:
     """About how many frames a row will have."""
-    return holes if settings.sampler in ("first-hitting", "autoregressive") else settings.steps
+    return holes if settings.sampler in STEPLESS else settings.steps
