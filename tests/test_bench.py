@@ -65,6 +65,24 @@ def test_sampling_counts_whole_rows():
         measure_sample(settings("sampling.sampler=first-hitting"), 2, "dense")
     with pytest.raises(ValueError, match=r"bench.warmup=50 leaves no evaluation"):
         measure_sample(settings("bench.warmup=50"), 2, "ours")
+    with pytest.raises(ValueError, match=r"algo=ar is causal"):
+        measure_sample(settings("algo=ar"), 2, "ours")
+
+
+def test_samplers_that_look_draw_whole_rows():
+    ours = measure_sample(settings("sampling.sampler=confidence", "bench.evaluations=0"), 2, "ours")
+    assert ours["nfe"] == 8
+    with pytest.raises(ValueError, match=r"sampler=confidence decides as it goes .* bench.evaluations=0"):
+        measure_sample(settings("sampling.sampler=confidence"), 2, "ours")
+
+
+def test_dense_twins_of_few_steps_of_time_and_of_other_losses():
+    few = settings("sampling.steps=2", "bench.dense_steps=5", "algo=adlm-time", *TINY)
+    assert measure_sample(few, 2, "dense")["ms_per_step"] > 0
+    for algo in ("d3pm", "sedd"):
+        with pytest.raises(ValueError, match=r"has no dense twin .* bench.dense=false"):
+            measure_train(settings(f"algo={algo}", *TINY), 2, "dense")
+        assert measure_train(settings(f"algo={algo}", *TINY), 2, "ours")["ms"] > 0
 
 
 def test_the_command_prints_one_line_of_json(monkeypatch, capsys, tmp_path):

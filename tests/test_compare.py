@@ -12,11 +12,12 @@ from scipy import stats
 
 from adlm import cli, compare
 from adlm.config.keys import group_choices
-from adlm.evaluation.comparison import Comparison, Entry, paired, scored_shares
+from adlm.evaluation.comparison import Comparison, Entry, paired
 from adlm.evaluation.intervals import summarise
 from adlm.evaluation.perplexity import phases
 from adlm.objectives import make_objective
 from adlm.schema import Config, NoiseConfig, ObjectiveConfig
+from adlm.training.setup import scored_shares
 
 ALGOS = ("adlm", "mdlm", "ar", "sedd", "d3pm")
 

@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.absorbing import remasking_posterior
+from adlm.errors import require
 from adlm.models import LanguageModel
+from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.models.transformer import START
 from adlm.objectives import Task
 
@@ -32,7 +34,11 @@ def dense_loss(model: LanguageModel, task: Task) -> Tensor:
     z, V = task.tokens_BL, model.vocab_size
     logits, anchor_logits = dense_logits(model, z, task.sigma_B)
     total = torch.zeros((), device=z.device)
-    for term in task.terms.values():
+    for name, term in task.terms.items():
+        require(
+            term.chunk_loss is cross_entropy_chunk,
+            f"the loss {name!r} has no dense twin to compare with; use bench.dense=false",
+        )
         values = logits if term.head == "denoiser" else anchor_logits
         assert values is not None
         values = values.float().view(-1, V)
@@ -57,10 +63,18 @@ def nucleus(p: Tensor, top_p: float) -> Tensor:
 
 
 def dense_step(
-    model: LanguageModel, z_BL: Tensor, alpha_s: float, alpha_t: float, sigma: float, top_p: float, noise: Tensor
+    model: LanguageModel,
+    z_BL: Tensor,
+    alpha_s: float,
+    alpha_t: float,
+    sigma: float,
+    top_p: float,
+    noise: Tensor,
+    sigma_B: Tensor | None = None,
 ) -> Tensor:
-    """One step of Eq. 6 as a loop takes it: distribution, cut and float64 noise at every position of every row."""
-    logits, _ = dense_logits(model, z_BL)
+    """One step of Eq. 6 as a loop takes it: distribution, cut and float64 noise at every position of every row. `sigma`
+    is Eq. 6's share that is masked again, sigma_B the noise level that a time-conditioned model is told."""
+    logits, _ = dense_logits(model, z_BL, sigma_B)
     logits = logits.float()
     logits[..., model.mask_id] = -1e6
     p = logits.softmax(-1) if top_p == 1 else nucleus(logits.softmax(-1), top_p)

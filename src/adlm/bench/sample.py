@@ -13,7 +13,7 @@ import torch
 
 from adlm.bench.dense import dense_step
 from adlm.bench.train import synchronize
-from adlm.diffusion.schedules import make_schedule
+from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Engine, Request
 from adlm.errors import require
 from adlm.models import LanguageModel, build_model
@@ -25,6 +25,7 @@ from adlm.training.parallel import pick_device
 
 def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
     """`which`: ours or dense."""
+    require(not cfg.model.causal, f"adlm bench sample times samplers of diffusion models; algo={cfg.algo} is causal")
     torch.manual_seed(cfg.seed)
     device = pick_device(cfg.train.device)
     if device.type == "cuda":
@@ -43,7 +44,11 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
 def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
     """A batch of rows to the end, or for bench.evaluations network evaluations."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
-    length = s.length or cfg.model.length
+    length, plan = s.length or cfg.model.length, make_plan(s, schedule)
+    require(
+        not plan.looks or not cfg.bench.evaluations,
+        f"sampling.sampler={s.sampler} decides as it goes how often it looks: whole rows, bench.evaluations=0",
+    )
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
     began = time.perf_counter()
@@ -62,7 +67,9 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
     synchronize(device)
     seconds = time.perf_counter() - began
     require(evaluations > 0, f"bench.warmup={cfg.bench.warmup} leaves no evaluation of {s.steps} steps to time")
-    nfe = sum(1 for _ in make_plan(s, schedule).trajectory(np.arange(length), 0))
+    nfe = cfg.bench.warmup + evaluations
+    if not plan.looks:
+        nfe = sum(1 for _ in plan.trajectory(np.arange(length), 0))
     whole = seconds / evaluations * nfe
     result = {
         "ms_per_evaluation": 1e3 * seconds / evaluations,
@@ -77,9 +84,8 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
 @torch.inference_mode()
 def dense_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
     """Steps from the middle of the process."""
-    s = cfg.sampling
-    length = s.length or cfg.model.length
-    plan = make_plan(s, make_schedule(cfg.noise))
+    s, schedule = cfg.sampling, make_schedule(cfg.noise)
+    length, plan = s.length or cfg.model.length, make_plan(s, schedule)
     require(
         isinstance(plan, Scheduled),
         f"sampling.sampler={s.sampler!r} has no dense twin to compare with; use bench.dense=false",
@@ -89,19 +95,22 @@ def dense_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.dev
     half = torch.rand(batch, length, device=device, generator=generator) < 0.5
     z = torch.randint(0, model.mask_id, (batch, length), device=device, generator=generator)
     z = torch.where(half, model.mask_id, z)
-    middle, alpha_t = len(plan.t) // 2, 0.5
+    steps, alpha_t = len(plan.rates.reveal), 0.5
+    sigma_B = noise_level(torch.full((batch,), 1 - alpha_t, device=device), schedule)
 
     def step(i: int) -> None:
-        remask, reveal = plan.rates.remask[i].item(), plan.rates.reveal[i].item()
+        at = (steps // 2 + i) % steps
+        remask, reveal = plan.rates.remask[at].item(), plan.rates.reveal[at].item()
         noise = torch.rand(batch, length, model.vocab_size, device=device, dtype=torch.float64, generator=generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            dense_step(model, z, reveal * (1 - alpha_t) + (1 - remask) * alpha_t, alpha_t, remask, s.top_p, noise)
+            alpha_s = reveal * (1 - alpha_t) + (1 - remask) * alpha_t
+            dense_step(model, z, alpha_s, alpha_t, remask, s.top_p, noise, sigma_B)
 
-    step(middle)
+    step(0)
     synchronize(device)
     began = time.perf_counter()
     for i in range(cfg.bench.dense_steps):
-        step(middle + i)
+        step(i)
     synchronize(device)
     seconds = (time.perf_counter() - began) / cfg.bench.dense_steps
     return {"ms_per_step": 1e3 * seconds, "sequences_per_s": batch / (seconds * s.steps)} | peak_gib(device)

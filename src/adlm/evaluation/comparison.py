@@ -17,20 +17,14 @@ import torch
 from rich.table import Table
 
 from adlm import checkpoints
-from adlm.data import Blocks
 from adlm.evaluation.intervals import Estimate, student, summarise
 from adlm.evaluation.perplexity import measure, phases, token_counts
-from adlm.models.flops import count_flops
-from adlm.objectives import Objective
 from adlm.schema import Config
 from adlm.training import setup
-from adlm.training.draw import rows_on
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import World
 from adlm.training.sizes import rows_before
 
-# Rows drawn once to see which share of positions goes through which head.
-SHARE_ROWS = 256
 COLUMNS = (
     "algorithm", "nats per token", "95% over rows", "perplexity", "minus {reference}, paired 95%", "parameters",
     "MFLOP per token", "tokens/s",
@@ -67,8 +61,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
     ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks, cfg.train.valid_batch_size).items()
     assert estimate.row_nats is not None
     counts_N = token_counts(data.valid, estimate.rows) - (kind == "exact")
-    scored, anchors = scored_shares(setup.objective_for(cfg, data), data.train)
-    flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors)
+    flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
     speeds = [event["tokens_per_s"] for event in read_metrics(run) if event["kind"] == "train"]
     return Entry(
         name,
@@ -77,23 +70,11 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
         estimate.row_nats.tolist(),
         counts_N.tolist(),
         setup.parameter_count(loaded.model),
-        flops.training_per_token,
+        flops,
         max(speeds, default=math.nan),
         rows_before(cfg.train, cfg.train.steps) * cfg.model.length,
         asdict(cfg),
     )
-
-
-def scored_shares(objective: Objective, blocks: Blocks) -> tuple[float, float]:
-    """Share of positions that training sends through the denoiser's and through the anchor network's head."""
-    n = min(SHARE_ROWS, len(blocks))
-    indices = np.arange(n)
-    rows = rows_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
-    task = objective.draw(rows, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
-    through = {"denoiser": 0, "anchor": 0}
-    for term in task.terms.values():
-        through[term.head] += len(term.rows_N)
-    return through["denoiser"] / task.count, through["anchor"] / task.count
 
 
 def paired(entry: Entry, reference: Entry, seed: int) -> Estimate | None:

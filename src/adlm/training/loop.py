@@ -20,7 +20,6 @@ from torch import Tensor
 from adlm.data.loader import Batches
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.uniforms import Stream, fold
-from adlm.models.flops import count_flops
 from adlm.schema import Config, as_yaml
 from adlm.training import export, setup
 from adlm.training.checkpoint import Checkpoints, changes, check_same_run, check_same_sizes, note, tensors
@@ -49,10 +48,10 @@ def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
     if dry_run:
         with world(cfg.train) as ranks:
             data = setup.prepare_data(cfg, ranks)
-            setup.objective_for(cfg, data)
+            flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
             with torch.device("meta"):
                 model = setup.build_model(cfg.model, data.tokenizer.vocab_size, data.tokenizer.mask_id)
-            facts = setup.plan(cfg, model, data, ranks)
+            facts = setup.plan(cfg, model, data, flops, ranks)
             print(setup.show(facts), file=sys.stderr)
             return facts
     return train(cfg)._asdict()
@@ -68,15 +67,15 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         data = setup.prepare_data(cfg, ranks)
         objective = setup.objective_for(cfg, data)
         model = setup.make_model(cfg, data.tokenizer).to(ranks.device)
-        facts = setup.plan(cfg, model, data, ranks)
+        flops = setup.training_flops(cfg, objective, data)
+        facts = setup.plan(cfg, model, data, flops, ranks)
         step_module = Step(model)
         wrapped = parallelise(step_module, cfg.train, ranks)
         ema = Ema(step_module, cfg.optim.ema)
         guard = Guard(cfg.train.spike_factor, ranks.device)
         update = Updater(cfg.optim, step_module, ema, guard)
 
-        flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
-        window = Window(flops.training_per_token, ranks, cfg.train.cuda_graphs)
+        window = Window(flops, ranks, cfg.train.cuda_graphs)
 
         checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
         step, best, best_step = 0, math.inf, None

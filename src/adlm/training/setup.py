@@ -18,9 +18,13 @@ from adlm.models import LanguageModel, build_model
 from adlm.models.flops import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.schema import Config, DataConfig
+from adlm.training.draw import rows_on
 from adlm.training.export import load_folder
 from adlm.training.parallel import World
 from adlm.training.sizes import rows_before
+
+# Rows drawn once to see which share of positions goes through which head.
+SHARE_ROWS = 256
 
 
 class Data(NamedTuple):
@@ -73,6 +77,24 @@ def objective_for(cfg: Config, data: Data) -> Objective:
     return objective
 
 
+def scored_shares(objective: Objective, blocks: Blocks) -> tuple[float, float]:
+    """Share of positions that training sends through the denoiser's and through the anchor network's head."""
+    n = min(SHARE_ROWS, len(blocks))
+    indices = np.arange(n)
+    rows = rows_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+    task = objective.draw(rows, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
+    through = {"denoiser": 0, "anchor": 0}
+    for term in task.terms.values():
+        through[term.head] += len(term.rows_N)
+    return through["denoiser"] / task.count, through["anchor"] / task.count
+
+
+def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
+    """Forward and backward, a token of this run."""
+    scored, anchors = scored_shares(objective, data.train)
+    return count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors).training_per_token
+
+
 def parameter_count(model: LanguageModel) -> int:
     return sum(p.numel() for p in model.parameters())
 
@@ -83,12 +105,11 @@ def micro_batches(cfg: Config, world: World) -> int:
     return rows // (cfg.train.batch_size or rows)
 
 
-def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[str, float | int | str]:
-    """What a run is going to be: printed by --dry-run and at the start."""
+def plan(cfg: Config, model: LanguageModel, data: Data, flops: float, world: World) -> dict[str, float | int | str]:
+    """What a run is going to be: printed by --dry-run and at the start. `flops`: of a token."""
     parameters = parameter_count(model)
     all_rows = rows_before(cfg.train, cfg.train.steps)
     tokens = all_rows * cfg.model.length
-    flops = count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length)
     rows = cfg.train.batch_size or cfg.train.global_batch_size // world.size
     bytes_per_value = 2 if world.precision == "bf16" else 4
     # weights, gradients, two moments, averages in float32; about 18 values per position, width and block kept for the
@@ -111,7 +132,7 @@ def plan(cfg: Config, model: LanguageModel, data: Data, world: World) -> dict[st
         "epochs": round(all_rows / len(data.train), 3),
         "processes": world.size,
         "micro_batches": micro_batches(cfg, world),
-        "training_flops": flops.training_per_token * tokens,
+        "training_flops": flops * tokens,
         "memory_gib_estimate": round((state + activations) / 2**30, 2),
         "precision": world.precision,
         "device": str(world.device),
