@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from adlm.evaluation import anchor_levels
 from adlm.evaluation.anchor_command import read_text
 from adlm.evaluation.anchor_levels import Level, read_level, windows
 from adlm.evaluation.anchors import Guess, Reading
-from adlm.objectives.anchors import ANCHOR_RULES, make_anchor_rule
+from adlm.objectives.anchors import ANCHOR_RULES, describe_rule, for_texts, make_anchor_rule
 from adlm.schema import ObjectiveConfig
 
 
@@ -90,7 +91,8 @@ def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
     (folder / "config.json").write_text(json.dumps(info))
     assert cli.main(["anchors", str(folder), "hello", f"eval.out={tmp_path / 'a.json'}"]) == 0
     result = json.loads((tmp_path / "a.json").read_text())
-    assert result["anchors"] == 3 and result["rule"] == "tokens that occur at most 1 time in their row"
+    often, anchors = ("more than", 2) if rule == "common" else ("at most", 3)
+    assert result["anchors"] == anchors and result["rule"] == f"tokens that occur {often} 1 time in their row"
 
 
 def test_text_comes_from_words_files_or_standard_input(tmp_path, monkeypatch):
@@ -113,3 +115,9 @@ def test_models_without_an_anchor_network_are_refused(tmp_path, capsys):
     causal = export(tmp_path / "a2r", causal=True, adaln=False)
     assert cli.main(["anchors", str(causal), "text"]) == 1
     assert "is causal" in capsys.readouterr().err
+
+
+def test_a_model_of_common_anchors_shows_those():
+    cfg = ObjectiveConfig(anchor_rule="common", tau=2)
+    assert for_texts(cfg) is cfg and describe_rule(cfg) == "tokens that occur more than 2 times in their row"
+    assert for_texts(replace(cfg, anchor_rule="all")).anchor_rule == "count"

@@ -539,6 +539,8 @@ def test_init_from_starts_at_given_weights(tmp_path, uninterrupted):
     first = next(e for e in read_metrics(tmp_path / "run") if e["kind"] == "valid")
     last = [e for e in read_metrics(uninterrupted / "run") if e["kind"] == "valid"][-1]
     assert first["nll"] == pytest.approx(last["nll"], rel=1e-5)
+    gone = run_config(tmp_path, checkpoint__init_from=tmp_path / "gone", train__steps=2)
+    assert loop.train(gone).step == 2  # a run that goes on does not need it any more
     with pytest.raises(ValueError, match="is another model"):
         loop.train(
             run_config(

@@ -88,7 +88,7 @@ class ObjectiveConfig:
     """Which tokens are anchors: count (at most tau times in its row), common (more often), rarity (corpus frequency),
     all, loss (hard), none."""
     tau: int = 5
-    """count rule: a token is an anchor if it occurs at most tau times in its own row."""
+    """count rule: a token is an anchor if it occurs at most tau times in its own row (common rule: more often)."""
     rarity: float = 1e-4
     """rarity rule: a token is an anchor if its share of the training corpus is at most this."""
     hard: float = 4.0

@@ -24,7 +24,7 @@ from adlm.evaluation.chart import Series, line_chart
 from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.report import Html, columns, legend, page, passage, section, table, tag, write
 from adlm.evaluation.results import model_facts, result_path, versions, write_result
-from adlm.objectives.anchors import AnchorRule, for_texts, make_anchor_rule
+from adlm.objectives.anchors import AnchorRule, describe_rule, for_texts, make_anchor_rule
 from adlm.schema import Config, DataConfig, ObjectiveConfig
 
 # Anchors listed on the terminal; the page and the JSON file hold all.
@@ -52,7 +52,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     ]
     result = {
         **model_facts(lm.loaded, cfg.eval.checkpoint, cfg.eval.ema),
-        "rule": describe(objective),
+        "rule": describe_rule(objective),
         "tokens": len(tokens),
         "anchors": sum(anchors),
         "levels": [level.as_dict() for level in levels],
@@ -92,12 +92,6 @@ def rule_of(lm: LanguageModel, cfg: Config) -> tuple[ObjectiveConfig, AnchorRule
         counts_V = prepare(data, lm.tokenizer, lm.length, "train").frequencies()
         share_V = torch.from_numpy(counts_V / counts_V.sum())
     return objective, make_anchor_rule(objective, share_V)
-
-
-def describe(objective: ObjectiveConfig) -> str:
-    if objective.anchor_rule == "rarity":
-        return f"tokens with at most {objective.rarity:g} of the training corpus"
-    return f"tokens that occur at most {objective.tau} time{'s' * (objective.tau != 1)} in their row"
 
 
 def cut(tokens: Sequence[int], bos_id: int, length: int) -> list[Tensor]:

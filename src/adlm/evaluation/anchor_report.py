@@ -8,7 +8,7 @@ from adlm.diffusion.schedules import make_schedule
 from adlm.evaluation.anchors import Reading, hide, read_hidden
 from adlm.evaluation.report import Html, Piece, join, legend, passage, section, table, tag
 from adlm.objectives import Rows
-from adlm.objectives.anchors import for_texts, make_anchor_rule
+from adlm.objectives.anchors import describe_rule, for_texts, make_anchor_rule
 from adlm.training.export import Loaded
 
 # Held-out rows shown, the share of their anchors that is hidden, and hidden anchors listed below each row.
@@ -37,15 +37,12 @@ def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
             passage(pieces(loaded.tokenizer, tokens_L.tolist(), anchors_L.tolist(), hidden_L.tolist())),
             reading_table(loaded.tokenizer, readings),
         ]
-    what = {
-        "count": f"tokens that occur at most {cfg.tau} time{'s' * (cfg.tau != 1)} in their row",
-        "rarity": f"tokens with at most {cfg.rarity:g} of the corpus",
-    }[cfg.anchor_rule]
     return section(
         "Anchors",
         legend({"anchor": "anchor", "masked": "anchor that was hidden from the model"}),
         *blocks,
-        lead=f"Anchors are the tokens that make the rest easy: here {what} ({found / total:.0%} of these texts)."
+        lead=f"Anchors are the tokens that make the rest easy: here {describe_rule(cfg)}"
+        f" ({found / total:.0%} of these texts)."
         f" {HIDDEN_SHARE:.0%} of them are replaced by masks; the anchor network predicts them, the denoiser decides.",
     )
 

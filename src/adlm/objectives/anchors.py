@@ -5,7 +5,7 @@ row and not in another; `rarity` uses the share of a token in the whole training
 whatever is to be predicted is predicted early. `loss` asks the anchor network, which only the loss can: as a rule it
 lets every position through, and `anchor_floor` decides there.
 
-Of the anchors that a rule finds, `anchor_share` may be scored for all of them (`draw_share`).
+Of the anchors that a rule finds, a share may be scored for all of them (`draw_share`, for `anelbo.anchor_term`).
 """
 
 from collections.abc import Callable
@@ -82,11 +82,7 @@ def make_anchor_rule(cfg: ObjectiveConfig, share_V: Tensor | None = None) -> Anc
 
 
 def draw_share(cfg: ObjectiveConfig, anchors_BL: Tensor, example_B: Tensor, seed: int, step: int) -> Tensor:
-    """Those of the anchors that are scored at this step, each with probability `anchor_share`.
-
-    `anchor_term` divides their weights by it: a sum over a random quarter, times four, is the sum on average, and the
-    head, most of what anchors cost in training, reads a quarter of the rows.
-    """
+    """Those of the anchors that are scored at this step, each with probability `anchor_share`."""
     if cfg.anchor_share == 1:
         return anchors_BL
     position_L = torch.arange(anchors_BL.shape[1], device=anchors_BL.device)
@@ -98,10 +94,18 @@ def anchor_floor(cfg: ObjectiveConfig) -> float:
     return cfg.hard if cfg.anchor_rule == "loss" else 0.0
 
 
-# Rules that need nothing but a text. The others are no choice of rare tokens, or need a network's loss.
-RULES_OF_TEXTS = ("count", "rarity")
+# Rules that need nothing but a text. The others are no choice of tokens, or need a network's loss.
+RULES_OF_TEXTS = ("count", "common", "rarity")
 
 
 def for_texts(cfg: ObjectiveConfig) -> ObjectiveConfig:
     """The options by which a text's anchors are shown: the paper's rule where the text alone does not tell."""
     return cfg if cfg.anchor_rule in RULES_OF_TEXTS else replace(cfg, anchor_rule="count")
+
+
+def describe_rule(cfg: ObjectiveConfig) -> str:
+    """A rule of texts, in words."""
+    if cfg.anchor_rule == "rarity":
+        return f"tokens with at most {cfg.rarity:g} of the corpus"
+    often = "more than" if cfg.anchor_rule == "common" else "at most"
+    return f"tokens that occur {often} {cfg.tau} time{'s' * (cfg.tau != 1)} in their row"

@@ -5,6 +5,8 @@ included, as in the release (anchor_positions=all), or at masked ones only. It i
 without SUBS. gamma is a function of the step (`gamma_at`). Perplexity never contains it.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule
@@ -27,13 +29,25 @@ def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
     return (1 - share) * cfg.gamma + share * cfg.gamma_end
 
 
-def anchor_term(cfg: ObjectiveConfig, gamma: float, rows_N: Tensor, targets_N: Tensor, weights_N: Tensor) -> Term:
-    """The anchor network's cross-entropy at the positions that the rule allows.
+def anchor_term(
+    cfg: ObjectiveConfig,
+    gamma: float,
+    anchors_BL: Tensor,
+    where: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    example_B: Tensor,
+    seed: int,
+    step: int,
+) -> Term:
+    """The anchor network's cross-entropy at the anchors; `where`: rows, targets and weights of positions.
 
     As in Eq. 7 it is a sum, divided by all tokens and not by the anchors among them, whatever the rule. So under
     anchor_rule=loss it fades as the network learns; a mean over the hard tokens would keep their pull constant
     however few are left, and their number would have to be known before the loss is.
+
+    With anchor_share = 1/4 a random quarter of the anchors is scored, and counts four times: the same sum on average,
+    and the head, most of what anchors cost in training, reads a quarter of the rows.
     """
+    rows_N, targets_N, weights_N = where(draw_share(cfg, anchors_BL, example_B, seed, step))
     return Term("anchor", rows_N, targets_N, weights_N / cfg.anchor_share, scale=gamma, floor=anchor_floor(cfg))
 
 
@@ -57,8 +71,7 @@ class Anelbo(Nelbo):
             anchors_BL = self.anchors(rows)
             if self.cfg.anchor_positions == "masked":
                 anchors_BL = anchors_BL & noised.masked_BL
-            anchors_BL = draw_share(self.cfg, anchors_BL, rows.example_B, self.seed, step)
-            terms["anchor"] = anchor_term(self.cfg, gamma, *noised.where(anchors_BL))
+            terms["anchor"] = anchor_term(self.cfg, gamma, anchors_BL, noised.where, rows.example_B, self.seed, step)
         return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), terms)
 
 

@@ -4,11 +4,13 @@ The row is read up to its last but one token and every following token is a targ
 bound. A2R adds gamma * the anchor network's next-token cross-entropy where the *target* is an anchor.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from adlm.errors import require
-from adlm.objectives.anchors import draw_share, make_anchor_rule
+from adlm.objectives.anchors import make_anchor_rule
 from adlm.objectives.anelbo import anchor_term, check_anchor_options, gamma_at
 from adlm.objectives.base import Rows, Task, Term, select
 from adlm.schema import ModelConfig, ObjectiveConfig
@@ -35,8 +37,8 @@ class Autoregressive:
         if gamma <= 0:
             return task
         anchors_BL = self.anchors(rows)[:, 1:] & valid(rows)
-        anchors_BL = draw_share(self.cfg, anchors_BL, rows.example_B, self.seed, step)
-        anchor = anchor_term(self.cfg, gamma, *next_tokens(rows, anchors_BL))
+        where = partial(next_tokens, rows)
+        anchor = anchor_term(self.cfg, gamma, anchors_BL, where, rows.example_B, self.seed, step)
         return task._replace(terms=task.terms | {"anchor": anchor})
 
     def draw_bound(self, rows: Rows, draw: int) -> Task:

@@ -66,6 +66,13 @@ class Checkpoints:
         self.writing: threading.Thread | None = None
         self.failure: Exception | None = None
 
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """However the run ends, what is being written is completed."""
+        self.settle()
+
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
         return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*") if p.name[5:].isdigit())

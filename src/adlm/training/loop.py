@@ -63,10 +63,12 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
         world(cfg.train) as ranks,
         Interruption() as interruption,
         setup.claimed_run_folder(cfg.out, ranks) as run,
+        Checkpoints(run, cfg.checkpoint, ranks) as checkpoints,
     ):
         data = setup.prepare_data(cfg, ranks)
         objective = setup.objective_for(cfg, data)
-        model = setup.make_model(cfg, data.tokenizer).to(ranks.device)
+        found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
+        model = setup.make_model(cfg, data.tokenizer, fresh=found is None).to(ranks.device)
         flops = setup.training_flops(cfg, objective, data)
         facts = setup.plan(cfg, model, data, flops, ranks)
         step_module = Step(model)
@@ -77,11 +79,9 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
 
         window = Window(flops, ranks, cfg.train.cuda_graphs)
 
-        checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
         step, best, best_step = 0, math.inf, None
         valid_nll: float | None = None
         changed = ""
-        found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
         if found is not None:
             info = checkpoints.read_info(found)
             check_same_run(info, cfg, data.tokenizer)

@@ -49,11 +49,12 @@ def valid_data(cfg: Config) -> DataConfig:
     return replace(cfg.data, name=cfg.data.valid_name, path=cfg.data.valid_path, valid_path=cfg.data.valid_path)
 
 
-def make_model(cfg: Config, tokenizer: Tokenizer) -> LanguageModel:
-    """The model with its initial weights: the seed's, or those of checkpoint.init_from."""
+def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> LanguageModel:
+    """The model with its initial weights: the seed's, or those of checkpoint.init_from unless a checkpoint of the run
+    itself is going to replace them (not `fresh`)."""
     torch.manual_seed(cfg.seed)
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
-    if cfg.checkpoint.init_from:
+    if cfg.checkpoint.init_from and fresh:
         loaded = load_folder(Path(cfg.checkpoint.init_from))
         require(
             loaded.tokenizer.fingerprint == tokenizer.fingerprint,
