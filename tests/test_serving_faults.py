@@ -84,7 +84,11 @@ REFUSED = [
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "there is tiny"),
     ("/v1/completions", [1], 422, "body"),
     ("/v1/infill", {"template": "[MASK:999999999999]"}, 400, "allowed are 32"),
-    ("/v1/infill", {"template": "[MASK]" * 40}, 400, "more holes than 32"),
+    ("/v1/infill", {"template": "[MASK]" * 40}, 400, "the template has 40 tokens, allowed are 32"),
+    ("/v1/infill", {"template": f"[MASK:{'9' * 5000}]"}, 400, "is no hole"),
+    ("/v1/infill", {"template": "[MASK] [mask:2]"}, 400, "'[mask:2]' is no hole"),
+    ("/v1/infill", {"required": ["is"], "banned": ["is"]}, 400, "both name 'is'"),
+    ("/v1/completions", {"prompt": "x", "required": ["is"], "banned": ["is"]}, 400, "both name 'is'"),
     ("/v1/infill", {"template": "no holes"}, 400, "at least one hole"),
     ("/v1/infill", {"template": "[MASK]", "prompt": "x"}, 400, "prompt and template"),
     ("/v1/infill", {"template": "[MASK]", "length": 4}, 400, "length has no meaning"),
@@ -363,7 +367,7 @@ def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch)
 
         engine.evaluate = fail
         del engine
-        monkeypatch.setattr(module, "make_engine", lambda *args: before.append(old()) or build(*args))
+        monkeypatch.setattr(module, "make_engine", lambda *a, **kw: before.append(old()) or build(*a, **kw))
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 500
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 200
     assert before == [None]
