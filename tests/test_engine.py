@@ -109,6 +109,8 @@ def test_nfe_counts_evaluations(model):
     assert result.nfe == engine.network.model.calls <= 4
     (guided,) = engine.run([request(1, [3, 1, 3, 3], steps=50, guidance=1.0)])
     assert guided.nfe == 2 * (engine.network.model.calls - result.nfe)
+    (free,) = engine.run([request(1, [3] * 4, steps=50, guidance=1.0)])
+    assert (free.nfe, free.tokens) == (result.nfe, result.tokens)
     assert result.seconds > 0
     assert result.finished
 
