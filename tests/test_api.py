@@ -357,6 +357,7 @@ def test_samples_go_to_a_file_and_a_rerun_continues(folder, tmp_path, capsys):
     assert [line["text"] for line in sorted(lines, key=lambda s: s["seed"])] == straight["texts"]
     assert "--- seed 5" in capsys.readouterr().out
     assert run_sample(config(folder, out=str(out), n=6))["drawn"] == 0
+    assert capsys.readouterr().out == f"all 6 samples are in {out} already\n"
 
 
 def test_a_file_of_other_settings_is_refused(folder, tmp_path):

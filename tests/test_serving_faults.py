@@ -81,6 +81,11 @@ REFUSED = [
     ("/v1/completions", {"prompt": "x", "presence_penalty": 1}, 422, "presence_penalty"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 1}}, 422, "logit_bias"),
     ("/v1/completions", {"promt": "x"}, 422, "promt"),
+    ("/v1/completions", {"prompt": 5}, 422, "prompt: Input should be a valid string"),
+    ("/v1/completions", {"prompt": ["a", 5]}, 422, "prompt.1: Input should be a valid string"),
+    ("/v1/completions", {"stop": 5}, 422, "stop: Input should be a valid boolean or Input should be a valid string"),
+    ("/v1/infill", {"tokens": [1, "a"]}, 422, "tokens.1: "),
+    ("/v1/score", {}, 422, "text: "),
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "there is tiny"),
     ("/v1/completions", [1], 422, "body"),
     ("/v1/infill", {"template": "[MASK:999999999999]"}, 400, "allowed are 32"),
@@ -116,6 +121,7 @@ def test_refusals_name_what_is_wrong(http, path, body, status, says):
     error = response.json()["error"]
     assert (response.status_code, says in error["message"]) == (status, True), error
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    assert status != 422 or error["message"].startswith(f"{error['param'] or 'body'}: ")
 
 
 @pytest.mark.parametrize(
