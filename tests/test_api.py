@@ -54,7 +54,10 @@ def causal(tmp_path_factory):
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, adlm; assert 'torch' not in sys.modules; adlm.load; assert 'torch' in sys.modules"
+    code = (
+        "import sys, adlm; assert adlm.config.load(['model=nano']).model.length == 128;"
+        "assert 'torch' not in sys.modules; adlm.load; assert 'torch' in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         adlm.lod  # noqa: B018
