@@ -54,7 +54,10 @@ def causal(tmp_path_factory):
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, adlm; assert 'torch' not in sys.modules; adlm.load; assert 'torch' in sys.modules"
+    code = (
+        "import sys, adlm; assert adlm.config.load(['model=nano']).model.length == 128;"
+        "assert 'torch' not in sys.modules; adlm.load; assert 'torch' in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         adlm.lod  # noqa: B018
@@ -232,14 +235,25 @@ def test_save_and_load_again(lm, tmp_path):
     tokens = torch.randint(0, 250, (2, L))
     assert torch.equal(lm.anchor_logits(tokens), again.anchor_logits(tokens))
     assert "length 24" in repr(again)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^folder='.*file/x' cannot be written: Not a directory$"):
+        lm.save(tmp_path / "file" / "x")
+    with pytest.raises(ValueError, match="folder must be a path, got None"):
+        lm.save(None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"template": "no hole"}, "at least one hole"),
-        ({"template": "x" * 30 + "[MASK]"}, r"template has 32 tokens and the model 24 \(model.length\)"),
-        ({"template": "[MASK]", "prompt": "a"}, "a template or a prompt"),
+        ({"template": "x" * 30 + "[MASK]"}, r"template has 32 tokens, allowed are 24 \(the model's length\)"),
+        ({"template": "[MASK:999999999999999]"}, "allowed are 24"),
+        ({"template": "[MASK]", "prompt": "a"}, "only one of prompt and template"),
+        ({"template": "[MASK]", "length": 9}, "length has no meaning beside template"),
+        ({"template": 3}, "sampling.template must be a text, got 3"),
+        ({"prompt": ["a", "b"]}, r"sampling.prompt must be a text, got \['a', 'b'\]"),
+        ({"prompt": b"abc"}, "sampling.prompt must be a text"),
+        ({"prompt": "a\ud83d"}, "sampling.prompt holds half of a character"),
         ({"prompt": "x" * 30}, "leaves nothing to draw"),
         ({"top_p": 0}, "sampling.top_p"),
         ({"steps": 0}, "sampling.steps"),
@@ -247,6 +261,19 @@ def test_save_and_load_again(lm, tmp_path):
         ({"n": 0}, "n must be at least 1"),
         ({"stepz": 3}, "did you mean 'steps'"),
         ({"length": 30}, "longer than 24"),
+        ({"length": 999999999999999}, "longer than 24"),
+        ({"steps": "8"}, "sampling.steps must be an integer, got '8'"),
+        ({"steps": True}, "sampling.steps must be an integer, got True"),
+        ({"temperature": None}, "sampling.temperature must be a number, got None"),
+        ({"sampler": 3}, "sampling.sampler must be a text"),
+        ({"n": 1.5}, "sampling.n must be an integer, got 1.5"),
+        ({"stop": "yes"}, "sampling.stop must be True or False, got 'yes': whether a text ends at its first end"),
+        ({"stop": ["\n"]}, "sampling.stop must be True or False"),
+        ({"banned": [3]}, "a word of sampling.banned must be a text, got 3"),
+        ({"banned": "the"}, "sampling.banned must be a list of texts, got 'the'"),
+        ({"required": None}, "sampling.required must be a list of texts"),
+        ({"required": ["is"], "banned": ["the", "is"]}, "sampling.required and sampling.banned both name 'is'$"),
+        ({"required": ["this is"], "banned": ["is"]}, r"both name 'is' \('this is' holds it\)"),
         ({"banned": [""]}, "word is empty"),
         ({"sampler": "remdm"}, "sampling.sampler='remdm' is unknown"),
     ],
@@ -254,6 +281,34 @@ def test_save_and_load_again(lm, tmp_path):
 def test_bad_arguments_are_answered(lm, arguments, message):
     with pytest.raises(ValueError, match=message):
         lm.generate(**arguments) if "seed" not in arguments else next(lm.stream(**arguments))
+
+
+def test_numbers_of_numpy_are_numbers(lm):
+    plain = lm.generate(prompt="a", seed=3, steps=4, temperature=0.5, n=2)
+    own = lm.generate(prompt="a", seed=np.int64(3), steps=np.int32(4), temperature=np.float32(0.5), n=np.int64(2))
+    assert [g.tokens for g in own] == [g.tokens for g in plain]
+    assert lm.score(np.array([104, 105]), np.int64(4)) == lm.score("hi", 4) == lm.score(torch.tensor([104, 105]), 4)
+
+
+def test_a_banned_phrase_may_take_in_a_required_word(lm):
+    (g,) = lm.generate(required=["cat"], banned=["a cat"], steps=4, seed=3)
+    assert " cat" in g.text and "a cat" not in g.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"text": None}, "text must be one text or a list of token ids, got None"),
+        ({"text": ["a", "b"]}, "text must be one text or a list"),
+        ({"text": b"abc"}, "text must be one text or a list"),
+        ({"text": "\ud800"}, "text holds half of a character"),
+        ({"text": "hello", "draws": 1.5}, "draws must be an integer, got 1.5"),
+        ({"text": "hello", "context": 3}, "context must be one text or a list"),
+    ],
+)
+def test_what_cannot_be_scored_is_answered(lm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lm.score(**arguments)
 
 
 def test_unknown_words_are_answered():
@@ -269,6 +324,14 @@ def test_unknown_words_are_answered():
 def test_what_cannot_be_loaded_is_answered(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         adlm.load(tmp_path / "nothing")
+    for source in (None, 3):
+        with pytest.raises(ValueError, match=f"source must be a path, got {source}"):
+            adlm.load(source)
+    with pytest.raises(ValueError, match="device='foo' is no device"):
+        adlm.load(device="foo")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device='cuda', but no CUDA device is available"):
+            adlm.load(device="cuda")
     with pytest.raises(ValueError, match="neither a run folder nor an exported folder"):
         adlm.load(tmp_path)
 
@@ -297,6 +360,7 @@ def test_samples_go_to_a_file_and_a_rerun_continues(folder, tmp_path, capsys):
     assert [line["text"] for line in sorted(lines, key=lambda s: s["seed"])] == straight["texts"]
     assert "--- seed 5" in capsys.readouterr().out
     assert run_sample(config(folder, out=str(out), n=6))["drawn"] == 0
+    assert capsys.readouterr().out == f"all 6 samples are in {out} already\n"
 
 
 def test_a_file_of_other_settings_is_refused(folder, tmp_path):

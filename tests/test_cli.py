@@ -150,6 +150,8 @@ def test_a_bug_is_not_hidden(probe):
     ("argv", "status", "says"),
     [
         (["probee"], 2, "did you mean 'probe'?"),
+        (["score", "runs/demo", "a text"], 2, "there is no command 'score': lm.score(text) in Python, POST /v1/score"),
+        (["infill"], 2, "sampling.template="),
         (["probe", "--watch"], 2, "unknown flag '--watch'; this command knows --dry-run, --json, --help"),
         (["probe", "-x"], 2, "unknown flag '-x'"),
         (["probe", "a", "b"], 2, "'b' is not of the form key=value"),

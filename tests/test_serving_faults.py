@@ -81,10 +81,19 @@ REFUSED = [
     ("/v1/completions", {"prompt": "x", "presence_penalty": 1}, 422, "presence_penalty"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 1}}, 422, "logit_bias"),
     ("/v1/completions", {"promt": "x"}, 422, "promt"),
+    ("/v1/completions", {"prompt": 5}, 422, "prompt: Input should be a valid string"),
+    ("/v1/completions", {"prompt": ["a", 5]}, 422, "prompt.1: Input should be a valid string"),
+    ("/v1/completions", {"stop": 5}, 422, "stop: Input should be a valid boolean or Input should be a valid string"),
+    ("/v1/infill", {"tokens": [1, "a"]}, 422, "tokens.1: "),
+    ("/v1/score", {}, 422, "text: "),
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "there is tiny"),
     ("/v1/completions", [1], 422, "body"),
     ("/v1/infill", {"template": "[MASK:999999999999]"}, 400, "allowed are 32"),
-    ("/v1/infill", {"template": "[MASK]" * 40}, 400, "more holes than 32"),
+    ("/v1/infill", {"template": "[MASK]" * 40}, 400, "the template has 40 tokens, allowed are 32"),
+    ("/v1/infill", {"template": f"[MASK:{'9' * 5000}]"}, 400, "is no hole"),
+    ("/v1/infill", {"template": "[MASK] [mask:2]"}, 400, "'[mask:2]' is no hole"),
+    ("/v1/infill", {"required": ["is"], "banned": ["is"]}, 400, "both name 'is'"),
+    ("/v1/completions", {"prompt": "x", "required": ["is"], "banned": ["is"]}, 400, "both name 'is'"),
     ("/v1/infill", {"template": "no holes"}, 400, "at least one hole"),
     ("/v1/infill", {"template": "[MASK]", "prompt": "x"}, 400, "prompt and template"),
     ("/v1/infill", {"template": "[MASK]", "length": 4}, 400, "length has no meaning"),
@@ -112,6 +121,7 @@ def test_refusals_name_what_is_wrong(http, path, body, status, says):
     error = response.json()["error"]
     assert (response.status_code, says in error["message"]) == (status, True), error
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    assert status != 422 or error["message"].startswith(f"{error['param'] or 'body'}: ")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +373,7 @@ def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch)
 
         engine.evaluate = fail
         del engine
-        monkeypatch.setattr(module, "make_engine", lambda *args: before.append(old()) or build(*args))
+        monkeypatch.setattr(module, "make_engine", lambda *a, **kw: before.append(old()) or build(*a, **kw))
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 500
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 200
     assert before == [None]

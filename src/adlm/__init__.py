@@ -7,9 +7,11 @@
 Importing the package loads nothing heavy: the names below bring torch with them when first used.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from adlm import config as config
     from adlm.api import Generation, LanguageModel, Partial, Score, load
 
 __all__ = ["Generation", "LanguageModel", "Partial", "Score", "load"]
@@ -20,4 +22,6 @@ def __getattr__(name: str) -> Any:
         from adlm import api
 
         return getattr(api, name)
+    if name == "config":
+        return importlib.import_module("adlm.config")
     raise AttributeError(f"module 'adlm' has no attribute {name!r}")

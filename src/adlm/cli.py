@@ -169,6 +169,14 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 
+# What is typed as a command, and where it is.
+ELSEWHERE = {
+    "score": "lm.score(text) in Python, POST /v1/score of `adlm serve`; a data set: adlm ppl",
+    "infill": "adlm sample sampling.template='The [MASK:3] sat', POST /v1/infill of `adlm serve`",
+    "generate": "adlm sample",
+    "eval": "adlm evaluate, adlm ppl",
+}
+
 # Commands that the release's `mode=` stands for.
 MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "evaluate"}
 
@@ -235,6 +243,8 @@ def _run(argv: list[str]) -> int:
 
         print(f"adlm {version('adlm')}")
         return 0
+    if argv[0] in ELSEWHERE:
+        raise UsageError(f"there is no command {argv[0]!r}: {ELSEWHERE[argv[0]]}")
     try:
         name = choose("command", argv[0], COMMANDS)
     except ValueError as error:

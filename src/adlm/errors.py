@@ -11,7 +11,8 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
         return got
     near = similar(str(got), names)
     hint = f" (did you mean {near!r}?)" if near else ""
-    raise ValueError(f"{what}={got!r} is unknown{hint}; choose one of {', '.join(names)}")
+    shown = ", ".join(name or "''" for name in names)
+    raise ValueError(f"{what}={got!r} is unknown{hint}; choose one of {shown}")
 
 
 def similar(name: str, names: Iterable[str]) -> str | None:

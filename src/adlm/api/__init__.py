@@ -1,6 +1,7 @@
 """The public face: `adlm.load(...)` gives a LanguageModel that generates, streams and scores.
 
 language_model.py  load, LanguageModel
+arguments.py       what Python hands over, checked by the types of the schema
 results.py         Generation, Partial, Score
 scoring.py         the bound (or exact likelihood) of given text
 command.py         `adlm sample`

@@ -45,6 +45,8 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     if watch and wanted:
         drawn.append(watch_text(lm, replace(request, seed=wanted[0])))
         record(path, drawn[0], identity)
+    elif not wanted:
+        print(f"all {c.n} samples are in {path} already")
     else:
         for text in draw(lm, request, wanted, c.batch_size):
             record(path, text, identity)

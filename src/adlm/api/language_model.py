@@ -13,7 +13,7 @@ import gc
 import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,19 @@ import torch
 from torch import Tensor
 
 from adlm import checkpoints
+from adlm.api.arguments import TYPES, as_path, as_settings, as_tokens, as_words, typed
 from adlm.api.results import Generation, Partial, Score
 from adlm.api.scoring import score_tokens
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
-from adlm.engine.template import parse_template
+from adlm.engine.request import check_length
+from adlm.engine.template import Limit, check_canvas, parse_template
 from adlm.errors import choose, require
 from adlm.schema import SamplingConfig
 from adlm.training.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
+from adlm.training.parallel import pick_device
 
 Words = Sequence[str]
 
@@ -39,13 +42,12 @@ def load(
     source: str | Path = checkpoints.BOX, device: str = "auto", ema: bool = True, tokenizer: str = "", root: str = ""
 ) -> "LanguageModel":
     """A run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = Path(source).expanduser()
+    path = as_path("source", source)
+    place = pick_device(str(device))
     if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
         advice = "give a run folder, an exported folder or a .ckpt file"
         path = hub.fetch(str(source), (CONFIG, WEIGHTS, TOKENIZER), f"model {str(source)!r}", advice)
-    return LanguageModel(checkpoints.load(path, ema, device, tokenizer, root))
+    return LanguageModel(checkpoints.load(path, ema, place, tokenizer, root))
 
 
 class LanguageModel:
@@ -99,18 +101,17 @@ class LanguageModel:
         `settings` are the fields of SamplingConfig: sampler, steps, temperature, top_p, top_k, min_p, eta, guidance,
         stride, batch_size, parity, ...
         """
+        request = self.request(template, prompt, length, seed, banned, required, stop, n=n, **settings)
+        n = request.settings.n
         require(n >= 1, f"n must be at least 1, got {n}")
-        request = self.request(template, prompt, length, seed, banned, required, stop, **settings)
-        requests = (replace(request, seed=seed + i) for i in range(n))
+        requests = (replace(request, seed=request.seed + i) for i in range(n))
         texts = [self.finish(r) for r in self.engine(request.settings.batch_size).run(requests)]
         return sorted(texts, key=lambda g: g.seed)
 
     def stream(self, template: str = "", **arguments: Any) -> Iterator[Partial | Generation]:
         """The arguments of `generate` (n = 1): partial texts after each evaluation, then the Generation."""
-        names = {"prompt": "", "length": 0, "seed": 0, "banned": (), "required": (), "stop": False}
         require("n" not in arguments, "stream yields one text; draw several with generate(n=...)")
-        given = [arguments.pop(name, default) for name, default in names.items()]
-        request = replace(self.request(template, *given, **arguments), watch=True)
+        request = replace(self.request(template, **arguments), watch=True)
         for update in self.engine(request.settings.batch_size).stream(request):
             if isinstance(update, Result):
                 yield self.finish(update)
@@ -131,8 +132,11 @@ class LanguageModel:
         """What the engine is asked for; `generate` and `stream` are this and an engine."""
         tok, causal = self.tokenizer, self.model.config.causal
         for name in settings:
-            choose("setting", name, [f.name for f in fields(SamplingConfig)])
-        require(not (template and prompt), "give a template or a prompt, not both")
+            choose("setting", name, TYPES)
+        own = as_settings(template=template, prompt=prompt, length=length, seed=seed, stop=stop)
+        template, prompt, length, seed, stop = own.values()
+        settings = as_settings(**settings)
+        check_canvas(length, prompt=prompt, template=template)
         sampler = settings.setdefault("sampler", self.sampler_of(SamplingConfig.sampler))
         require(
             not causal or sampler == "autoregressive",
@@ -144,14 +148,12 @@ class LanguageModel:
         )
         config = SamplingConfig(**settings)
         if template:
-            tokens = [tok.bos_id, *parse_template(template, tok.encode, tok.mask_id)]
-            require(
-                len(tokens) <= self.length or config.stride > 0,
-                f"the template has {len(tokens)} tokens and the model {self.length} (model.length); shorten it",
-            )
+            limit = None if config.stride > 0 else Limit(self.length)
+            tokens = parse_template(template, tok.encode, tok.mask_id, [tok.bos_id], limit)
         else:
             total = length or self.length
             require(total >= 1, f"sampling.length must be positive, or 0 for the model's, got {length}")
+            check_length(total, self.length, config.stride)
             # Rows of the training data begin so; without a prompt a diffusion model finds that out by itself.
             start = [tok.bos_id, *tok.encode(prompt)] if prompt or stop or causal else []
             require(
@@ -159,19 +161,24 @@ class LanguageModel:
                 f"the prompt has {len(start)} tokens, which leaves nothing to draw in sampling.length={total}",
             )
             tokens = start + [tok.mask_id] * (total - len(start))
-        return Request(
-            tokens,
-            config,
-            seed,
-            banned=[v for word in banned for v in self.variants(word)],
-            required=[self.variants(word)[-1] for word in required],
-            stop_id=tok.eos_id if stop else None,
-        )
+        avoided, placed = self.words(banned, required)
+        return Request(tokens, config, seed, avoided, placed, stop_id=tok.eos_id if stop else None)
 
     def sampler_of(self, configured: str) -> str:
         """sampling.sampler for this model: its default is for diffusion models, and a causal one has a single other."""
         default = configured == SamplingConfig.sampler
         return "autoregressive" if default and self.model.config.causal else configured
+
+    def words(self, banned: Words, required: Words) -> tuple[list[list[int]], list[list[int]]]:
+        """Banned and required words as token sequences; a required one must not hold a banned one."""
+        avoided = [(word, v) for word in as_words("sampling.banned", banned) for v in self.variants(word)]
+        placed = [(word, self.variants(word)[-1]) for word in as_words("sampling.required", required)]
+        for word, tokens in placed:
+            for bad, part in avoided:
+                held = any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
+                inside = "" if bad == word else f" ({word!r} holds it)"
+                require(not held, f"sampling.required and sampling.banned both name {bad!r}{inside}")
+        return [v for _, v in avoided], [v for _, v in placed]
 
     def variants(self, word: str) -> list[list[int]]:
         """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""
@@ -217,9 +224,8 @@ class LanguageModel:
 
     def score(self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()) -> Score:
         """The bound on -log p(text | context) (exact for causal models), with `draws` draws of noise."""
-        tokens, given = (
-            self.tokenizer.encode(x) if isinstance(x, str) else [int(t) for t in x] for x in (text, context)
-        )
+        encode, draws = self.tokenizer.encode, typed("draws", draws, int)
+        tokens, given = as_tokens("text", text, encode), as_tokens("context", context, encode)
         noise, objective = self.loaded.noise, self.loaded.objective
         return score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given)
 
@@ -245,7 +251,10 @@ class LanguageModel:
         `facts` are added to what the card knows, such as licence="cc-by-sa-4.0"."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose("precision", precision, ("fp32", "bf16"))]
         weights = {name: weight.to(dtype) for name, weight in self.model.state_dict().items()}
-        save_folder(Path(folder), weights, self.tokenizer, self.info | facts)
+        try:
+            save_folder(as_path("folder", folder), weights, self.tokenizer, self.info | facts)
+        except OSError as error:
+            raise ValueError(f"folder={str(folder)!r} cannot be written: {error.strerror or error}") from None
 
     def push_to_hub(self, name: str, private: bool = False) -> None:
         """Upload an exported folder as `owner/model`, for `adlm.load` (needs a login of huggingface_hub)."""

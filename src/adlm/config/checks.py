@@ -119,8 +119,7 @@ def check(cfg: Config, world_size: int = 1) -> None:
         if (allowed := choices(key)) is not None:
             choose(key, value, allowed)
         if key in RANGES:
-            wanted, holds = RANGES[key]
-            require(holds(value), f"{key}={value} must be {wanted}")
+            check_range(f"{key}={value}", value, key)
     check_model(cfg.model)
     check_noise(cfg.noise)
     check_objective(cfg.objective, cfg.model)
@@ -131,6 +130,12 @@ def check(cfg: Config, world_size: int = 1) -> None:
         cfg.data.name not in ("file", "prepared") or cfg.data.path != "",
         f"data.name={cfg.data.name} needs data.path=FILE_OR_FOLDER",
     )
+
+
+def check_range(what: str, value: Any, key: str) -> None:
+    wanted, holds = RANGES[key]
+    finite = "finite and " if value == math.inf else ""  # which is, as it stands, above everything
+    require(holds(value), f"{what} must be {finite}{wanted}")
 
 
 def get(cfg: Config, key: str) -> Any:
@@ -244,9 +249,8 @@ def check_sweep(cfg: Config) -> None:
     for s in settings_of(cfg.eval, cfg.sampling):
         choose("eval.samplers", s.sampler, CHOICES["sampling.sampler"])
         for name in ("steps", "temperature", "top_p"):
-            wanted, holds = RANGES[f"sampling.{name}"]
-            key = f"eval.{name}" + "s" * (name != "steps")
-            require(holds(getattr(s, name)), f"{key}: {getattr(s, name)} must be {wanted}")
+            value, key = getattr(s, name), f"eval.{name}" + "s" * (name != "steps")
+            check_range(f"{key}: {value}", value, f"sampling.{name}")
         check_sampling(s)
 
 

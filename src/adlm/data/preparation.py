@@ -219,9 +219,10 @@ def _too_short(source: Source, shards: Shards, length: int) -> str:
     have = f"{what} has {tokens} tokens in {shards.documents} document{'s' * (shards.documents > 1)}"
     if tokens >= needs:
         return f"{have}, but data.packing=release drops the rest of every 1000 documents; use data.packing=stream"
-    return (
-        f"{have}, but one row of model.length={length} needs {needs}; model.length={max(3, tokens + 2)} would fit one"
-    )
+    fits = f"model.length={max(3, tokens + 2)} would fit one"
+    if source.part == "valid" and not source.corpus.valid_share:
+        fits += f"; or hold out more than data.valid_share={source.share}, or give data.valid_path"
+    return f"{have}, but one row of model.length={length} needs {needs}; {fits}"
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------

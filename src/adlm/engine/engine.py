@@ -35,10 +35,7 @@ class Canvas(Row):
     window: Window = None  # type: ignore[assignment]
     trajectory: Trajectory = None  # type: ignore[assignment]
     event: Event = IDLE
-
-    @property
-    def guided(self) -> bool:
-        return self.request.settings.guidance > 0
+    guided: bool = False
 
 
 class Engine(Rows[Canvas]):
@@ -88,6 +85,8 @@ class Engine(Rows[Canvas]):
         row.window = window
         self.network.load(i, window.tokens, window.banned)
         holes = np.flatnonzero(np.array(window.tokens) == self.network.mask_id)
+        # where nothing is fixed there is nothing to hide: the second row would be the first one again
+        row.guided = row.request.settings.guidance > 0 and len(holes) < len(window.tokens)
         row.trajectory = row.plan.trajectory(holes, window.seed)
         self.advance(i, None)
 

@@ -66,11 +66,7 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchor
         f"sampling.seed must be an integer in [0, 2^63), got {r.seed!r}",
     )
     require(len(r.tokens) > 0, "a row must have at least one position, got none")
-    limit = f"{length} (model.length)"
-    require(
-        len(r.tokens) <= length or s.stride > 0,
-        f"a row of {len(r.tokens)} positions is longer than {limit}; set sampling.stride to go beyond",
-    )
+    check_length(len(r.tokens), length, s.stride)
     require(0 <= s.stride < length, f"sampling.stride must lie in [0, {length - 1}], got {s.stride}")
     for name, sequences in (("a row", [r.tokens]), ("a banned word", r.banned), ("a required word", r.required)):
         for tokens in sequences:
@@ -88,4 +84,12 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchor
     require(
         s.sampler != "anchor-first" or anchored,
         "sampling.sampler='anchor-first' needs a model with an anchor network (model.anchored=true)",
+    )
+
+
+def check_length(positions: int, length: int, stride: int) -> None:
+    """Also for who builds a row: one of a billion positions is refused before it fills the memory."""
+    require(
+        positions <= length or stride > 0,
+        f"a row of {positions} positions is longer than {length} (model.length); set sampling.stride to go beyond",
     )

@@ -170,6 +170,14 @@ def locate(name: str) -> str:
         name = str(found[0])
     path = Path(name).expanduser()
     if path.exists():
+        require(
+            path.is_dir() or path.suffix == ".gguf",
+            f"eval.judge={name!r} is a file but no .gguf; give a folder or a hub name",
+        )
+        require(
+            path.is_file() or is_ours(str(path)) or (path / CONFIG).is_file(),
+            f"eval.judge={name!r} is a folder without a model: no {CONFIG}, no export/ and no checkpoints/",
+        )
         return str(path)
     looks_local = name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
     require(not looks_local, f"eval.judge={name!r} does not exist")
@@ -258,7 +266,6 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     file = Path(place)
     where: dict[str, Any] = {"pretrained_model_name_or_path": place}
     if file.is_file():
-        require(file.suffix == ".gguf", f"eval.judge={name!r} is a file but no .gguf; give a folder or a hub name")
         for package in ("gguf", "accelerate"):
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)

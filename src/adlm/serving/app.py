@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,12 +126,24 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return Problem(400, f"the body is not JSON: {first['ctx']['error']}", "invalid_json").response()
-        where = ".".join(str(part) for part in first["loc"][1:])
-        return Problem(422, f"{where or 'body'}: {first['msg']}", "invalid_body", where or None).response()
+        places = [place_of(e["loc"][1:], error.body) for e in error.errors()]
+        where = max(places, key=lambda place: place.count("."))  # a union is wrong as a whole, or at one of its parts
+        why = " or ".join(dict.fromkeys(e["msg"] for e, place in zip(error.errors(), places) if place == where))
+        return Problem(422, f"{where or 'body'}: {why}", "invalid_body", where or None).response()
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:
         return Problem(500, "internal error", "internal").response()
+
+
+def place_of(path: Sequence[str | int], value: Any) -> str:
+    """A field as the client wrote it. The path also names the branch of a union that was tried: `prompt.str`."""
+    place = []
+    for part in path:
+        if isinstance(value, dict if isinstance(part, str) else list):
+            place.append(str(part))
+            value = value.get(part) if isinstance(value, dict) else value[part]  # type: ignore[index]
+    return ".".join(place)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from adlm.api import LanguageModel
 from adlm.engine import Request
-from adlm.engine.template import HOLE, parse_template
+from adlm.engine.template import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers import SAMPLERS, takes_grid, times
 from adlm.schema import SamplingConfig, ServeConfig
@@ -40,7 +40,7 @@ class Served:
         self.settings = {k: v for k, v in asdict(sampling).items() if k not in NOT_FOR_SERVERS}
         self.settings["sampler"] = lm.sampler_of(sampling.sampler)
         self.stop = self.settings.pop("stop")
-        self.longest = cfg.max_length or lm.length
+        self.limit = Limit(cfg.max_length, "serve.max_length") if cfg.max_length else Limit(lm.length)
         self.known_pieces: dict[int, str] = {}
 
     @property
@@ -56,7 +56,7 @@ class Served:
     @property
     def length(self) -> int:
         """Tokens of a row for which no number is given: the model's, or as many as are allowed."""
-        return min(self.longest, self.lm.length)
+        return min(self.limit.tokens, self.lm.length)
 
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings
@@ -94,16 +94,10 @@ class Served:
         shown = [None if t == self.lm.model.mask_id else t for t in tokens]
         return shown, [None if t is None else self.piece(t) for t in shown]
 
-    # Limits
-
-    def check_length(self, tokens: int, what: str) -> None:
-        limit = "serve.max_length" if self.cfg.max_length else "the model's length"
-        require(tokens <= self.longest, f"{what} has {tokens} tokens, allowed are {self.longest} ({limit})")
+    # From a body to rows
 
     def check_rows(self, rows: int) -> None:
         require(rows <= self.cfg.max_n, f"{rows} rows are asked for, allowed are {self.cfg.max_n} (serve.max_n)")
-
-    # From a body to rows
 
     def settings_of(self, body: Any) -> dict[str, Any]:
         settings = {**self.settings, **without_none(body)}
@@ -117,26 +111,17 @@ class Served:
         """A template, or tokens with null for holes, as tokens with masks; None if neither is given."""
         tok = self.lm.tokenizer
         if tokens is not None:
-            self.check_length(len(tokens), "tokens")
+            self.limit.check(len(tokens), "tokens")
             return [tok.mask_id if t is None else t for t in tokens]
         if text is None:
             return None
-        for hole in HOLE.finditer(text):  # before a hole of a billion tokens becomes a list
-            self.check_length(int(hole[1] or 1), f"the hole {hole[0][:40]}")
-        require(len(HOLE.findall(text)) <= self.longest, f"the template has more holes than {self.longest}")
-        row = [tok.bos_id, *parse_template(text, tok.encode, tok.mask_id)]
-        self.check_length(len(row), "the template")
-        return row
+        return parse_template(text, tok.encode, tok.mask_id, [tok.bos_id], self.limit)
 
     def requests(self, body: Canvas, n: int = 1, watch: bool = False) -> list[Request]:
         """The rows of a canvas, checked; number i has seed + i."""
         self.check_rows(n)
-        given = [name for name in ("prompt", "template", "tokens") if getattr(body, name)]
-        require(len(given) <= 1, f"give one of prompt, template and tokens, got {' and '.join(given)}")
-        require(
-            body.length is None or not given or given == ["prompt"], f"length has no meaning beside {''.join(given)}"
-        )
-        self.check_length(body.length or 1, "length")
+        check_canvas(body.length, prompt=body.prompt, template=body.template, tokens=body.tokens)
+        self.limit.check(body.length or 1, "length")
         row = self.row_of(body.template or None, body.tokens)
         stop = self.stop if body.stop is None else body.stop
         request = self.lm.request(
@@ -159,12 +144,12 @@ class Served:
         tok, seed, settings = self.lm.tokenizer, seed_of(body.seed), self.settings_of(body)
         after = tok.encode(body.suffix) if body.suffix else []
         stop = body.stop is not False and not after
-        rows, room = [], self.longest if settings["stride"] else self.length
+        rows, room = [], self.limit.tokens if settings["stride"] else self.length
         for prompt in prompts:
             before = [tok.bos_id, *tok.encode(prompt)]
-            self.check_length(len(before), "the prompt")
+            self.limit.check(len(before), "the prompt")
             holes = body.max_tokens or (SUFFIX_TOKENS if after else room - len(before))
-            self.check_length(len(before) + holes + len(after), "prompt, max_tokens and suffix together")
+            self.limit.check(len(before) + holes + len(after), "prompt, max_tokens and suffix together")
             require(holes >= 1, f"the prompt leaves nothing to draw in {room} tokens")
             request = self.lm.request(seed=seed, banned=body.banned, required=body.required, stop=stop, **settings)
             rows += self.seeds(replace(request, tokens=[*before, *[tok.mask_id] * holes, *after]), body.n)
@@ -173,7 +158,7 @@ class Served:
     def text_tokens(self, text: str) -> list[int]:
         tokens = self.lm.tokenizer.encode(text)
         require(bool(tokens), "the text has no tokens")
-        self.check_length(len(tokens), "the text")
+        self.limit.check(len(tokens), "the text")
         return tokens
 
     def anchor_row(self, body: AnchorsBody) -> list[int]:
