@@ -235,6 +235,15 @@ def test_save_and_load_again(lm, tmp_path):
     tokens = torch.randint(0, 250, (2, L))
     assert torch.equal(lm.anchor_logits(tokens), again.anchor_logits(tokens))
     assert "length 24" in repr(again)
+    weights = tmp_path / "copy" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-40] + b"\xff" * 20 + whole[-20:])
+    with pytest.raises(ValueError, match=r"copy/model\.safetensors is damaged: its sha256 is not"):
+        adlm.load(tmp_path / "copy", device="cpu")
+    info = json.loads((tmp_path / "copy" / "config.json").read_text())
+    del info["weights_file_sha256"]  # as older versions wrote it
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(info))
+    assert adlm.load(tmp_path / "copy", device="cpu").length == L
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^folder='.*file/x' cannot be written: Not a directory$"):
         lm.save(tmp_path / "file" / "x")

@@ -23,9 +23,11 @@ from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.models import LanguageModel, build_model
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.training.checkpoint import digest
 
 FORMAT = 1
 WEIGHTS, CONFIG, TOKENIZER, CARD = "model.safetensors", "config.json", "tokenizer.json", "README.md"
+WEIGHTS_DIGEST = "weights_file_sha256"
 # What the card calls the folder until it has a name on the hub.
 PLACEHOLDER = "this-folder"
 T = TypeVar("T")
@@ -63,7 +65,7 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         new = Path(name)
         save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, new / WEIGHTS)
-        (new / CONFIG).write_text(json.dumps(info, indent=1))
+        (new / CONFIG).write_text(json.dumps(info | {WEIGHTS_DIGEST: digest(new / WEIGHTS)}, indent=1))
         tokenizer.save(new / TOKENIZER)
         (new / CARD).write_text(card(info))
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
@@ -82,6 +84,12 @@ def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     require(
         info.get("format") == FORMAT,
         f"{folder / CONFIG} has format {info.get('format')!r}; this version reads {FORMAT}",
+    )
+    # Numbers changed on the disk or on the way would be loaded without a sign: safetensors has no checksum. Reads at a
+    # gigabyte a second or more, which is little beside building the model; exports of older versions have none.
+    require(
+        WEIGHTS_DIGEST not in info or info[WEIGHTS_DIGEST] == digest(folder / WEIGHTS),
+        f"{folder / WEIGHTS} is damaged: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
     )
     tokenizer = load_tokenizer(str(folder / TOKENIZER))
     require(
