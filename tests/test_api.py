@@ -251,6 +251,13 @@ def test_save_and_load_again(lm, tmp_path):
         lm.save(None)
 
 
+def test_a_path_may_stand_for_the_name_of_a_file(lm, tmp_path):
+    (tmp_path / "grid.json").write_text(json.dumps({"share": [0.25, 0.5, 1.0], "nats": [1.0, 2.0, 3.0]}))
+    path = tmp_path / "grid.json"
+    named, given = (lm.generate(steps=4, grid=grid)[0].text for grid in (str(path), path))
+    assert named == given
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
