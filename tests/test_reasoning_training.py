@@ -273,6 +273,8 @@ def test_another_run_is_not_continued(tmp_path):
     train(settings(tmp_path, "method=no-cot", "reason.epochs=1"))
     with pytest.raises(ValueError, match=r"reason\.method=no-cot"):
         train(settings(tmp_path, "method=cot", "reason.epochs=1"))
+    with pytest.raises(ValueError, match=r"started with reason\.n_test=8, now it is 9"):  # a training question more
+        train(settings(tmp_path, "method=no-cot", "reason.epochs=1", "reason.n_test=9"))
     longer = train(settings(tmp_path, "method=no-cot", "reason.epochs=2"))
     assert longer.step == 6
     with pytest.raises(ValueError, match=r"checkpoint\.resume"):

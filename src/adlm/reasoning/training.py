@@ -34,14 +34,12 @@ from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
 from adlm.training.parallel import Interruption, Step, World, world
 from adlm.training.setup import claimed_run_folder, micro_batches, show
 
-# What may change when a run is continued: how long it is, and how it is tested.
-FREE = (
-    "reason.epochs", "reason.minutes", "reason.n_test", "reason.test_path", "reason.max_new_tokens",
-    "reason.eval_batch_size",
-)  # fmt: skip
+# What may change when a run is continued: how long it is, and how answers are written. Not how many questions are held
+# out, or from which file: the training questions are the others.
+FREE = ("reason.epochs", "reason.minutes", "reason.max_new_tokens", "reason.eval_batch_size")
 GPU_ROW_MULTIPLE = 128
 """Rows of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile, twice (in
-the first block and in the others), and after eight times the compiler gives up."""
+the first block and in the others)."""
 
 
 class ReasonResult(NamedTuple):
