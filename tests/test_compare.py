@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 from pathlib import Path
 
@@ -123,16 +124,19 @@ def test_runs_side_by_side_are_those_one_by_one(compared, tmp_path, capsys):
         assert (tmp_path / "run" / name / "log.txt").read_text()
 
 
-def test_a_signal_reaches_runs_side_by_side(tmp_path):
-    process = start(tmp_path, "jobs=2", "train.steps=1000000", "adlm", "mdlm", "ar", command="compare")
+def test_signals_to_runs_side_by_side(tmp_path):
+    """One that is killed costs itself; all that run are told to stop, and what waits is not started."""
+    process = start(tmp_path, "jobs=2", "train.steps=1000000", "adlm", "mdlm", "ar", "sedd", command="compare")
     for name in ("adlm", "mdlm"):
         wait_for_step(tmp_path / "run" / name, 1, process)
+    os.kill(int((tmp_path / "run" / "adlm" / ".claim").read_text()), signal.SIGKILL)
+    wait_for_step(tmp_path / "run" / "ar", 1, process)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    for name in ("adlm", "mdlm"):
+    assert process.returncode == 1 and "adlm: error: adlm failed: killed by signal 9" in said
+    for name in ("mdlm", "ar"):
         assert "stopped by a signal" in (tmp_path / "run" / name / "log.txt").read_text()
-    assert not (tmp_path / "run" / "ar").exists()
+    assert not (tmp_path / "run" / "sedd").exists()
 
 
 def test_mistakes_are_said_before_anything_is_trained(tmp_path, capsys):

@@ -106,7 +106,9 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Itera
                 if (entry := read_entry(runs[name])) is not None:
                     yield entry
                 elif process.exitcode and not told:
-                    failed.append(f"{name} failed: {last_line(Path(runs[name].out) / LOG)}")
+                    killed = process.exitcode < 0  # by a full memory, say, and then it had no last word
+                    why = f"killed by signal {-process.exitcode}" if killed else last_line(Path(runs[name].out) / LOG)
+                    failed.append(f"{name} failed: {why}")
                     say(failed[-1])
                 else:
                     say(f"{name}: stopped by a signal; the same command goes on from there")
