@@ -143,7 +143,11 @@ Item = TypeVar("Item")
 
 
 def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
-    """The same items, made by a thread up to `depth` ahead of whoever asks for them."""
+    """The same items, made by a thread up to `depth` ahead of whoever asks for them.
+
+    Who stops asking waits for the item in hand: Python ends a thread that is inside torch when the process ends by
+    aborting the process.
+    """
     ahead: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
     stopped = threading.Event()
 
@@ -164,7 +168,8 @@ def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
         except BaseException as error:  # handed to the consumer, who raises it
             put(None, error)
 
-    threading.Thread(target=make, daemon=True, name="read ahead").start()
+    maker = threading.Thread(target=make, daemon=True, name="read ahead")
+    maker.start()
     try:
         while True:
             item, end = ahead.get()
@@ -175,3 +180,4 @@ def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
             yield item  # type: ignore[misc]
     finally:
         stopped.set()
+        maker.join()
