@@ -74,6 +74,35 @@ def plot_evidence() -> None:
     save(figure, "evidence.png")
 
 
+def plot_compute() -> None:
+    """Held-out bound against training compute, a point a run: recipe fast, three seeds of each."""
+    share = "adlm+recipe=fast+objective.anchor_rule=all+objective.anchor_share=0.25"
+    kinds = {  # runs: colour, marker, label
+        ("evidence", "mdlm-matched+recipe=fast"): ("#e08e45", "o", "no anchors: 2,200, 2,314 and 2,478 steps"),
+        ("evidence-share", "mdlm-matched+recipe=fast+train.steps=2314"): ("#e08e45", "o", None),
+        ("evidence-equal-compute", "mdlm-matched+recipe=fast+train.steps=2478"): ("#e08e45", "o", None),
+        ("evidence", "adlm+recipe=fast"): (OURS, "s", "rare tokens as anchors (tau=5), 2,200 steps"),
+        ("evidence-share", share): (OURS, "o", "a quarter of all masked tokens, 2,200 steps"),
+    }
+    figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    line = []
+    for (folder, kind), (color, marker, label) in kinds.items():
+        entries = json.loads((RESULTS / folder / "table.json").read_text())["entries"]
+        runs = [entry for entry in entries if entry["name"] in {f"{kind}+seed={seed}" for seed in (1, 2, 3)}]
+        assert len(runs) == 3, kind
+        compute = [run["flops_per_token"] * run["training_tokens"] / 1e15 for run in runs]
+        nats = [run["estimate"]["nats_per_token"] for run in runs]
+        axis.scatter(compute, nats, color=color, marker=marker, s=18, alpha=0.6)
+        axis.scatter([sum(compute) / 3], [sum(nats) / 3], color=color, marker=marker, s=90, label=label)
+        if kind.startswith("mdlm"):
+            line.append((sum(compute) / 3, sum(nats) / 3))
+    axis.plot(*zip(*line), color="#e08e45", linewidth=1)
+    axis.set(xlabel="training compute, PFLOP", ylabel="held-out bound, nats per token")
+    axis.grid(alpha=0.3)
+    axis.legend(title="large: mean of three seeds")
+    save(figure, "compute.png")
+
+
 def plot_quick() -> None:
     """Held-out bound after 8.0M tokens, a point for each change of the recipe."""
     ends = {e["run"]: e["nll"] for e in events_of("quick") if e["kind"] == "valid" and e["tokens"] == 488 * 16 * 1024}
@@ -95,7 +124,7 @@ def plot_time() -> None:
     runs = {
         ("time-to-bound", "model=small"): ("243M parameters, recipe quick, 6.5M tokens", OURS, "-"),
         ("time-to-bound", "model=tiny"): ("115M parameters, the same", OURS, ":"),
-        ("ten-minutes", "model=tiny"): ("115M parameters, 344M tokens", "#e08e45", "-"),
+        ("ten-minutes", "model=tiny"): ("115M parameters, 360M tokens", "#e08e45", "-"),
     }
     figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for (folder, name), (label, color, dashes) in runs.items():
@@ -157,6 +186,7 @@ if __name__ == "__main__":
     plot_speed()
     plot_box()
     plot_evidence()
+    plot_compute()
     plot_quick()
     plot_time()
     plot_reasoning()

@@ -130,6 +130,10 @@ def test_later_groups_and_the_command_line_win():
     assert config.load(["recipe=fast", "optim=adamw"]).optim.name == "adamw"
     assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
     assert config.load(["algo=adlm-time", "recipe=fast"]).model.adaln is True
+    assert (fast.objective.anchor_rule, fast.objective.anchor_share) == ("all", 0.25)
+    for choice in (["recipe=fast", "algo=a2r"], ["experiment=box"], ["recipe=published"]):  # as they were measured
+        objective = config.load(choice).objective
+        assert (objective.anchor_rule, objective.tau, objective.anchor_share) == ("count", 5, 1.0)
     quick = config.load(["recipe=quick"])
     assert (quick.model, quick.optim) == (fast.model, fast.optim)
     assert (quick.train.row_pieces, quick.objective.time_density_a, quick.objective.gamma) == (4, 2.0, 0.1)
