@@ -562,6 +562,20 @@ def test_a_run_folder_is_for_one_run_at_a_time(tmp_path):
     assert loop.train(run_config(tmp_path, train__steps=done + 2)).finished
 
 
+def test_preparing_data_can_be_interrupted(tmp_path, monkeypatch):
+    """It may take hours; a signal that waited for the first step to end would look lost."""
+    prepare = loop.setup.prepare_data
+
+    def interrupted(*what):
+        os.kill(os.getpid(), signal.SIGINT)
+        return prepare(*what)
+
+    monkeypatch.setattr(loop.setup, "prepare_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(run_config(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_cannot_start_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         loop.train(run_config(tmp_path, data__path=tmp_path / "nowhere.jsonl"))
