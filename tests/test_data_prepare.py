@@ -314,6 +314,14 @@ def test_unwritable_cache(cfg, tmp_path):
     assert "choose data.cache_dir" in message
 
 
+def test_a_source_that_cannot_be_read_is_not_blamed_on_the_cache(cfg, monkeypatch):
+    def failing(file, algorithm):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("adlm.data.cache.hashlib.file_digest", failing)
+    assert refusal(cfg) == f"cannot read {cfg.path} (Input/output error)"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk(cfg, monkeypatch):
     prepare(cfg, BYTES, 32, "train")
