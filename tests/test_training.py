@@ -547,7 +547,7 @@ def test_init_from_starts_at_given_weights(tmp_path, uninterrupted):
                 tmp_path, checkpoint__init_from=uninterrupted / "run" / "export", model__n_blocks=3, out=tmp_path / "x"
             )
         )
-    with pytest.raises(ValueError, match=r"config\.json is missing"):
+    with pytest.raises(ValueError, match=r"checkpoint\.init_from=.* config\.json is missing"):
         loop.train(run_config(tmp_path, checkpoint__init_from=tmp_path, out=tmp_path / "y"))
 
 
