@@ -259,6 +259,7 @@ BAD = [
     ("model.skips=true model.n_blocks=2 model.n_denoiser_blocks=2", "model.skips=true needs 3 blocks"),
     ("objective.time_density_a=0.5", "objective.time_density_a=0.5 must be at least 1"),
     ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
+    ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),
     ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
     ("train.device=cpu:1", "train.device"),
     ("train.precision=fp16", "choose one of auto, bf16, fp32"),

@@ -81,7 +81,8 @@ RANGES = {
     "train.batch_parts": _COUNT, "train.batch_parts_share": _SHARE,
     "train.valid_every": _NOT_NEGATIVE, "train.valid_rows": _NOT_NEGATIVE, "train.valid_batch_size": _NOT_NEGATIVE,
     "train.log_every": _COUNT, "train.sample_every": _NOT_NEGATIVE, "train.max_bad_steps": _COUNT,
-    "train.spike_factor": _NOT_NEGATIVE, "train.num_threads": _NOT_NEGATIVE,
+    "train.spike_factor": _NOT_NEGATIVE,
+    "train.num_threads": ("in [0, 1024]", lambda x: 0 <= x <= 1024),  # with very many torch dies without a word
     "checkpoint.every": _COUNT, "checkpoint.minutes": _NOT_NEGATIVE, "checkpoint.keep": _COUNT,
     "checkpoint.milestone_every": _NOT_NEGATIVE,
     "eval.draws": _COUNT, "eval.seed": _SEED, "eval.chain_rows": _NOT_NEGATIVE,
