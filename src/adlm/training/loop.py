@@ -179,9 +179,13 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             if cfg.train.sample_every and step % cfg.train.sample_every == 0:
                 averages = ema.whole()
                 if ranks.is_main:
-                    text = sample(averages, data.tokenizer, cfg, step)
-                    metrics.write("sample", step, {"text": text})
-                    metrics.say(f"step {step}: sample\n{text}")
+                    try:
+                        text = sample(averages, data.tokenizer, cfg, step)
+                    except (ValueError, torch.OutOfMemoryError) as error:  # a picture of the run, and not the run
+                        metrics.say(f"step {step}: warning: no sample: {str(error).splitlines()[0]}; training goes on")
+                    else:
+                        metrics.write("sample", step, {"text": text})
+                        metrics.say(f"step {step}: sample\n{text}")
                 window.restart()
             due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
             # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own clock
