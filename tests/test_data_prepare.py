@@ -357,6 +357,12 @@ def test_bpe_is_trained_on_the_training_split_and_kept(cfg, monkeypatch):
     assert (again.fingerprint, again.name) == (first.fingerprint, "bpe-300")
 
 
+def test_the_corpus_of_a_checkpoint_is_for_evaluating_one(cfg):
+    """Said first, and not that its tokenizer, which nobody asked for, cannot be fetched."""
+    with pytest.raises(ValueError, match=r"data\.name=checkpoint is for evaluating a checkpoint"):
+        tokenizer_for(replace(cfg, name="checkpoint", tokenizer=""))
+
+
 def test_default_tokenizer_is_the_corpus_own(cfg):
     assert tokenizer_for(DataConfig(name="text8")).fingerprint == text8_characters().fingerprint
     assert tokenizer_for(replace(cfg, tokenizer="bytes")).fingerprint == BYTES.fingerprint
