@@ -126,6 +126,16 @@ def test_d3pm_approaches_the_continuous_bound_of_its_renormalised_prediction_fro
     assert abs(gaps[2]) < 6 * error
 
 
+@pytest.mark.parametrize(("name", "T"), [("nelbo", 0), ("score-entropy", 0), ("d3pm", 1000)])
+def test_rows_without_a_mask_have_no_loss(name, T):
+    """Short rows at small times: nothing is masked in the whole batch."""
+    rows = Rows(random_tokens(2, 4, MASK), torch.arange(2), 2, times_B=torch.full((2,), 1e-7, dtype=torch.float64))
+    objective = make_objective(ObjectiveConfig(name=name, T=T, sampling_eps=0), NoiseConfig(), MASK, 0)
+    task = objective.draw_bound(rows, 1)
+    assert [len(term.rows_N) for term in task.terms.values()] == [0]
+    assert row_bounds(tiny_model(anchored=False), task).tolist() == [0, 0]
+
+
 def test_baselines_refuse_what_they_cannot_do():
     anchored = tiny_model().config
     for name, T, message in [("d3pm", 5, "without anchors"), ("score-entropy", 0, "without anchors")]:

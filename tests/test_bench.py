@@ -89,11 +89,14 @@ def test_the_command_prints_one_line_of_json(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
         command, "alone", lambda name, cfg, batch, which: command.BENCHMARKS[name](copy.deepcopy(cfg), batch, which)
     )
-    command.run_bench(settings(f"bench.out={tmp_path / 'lines.jsonl'}"), ["train"])
+    with pytest.raises(ValueError, match=r"bench\.out='.*' cannot be written: Is a directory"):
+        command.run_bench(settings(f"bench.out={tmp_path}"), ["train"])
+    assert not capsys.readouterr().err, "refused before anything is measured"
+    command.run_bench(settings(f"bench.out={tmp_path / 'new' / 'lines.jsonl'}"), ["train"])
     captured = capsys.readouterr()
     line = json.loads(captured.out)
     assert line["rows"].keys() == {"2", "3"} and line["rows"]["3"]["speedup"] > 0
-    assert json.loads((tmp_path / "lines.jsonl").read_text()) == line
+    assert json.loads((tmp_path / "new" / "lines.jsonl").read_text()) == line
     assert "speedup" in captured.err
 
 

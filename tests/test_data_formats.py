@@ -68,6 +68,9 @@ def test_parquet(tmp_path):
         list(read(path, "auto", "text"))
     with pytest.raises(ValueError, match="is int, not text"):
         list(read(path, "auto", "n"))
+    pq.write_table(pa.table({"text": ["x"] * 3000 + [None]}), path)
+    with pytest.raises(ValueError, match="row 3001: field 'text'"):
+        list(read(path, "auto", "text"))
 
 
 def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
@@ -150,6 +153,17 @@ def test_truncated_compressed_file(tmp_path):
     (tmp_path / "a.txt.xz").write_bytes(whole[:-20])
     with pytest.raises(ValueError, match="damaged or incomplete"):
         list(read(tmp_path / "a.txt.xz", "auto", ""))
+
+
+@pytest.mark.parametrize(("suffix", "module"), [("gz", gzip), ("xz", lzma), ("bz2", bz2)])
+def test_compressed_file_with_a_changed_byte(tmp_path, suffix, module):
+    """zlib has an error of its own, which is no OSError."""
+    packed = bytearray(module.compress("\n".join(map(str, range(5000))).encode()))
+    packed[20:40] = bytes(255 - byte for byte in packed[20:40])
+    path = tmp_path / f"a.txt.{suffix}"
+    path.write_bytes(packed)
+    with pytest.raises(ValueError, match=f"a.txt.{suffix}"):
+        list(read(path, "auto", ""))
 
 
 def test_folders(tmp_path):

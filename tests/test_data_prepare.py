@@ -314,6 +314,14 @@ def test_unwritable_cache(cfg, tmp_path):
     assert "choose data.cache_dir" in message
 
 
+def test_a_source_that_cannot_be_read_is_not_blamed_on_the_cache(cfg, monkeypatch):
+    def failing(file, algorithm):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("adlm.data.cache.hashlib.file_digest", failing)
+    assert refusal(cfg) == f"cannot read {cfg.path} (Input/output error)"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk(cfg, monkeypatch):
     prepare(cfg, BYTES, 32, "train")
@@ -347,6 +355,12 @@ def test_bpe_is_trained_on_the_training_split_and_kept(cfg, monkeypatch):
     )
     again = tokenizer_for(cfg)
     assert (again.fingerprint, again.name) == (first.fingerprint, "bpe-300")
+
+
+def test_the_corpus_of_a_checkpoint_is_for_evaluating_one(cfg):
+    """Said first, and not that its tokenizer, which nobody asked for, cannot be fetched."""
+    with pytest.raises(ValueError, match=r"data\.name=checkpoint is for evaluating a checkpoint"):
+        tokenizer_for(replace(cfg, name="checkpoint", tokenizer=""))
 
 
 def test_default_tokenizer_is_the_corpus_own(cfg):

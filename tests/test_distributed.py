@@ -127,6 +127,28 @@ def test_what_fails_on_the_first_rank_fails_on_all(alone, tmp_path):
     assert_same_curve(out, alone / "alone")
 
 
+PREPARES_FOR_LONG = """
+import functools, time
+from datetime import timedelta
+import torch.distributed as dist
+from adlm.schema import TrainConfig
+from adlm.training.parallel import world
+
+dist.init_process_group = functools.partial(dist.init_process_group, timeout=timedelta(seconds=1))
+with world(TrainConfig(device="cpu")) as ranks:
+    for _ in range(2):
+        began = time.monotonic()
+        with ranks.main_first():
+            time.sleep(3 if ranks.is_main else 0)
+        assert time.monotonic() - began > 2.5
+"""
+
+
+def test_ranks_wait_for_the_first_longer_than_a_barrier_would(tmp_path):
+    (tmp_path / "prepares.py").write_text(PREPARES_FOR_LONG)
+    run(2, str(tmp_path / "prepares.py"))
+
+
 def test_algorithms_are_compared_on_two_ranks(alone):
     out = alone / "compared"
     run(2, "-m", "adlm", "compare", *overrides(alone, out=out, train__steps=2, eval__rows=4), "mdlm", "adlm")

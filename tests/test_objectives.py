@@ -359,7 +359,7 @@ def test_times_are_stratified_globally_and_nearly_so_in_every_stretch():
         assert abs(stretch.mean().item() - 0.5) < 0.06
 
 
-@pytest.mark.parametrize(("a", "b"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 5)])
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 5), (1e4, 1e4)])
 def test_beta_quantile(a, b):
     u = torch.linspace(0.001, 0.999, 500, dtype=torch.float64)
     np.testing.assert_allclose(beta_quantile(u, a, b), stats.beta.ppf(u, a, b), atol=1e-3)

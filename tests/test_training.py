@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import nn
 
 from adlm import config
 from adlm.data.loader import Batch, read_ahead
+from adlm.data.tokenizers import load_tokenizer
 from adlm.objectives import Rows, make_objective
 from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
@@ -521,6 +523,17 @@ def test_resuming_may_not_move_what_was_read(tmp_path):
         loop.train(run_config(tmp_path, **settings | {"train__steps": 6}))
 
 
+def test_a_key_that_a_checkpoint_does_not_know_had_its_default(tmp_path):
+    """A run of an older version may not change its objective because a recipe sets what came later."""
+    tokenizer = load_tokenizer("bytes")
+    before = asdict(run_config(tmp_path, recipe="fast"))
+    del before["objective"]["anchor_share"]
+    info = {"config": before, "tokenizer": tokenizer.fingerprint}
+    with pytest.raises(ValueError, match=r"started with objective\.anchor_share=1\.0, now it is 0\.25"):
+        checkpoint.check_same_run(info, run_config(tmp_path, recipe="fast"), tokenizer)
+    checkpoint.check_same_run(info, run_config(tmp_path, recipe="fast", objective__anchor_share=1), tokenizer)
+
+
 def test_a_finished_run_keeps_its_bound(tmp_path):
     """That of its last weights, not the best on the way, when the command is given again."""
     settings = {"optim__lr": 0.5, "optim__ema": 0.0, "train__valid_every": 2}  # a rate that makes it worse
@@ -547,7 +560,7 @@ def test_init_from_starts_at_given_weights(tmp_path, uninterrupted):
                 tmp_path, checkpoint__init_from=uninterrupted / "run" / "export", model__n_blocks=3, out=tmp_path / "x"
             )
         )
-    with pytest.raises(ValueError, match=r"config\.json is missing"):
+    with pytest.raises(ValueError, match=r"checkpoint\.init_from=.* config\.json is missing"):
         loop.train(run_config(tmp_path, checkpoint__init_from=tmp_path, out=tmp_path / "y"))
 
 
@@ -560,6 +573,20 @@ def test_a_run_folder_is_for_one_run_at_a_time(tmp_path):
     process.communicate()
     done = max(Checkpoints(tmp_path / "run", CheckpointConfig(), None).steps(), default=0)
     assert loop.train(run_config(tmp_path, train__steps=done + 2)).finished
+
+
+def test_preparing_data_can_be_interrupted(tmp_path, monkeypatch):
+    """It may take hours; a signal that waited for the first step to end would look lost."""
+    prepare = loop.setup.prepare_data
+
+    def interrupted(*what):
+        os.kill(os.getpid(), signal.SIGINT)
+        return prepare(*what)
+
+    monkeypatch.setattr(loop.setup, "prepare_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(run_config(tmp_path))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_cannot_start_leaves_no_folder(tmp_path):
@@ -607,6 +634,13 @@ def test_samples_during_training_are_recorded_and_change_nothing(tmp_path, unint
     assert [e["step"] for e in samples] == [6, 12] and all(isinstance(e["text"], str) for e in samples)
     ours, whole = weights(tmp_path / "run"), weights(uninterrupted / "run")
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_a_sample_that_cannot_be_drawn_does_not_stop_training(tmp_path, capsys):
+    settings = {"algo": "mdlm", "sampling__sampler": "anchor-first", "train__sample_every": 2, "train__steps": 4}
+    assert loop.train(run_config(tmp_path, **settings)).finished
+    said = capsys.readouterr().err
+    assert said.count("no sample: sampling.sampler='anchor-first' needs a model with an anchor network") == 2
 
 
 @pytest.mark.parametrize(

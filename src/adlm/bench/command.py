@@ -30,6 +30,7 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
     require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
     name = choose("benchmark", args[0], tuple(BENCHMARKS))
     batches = [read_size(word) for word in cfg.bench.batches.split(",")]
+    append(cfg.bench.out, "")  # say now that it cannot be written, and not when all is measured
     results = {}
     for batch in batches:
         entry: dict[str, Any] = {}
@@ -44,10 +45,21 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
     line = {"benchmark": name, "device": on, "torch": torch.__version__, "command": command_line(), "rows": results}
     Console(stderr=True).print(table(name, on, results))
     print(json.dumps(line))
-    if cfg.bench.out:
-        with Path(cfg.bench.out).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    append(cfg.bench.out, json.dumps(line) + "\n")
     return line
+
+
+def append(out: str, text: str) -> None:
+    """To the file `out`, if there is to be one; its folder is made."""
+    if not out:
+        return
+    path = Path(out).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(f"bench.out={out!r} cannot be written: {error.strerror}") from None
 
 
 def read_size(word: str) -> int:

@@ -58,9 +58,10 @@ _POSITIVE = ("above 0", lambda x: 0 < x < math.inf)
 _SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
 _BELOW_ONE = ("in [0, 1)", lambda x: 0 <= x < 1)
 _INSIDE = ("in (0, 1)", lambda x: 0 < x < 1)
+_SEED = ("in [0, 2^63)", lambda x: 0 <= x < 1 << 63)
 _UP_TO_ONE = ("in (0, 1]", lambda x: 0 < x <= 1)
 RANGES = {
-    "seed": _NOT_NEGATIVE,
+    "seed": _SEED,
     "model.hidden_size": _COUNT, "model.n_heads": _COUNT, "model.n_blocks": _COUNT, "model.cond_dim": _COUNT,
     "model.n_denoiser_blocks": _NOT_NEGATIVE, "model.mlp_ratio": _COUNT, "model.dropout": _BELOW_ONE,
     "model.length": ("at least 4", lambda x: x >= 4),
@@ -80,13 +81,14 @@ RANGES = {
     "train.batch_parts": _COUNT, "train.batch_parts_share": _SHARE,
     "train.valid_every": _NOT_NEGATIVE, "train.valid_rows": _NOT_NEGATIVE, "train.valid_batch_size": _NOT_NEGATIVE,
     "train.log_every": _COUNT, "train.sample_every": _NOT_NEGATIVE, "train.max_bad_steps": _COUNT,
-    "train.spike_factor": _NOT_NEGATIVE, "train.num_threads": _NOT_NEGATIVE,
+    "train.spike_factor": _NOT_NEGATIVE,
+    "train.num_threads": ("in [0, 1024]", lambda x: 0 <= x <= 1024),  # with very many torch dies without a word
     "checkpoint.every": _COUNT, "checkpoint.minutes": _NOT_NEGATIVE, "checkpoint.keep": _COUNT,
     "checkpoint.milestone_every": _NOT_NEGATIVE,
-    "eval.draws": _COUNT, "eval.seed": _NOT_NEGATIVE, "eval.chain_rows": _NOT_NEGATIVE,
+    "eval.draws": _COUNT, "eval.seed": _SEED, "eval.chain_rows": _NOT_NEGATIVE,
     "eval.rows": _NOT_NEGATIVE, "eval.perplexity_batch_size": _COUNT,
     "sampling.steps": _COUNT, "sampling.n": _COUNT, "sampling.length": _NOT_NEGATIVE, "sampling.batch_size": _COUNT,
-    "sampling.seed": _NOT_NEGATIVE, "sampling.temperature": _NOT_NEGATIVE, "sampling.top_p": _UP_TO_ONE,
+    "sampling.seed": _SEED, "sampling.temperature": _NOT_NEGATIVE, "sampling.top_p": _UP_TO_ONE,
     "sampling.top_k": _NOT_NEGATIVE, "sampling.min_p": _BELOW_ONE, "sampling.eta": _SHARE, "sampling.t_on": _SHARE,
     "sampling.t_off": _SHARE, "sampling.alpha_on": _SHARE, "sampling.threshold": _NOT_NEGATIVE,
     "sampling.guidance": _NOT_NEGATIVE, "sampling.stride": _NOT_NEGATIVE,
@@ -222,6 +224,12 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
         f"(train.global_batch_size={t.global_batch_size} over {world_size} ranks)",
     )
     require(m.length % t.row_pieces == 0, f"train.row_pieces={t.row_pieces} must divide model.length={m.length}")
+    piece = m.length // t.row_pieces
+    require(
+        RANGES["model.length"][1](piece),  # a row of one token has nothing to predict it from, or to predict
+        f"train.row_pieces={t.row_pieces} cuts model.length={m.length} into rows of {piece}; they must be"
+        f" {RANGES['model.length'][0]} tokens long",
+    )
     check_graphs(t, world_size)
     device, _, number = t.device.partition(":")
     require(

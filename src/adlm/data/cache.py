@@ -26,8 +26,11 @@ def sha256(path: Path, cache: Path) -> str:
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(memory.read_text(encoding="utf-8"))
     if key not in known:
-        with open(path, "rb") as file:
-            known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with open(path, "rb") as file:
+                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:  # of the source, and no fault of the cache (`explained`)
+            raise ValueError(f"cannot read {path} ({error.strerror or error})") from None
         cache.mkdir(parents=True, exist_ok=True)
         write_atomically(memory, json.dumps(known, indent=1))
     return known[key]

@@ -9,6 +9,7 @@ import csv
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,7 @@ def open_text(path: Path) -> Iterator[IO[str]]:
             yield file
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text (first bad byte at offset {_first_bad_byte(path)})") from None
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged or incomplete ({error})") from None
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror or error})") from None
@@ -232,9 +233,9 @@ def parquet(path: Path, text_key: str) -> Iterator[str]:
         raise ValueError(f"{path} is not a parquet file ({str(error).splitlines()[0]})") from None
     columns = file.schema_arrow.names
     require(text_key in columns, f"{path} has no column {text_key!r} (data.text_key); it has {', '.join(columns)}")
-    for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
-        for number, value in enumerate(batch.column(0).to_pylist()):
-            yield field({text_key: value}, text_key, f"{path} row {number}")
+    batches = file.iter_batches(batch_size=1024, columns=[text_key])
+    for number, value in enumerate((value for batch in batches for value in batch.column(0).to_pylist()), 1):
+        yield field({text_key: value}, text_key, f"{path} row {number}")
 
 
 def by_suffix(path: Path, text_key: str) -> Iterator[str]:

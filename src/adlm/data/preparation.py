@@ -23,11 +23,10 @@ from adlm.data import blocks as storage
 from adlm.data import detokenizers, formats, packing, pydocs
 from adlm.data.blocks import Blocks, Damaged, RowWriter
 from adlm.data.cache import cache_folder, explained, locked, sha256
-from adlm.data.corpora import get_corpus
 from adlm.data.packing import Tokens
 from adlm.data.progress import Progress
 from adlm.data.shards import Shards
-from adlm.data.sources import Source, resolve
+from adlm.data.sources import Source, readable_corpus, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import choose, require
 from adlm.schema import DataConfig
@@ -70,7 +69,8 @@ def tokenizer_for(cfg: DataConfig) -> Tokenizer:
     if folder := prepared_folder(cfg, "train"):
         own = folder / "tokenizer.json"
         return load_tokenizer(cfg.tokenizer or str(own), root=cfg.root)
-    name = cfg.tokenizer or get_corpus(cfg.name)[1].tokenizer
+    _, corpus = readable_corpus(cfg.name)
+    name = cfg.tokenizer or corpus.tokenizer
     if not name.startswith("bpe-"):
         return load_tokenizer(name, root=cfg.root)
     source = resolve(cfg, "train")
@@ -82,7 +82,7 @@ def tokenizer_for(cfg: DataConfig) -> Tokenizer:
             if kept.is_file():
                 with contextlib.suppress(ValueError):
                     return _named(load_tokenizer(str(kept)), name)
-            trained = load_tokenizer(name, documents=source.documents(get_corpus(cfg.name)[1].length))
+            trained = load_tokenizer(name, documents=source.documents(corpus.length))
             storage.write_atomically(kept, trained.backend.to_str())
             return trained
 

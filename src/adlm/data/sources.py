@@ -73,18 +73,23 @@ class Source:
         return f"{what} ({self.files[0]}" + (f" and {len(self.files) - 1} more)" if len(self.files) > 1 else ")")
 
 
+def readable_corpus(name: str) -> tuple[str, Corpus]:
+    """`get_corpus` of a name that stands for a corpus of its own."""
+    require(name != "checkpoint", "data.name=checkpoint is for evaluating a checkpoint; name a corpus here")
+    return get_corpus(name)
+
+
 def resolve(cfg: DataConfig, split: str) -> Source:
     """Which documents `split` is: data.path / data.valid_path, else data.root, else the embedded corpus or the hub."""
     choose("split", split, SPLITS)
     if split != "train" and cfg.valid_name and cfg.valid_name != cfg.name:
         # Validation on another corpus: only valid_path and root can hold its files.
         cfg = replace(cfg, name=cfg.valid_name, valid_name="", path="")
-    name, corpus = get_corpus(cfg.name)
+    name, corpus = readable_corpus(cfg.name)
     share = corpus.valid_share or cfg.valid_share
     require(0 <= share < 1, f"data.valid_share={share} must be at least 0 and less than 1")
     text_key = cfg.text_key if name == "file" else corpus.text_key
     source = Source(name, corpus, corpus.only or split, share=share, text_key=text_key)
-    require(name != "checkpoint", "data.name=checkpoint is for evaluating a checkpoint; name a corpus here")
     if name == "pydocs":
         return _held_out(source)
     require(name not in ("file", "prepared") or bool(cfg.path), f"data.name={name} needs data.path")

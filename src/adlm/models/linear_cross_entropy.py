@@ -181,9 +181,10 @@ def linear_row_losses(
     b = offsets(weight_VD, bias_V, exclude, weight_VD.shape[0], accumulate)
     per_chunk = with_floor(chunk_loss, floor)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
-    for h_nD, target_n, weight_n in zip(hidden_ND.split(rows), targets_N.split(rows), weights_N.split(rows)):
-        logits_nV = torch.nn.functional.linear(h_nD, weight_VD, b)
-        losses.append(per_chunk(logits_nV, target_n, weight_n.to(accumulate))[0])
+    for start in range(0, hidden_ND.shape[0], rows):  # not `split`: it makes one chunk of no rows, too
+        part = slice(start, start + rows)
+        logits_nV = torch.nn.functional.linear(hidden_ND[part], weight_VD, b)
+        losses.append(per_chunk(logits_nV, targets_N[part], weights_N[part].to(accumulate))[0])
     return torch.cat(losses)
 
 

@@ -35,7 +35,8 @@ def beta_quantile(u: Tensor, a: float, b: float, resolution: int = 8192) -> Tens
     if a == 1.0 and b == 1.0:
         return u
     x = torch.linspace(0, 1, resolution + 1, dtype=torch.float64, device=u.device)
-    density = x ** (a - 1) * (1 - x) ** (b - 1)
+    log_density = torch.xlogy(a - 1, x) + torch.xlogy(b - 1, 1 - x)
+    density = (log_density - log_density.max()).exp()  # a narrow one has no float64 for its own height
     mass = torch.cat((density.new_zeros(1), ((density[1:] + density[:-1]) / 2).cumsum(0)))
     mass = mass / mass[-1]
     right = torch.searchsorted(mass, u.double().clamp(0, 1)).clamp(1, resolution)

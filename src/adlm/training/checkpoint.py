@@ -212,9 +212,10 @@ def check_same_run(
             f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
             " use another out="
         )
-    now = asdict(cfg)
+    now, default = asdict(cfg), asdict(Config())
     for part in parts:
-        for key, value in info["config"][part].items():
+        # an older version had fewer keys, and did what the default of a later one says
+        for key, value in (default[part] | info["config"][part]).items():
             if now[part].get(key) != value and f"{part}.{key}" not in free:
                 refuse_change(cfg, f"{part}.{key}", value, now[part].get(key))
     before = info["config"]["optim"]

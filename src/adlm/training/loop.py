@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,11 +62,12 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
     """Train to cfg.train.steps, or until a signal asks to stop; go on where the run folder's checkpoint stopped."""
     with (
         world(cfg.train) as ranks,
-        Interruption() as interruption,
         setup.claimed_run_folder(cfg.out, ranks) as run,
+        # before signals wait for a step to end: preparing may take hours, and leaves nothing to save
+        nullcontext(setup.prepare_data(cfg, ranks)) as data,
+        Interruption() as interruption,
         Checkpoints(run, cfg.checkpoint, ranks) as checkpoints,
     ):
-        data = setup.prepare_data(cfg, ranks)
         objective = setup.objective_for(cfg, data)
         found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
         model = setup.make_model(cfg, data.tokenizer, fresh=found is None).to(ranks.device)
@@ -177,9 +179,13 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             if cfg.train.sample_every and step % cfg.train.sample_every == 0:
                 averages = ema.whole()
                 if ranks.is_main:
-                    text = sample(averages, data.tokenizer, cfg, step)
-                    metrics.write("sample", step, {"text": text})
-                    metrics.say(f"step {step}: sample\n{text}")
+                    try:
+                        text = sample(averages, data.tokenizer, cfg, step)
+                    except (ValueError, torch.OutOfMemoryError) as error:  # a picture of the run, and not the run
+                        metrics.say(f"step {step}: warning: no sample: {str(error).splitlines()[0]}; training goes on")
+                    else:
+                        metrics.write("sample", step, {"text": text})
+                        metrics.say(f"step {step}: sample\n{text}")
                 window.restart()
             due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
             # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own clock

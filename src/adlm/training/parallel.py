@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from adlm.training.graphs import Replays
 STRATEGIES = ("ddp", "fsdp")
 COMPILE = ("auto", "true", "false", "block", "max")
 PRECISIONS = ("auto", "fp32", "bf16")
+PATIENCE = timedelta(days=7)
+"""With a first rank that prepares data."""
 
 
 @dataclass
@@ -62,14 +65,23 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others do: for work whose result is cached on disk."""
+        """Rank 0 runs the body before the others do: for work whose result is cached on disk.
+
+        That may be hours of tokenising, and a barrier gives up after ten minutes on GPUs (thirty on CPUs); so the
+        others wait for a word in the store through which the ranks have met.
+        """
+        if self.size == 1:
+            yield
+            return
+        store = dist.distributed_c10d._get_default_store()
+        word = f"adlm/main_first/{store.add(f'adlm/main_first/turns/{self.rank}', 1)}"
         if not self.is_main:
-            self.barrier()
+            store.wait([word], PATIENCE)
         try:
             yield
         finally:
             if self.is_main:
-                self.barrier()
+                store.set(word, "done")
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")

@@ -55,16 +55,18 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Languag
     torch.manual_seed(cfg.seed)
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     if cfg.checkpoint.init_from and fresh:
-        loaded = load_folder(Path(cfg.checkpoint.init_from))
+        given = f"checkpoint.init_from={cfg.checkpoint.init_from!r}"
+        try:
+            loaded = load_folder(Path(cfg.checkpoint.init_from))
+        except ValueError as error:
+            raise ValueError(f"{given}: {error}") from None
         require(
-            loaded.tokenizer.fingerprint == tokenizer.fingerprint,
-            f"checkpoint.init_from={cfg.checkpoint.init_from!r} has another tokenizer than this run's data",
+            loaded.tokenizer.fingerprint == tokenizer.fingerprint, f"{given} has another tokenizer than this run's data"
         )
         try:
             model.load_state_dict(loaded.model.state_dict())
         except RuntimeError as error:
-            problem = str(error).splitlines()[1].strip()
-            raise ValueError(f"checkpoint.init_from={cfg.checkpoint.init_from!r} is another model: {problem}") from None
+            raise ValueError(f"{given} is another model: {str(error).splitlines()[1].strip()}") from None
     return model
 
 
