@@ -1,8 +1,10 @@
 """`adlm serve [CHECKPOINT ...]`: load the models, say where they are, answer until told to stop."""
 
+import atexit
 import logging
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from adlm.serving.app import make_app
 from adlm.serving.metrics import server_metrics
 from adlm.serving.models import Service, check_defaults
 from adlm.serving.server import make_server
+
+log = logging.getLogger("adlm.serving")
 
 
 def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
@@ -41,7 +45,19 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     shown = f"[{host}]" if ":" in host else host
     print(f"adlm serves on http://{shown}:{port} (key: {'required' if key else 'none'})", flush=True)
     server.run(sockets=[listener])
+    service.stop_workers(0.1)  # after a second signal nobody has told them
+    if service.undone:
+        log.warning("left undone, inside a step: %s", "; ".join(service.undone))
+        atexit.register(leave, service)
     return {"requests": server.server_state.total_requests}
+
+
+def leave(service: Service) -> None:
+    """End the process at once if a thread is still inside torch, where Python could only end it by an abort."""
+    if service.undone:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def load_model(path: str, cfg: Config) -> LanguageModel:

@@ -245,6 +245,22 @@ class Service:
         problem = Problem(503, "the server shut down before this request was finished", "shutting_down")
         for job in self.jobs:
             job.updates.put_nowait(problem)
+        for served in self.models.values():
+            served.worker.give_up_calls(problem)
+
+    def stop_workers(self, seconds: float) -> None:
+        """Let every model's thread end after the step it is in, and wait for them all, together at most `seconds`."""
+        workers = [m.worker for m in self.models.values()]
+        for worker in workers:
+            worker.stop()
+        end = time.monotonic() + seconds
+        for worker in workers:
+            worker.thread.join(max(0.0, end - time.monotonic()))
+
+    @property
+    def undone(self) -> list[str]:
+        """What the threads that have not ended are busy with."""
+        return [m.worker.undone for m in self.models.values() if m.worker.thread.is_alive()]
 
     @property
     def ready(self) -> bool:
