@@ -30,7 +30,7 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         f"serve.max_n={cfg.serve.max_n} rows could never be accepted: serve.slots + serve.queue is"
         f" {cfg.serve.slots + cfg.serve.queue}",
     )
-    check_defaults(cfg.sampling)
+    check_defaults(cfg.sampling, cfg.serve.max_steps)
     if cfg.train.num_threads:
         torch.set_num_threads(cfg.train.num_threads)
     paths = list(args or ()) or [cfg.eval.checkpoint or str(default_checkpoint())]
@@ -68,7 +68,7 @@ def names(paths: list[str]) -> dict[str, str]:
     """Ids of the models: the last part of each path that says something, made unique."""
     found: dict[str, str] = {}
     for path in paths:
-        parts = [p for p in Path(path).expanduser().resolve().parts if p not in ("export", "checkpoints")]
+        parts = [p for p in Path(os.path.expanduser(path)).resolve().parts if p not in ("export", "checkpoints")]
         name = base = Path(parts[-1]).stem if path.endswith(".ckpt") else parts[-1]
         number = 1
         while name in found:

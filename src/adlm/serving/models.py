@@ -178,8 +178,13 @@ class Served:
         return [replace(request, seed=request.seed + i) for i in range(n)]
 
 
-def check_defaults(c: SamplingConfig) -> None:
+def check_defaults(c: SamplingConfig, max_steps: int) -> None:
     """What `adlm serve` cannot take as a default of requests is refused, not ignored."""
+    require(
+        c.steps <= max_steps,
+        f"sampling.steps={c.steps} is more than serve.max_steps={max_steps}:"
+        " every request without steps would be refused",
+    )
     given = [f"sampling.{name}" for name in NOT_FOR_SERVERS if getattr(c, name) != getattr(SamplingConfig, name)]
     names = " and ".join(given)
     require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many rows at once")
