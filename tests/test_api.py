@@ -352,6 +352,11 @@ def test_what_cannot_be_loaded_is_answered(tmp_path):
         adlm.load(tmp_path)
 
 
+def test_the_home_of_nobody_is_a_folder_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"eval\.checkpoint='~nobody-of-that-name/run' does not exist"):
+        adlm.load("~nobody-of-that-name/run")
+
+
 # adlm sample
 
 
@@ -387,6 +392,14 @@ def test_a_file_of_other_settings_is_refused(folder, tmp_path):
     out.write_text("{}\n")
     with pytest.raises(ValueError, match="line 1 is not a sample"):
         run_sample(config(folder, out=str(out)))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_drawn(folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("adlm.api.command.draw", lambda *args: pytest.fail("it was drawn and would be lost"))
+    for out in (tmp_path, tmp_path / "file" / "samples.jsonl"):
+        with pytest.raises(ValueError, match=f"sampling.out='{out}' cannot be written"):
+            run_sample(config(folder, out=str(out)))
 
 
 def test_samples_of_another_grid_are_other_samples(folder, tmp_path):

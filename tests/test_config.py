@@ -48,6 +48,14 @@ def test_a_data_file_says_what_the_table_of_corpora_says(name, defaults):
     assert cfg.model.length == corpus.length or corpus.length == 1024
 
 
+@pytest.mark.parametrize("key", config.PLACES)
+def test_home_is_home_wherever_the_tilde_stands(key, monkeypatch):
+    """Shells expand `out=~/x`, some of them, and `sampling.out=~/x` never: samples went to a folder called ~."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert config.flatten(config.load([f"{key}=~/x"]))[key] == "/home/someone/x"
+    assert config.flatten(config.load([f"{key}=a/~/x"]))[key] == "a/~/x"
+
+
 # key -> (module, table) where the names stand a second time, beside the code that they select
 TABLES = {
     "mode": ("adlm.cli", "MODES"),

@@ -264,6 +264,26 @@ def test_cancel(model):
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_iterators_that_are_read_in_turn_each_get_their_own(model, slots):
+    """A run used to swallow the end of a stream that was begun before it, and who read on waited for ever."""
+    alone = [list(Engine(model, slots=1).stream(request(seed, watch=True))) for seed in range(2)]
+    ran = sorted(rows(Engine(model, slots=1), [request(seed) for seed in range(2, 5)]))
+    engine = Engine(model, slots=slots)
+    streams = [engine.stream(request(seed, watch=True)) for seed in range(2)]
+    seen = [[next(stream)] for stream in streams]
+    assert sorted(r.tokens for r in engine.run(request(seed) for seed in range(2, 5))) == ran
+    given_up = engine.stream(request(9, watch=True))
+    next(given_up)
+    given_up.close()
+    for _ in range(100):  # in turn, and not for ever
+        for stream, updates in zip(streams, seen):
+            updates += [u for u in [next(stream, None)] if u is not None]
+    for updates, expected in zip(seen, alone):
+        assert [(u.tokens, u.nfe) for u in updates] == [(u.tokens, u.nfe) for u in expected]
+    assert not (engine.busy or engine.unread or engine.awaited)
+
+
 def test_leaving_a_stream_cancels_the_row(model):
     engine = Engine(model, slots=1)
     stream = engine.stream(request(1, steps=40, watch=True))
@@ -550,7 +570,11 @@ def test_templates():
         ({"top_p": 0.0}, r"sampling.top_p must lie in \(0, 1\], got 0"),
         ({"steps": 0}, "sampling.steps must be at least 1, got 0"),
         ({"temperature": -0.1}, "sampling.temperature"),
+        ({"temperature": math.inf}, "sampling.temperature"),
+        ({"temperature": 1e39}, "sampling.temperature must be 0 .* up to 3e38, got 1e"),
+        ({"top_k": 2**70}, "sampling.top_k"),
         ({"guidance": -1.0}, "sampling.guidance"),
+        ({"guidance": math.inf}, "sampling.guidance"),
         ({"stride": 12}, "sampling.stride"),
         ({"sampler": "mldm"}, "did you mean 'mdlm'"),
         ({"sampler": "remdm-loop", "t_on": 0.2, "t_off": 0.6}, "sampling.t_off < sampling.t_on"),

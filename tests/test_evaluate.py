@@ -322,6 +322,13 @@ def test_other_weights_have_other_files(home, tmp_path):
     assert "gen_ppl" not in first["settings"][0]["metrics"]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_drawn(home, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("adlm.evaluation.evaluate.draw_samples", lambda *args: pytest.fail("it was drawn"))
+    with pytest.raises(ValueError, match=f"eval.out='{tmp_path}/file/x' is not a writable folder"):
+        run_evaluate(evaluate_config(line(home, tmp_path / "file" / "x")))
+
+
 def test_a_judge_that_fails_loses_nothing(home, tmp_path, monkeypatch, capsys):
     broken = tmp_path / "broken"
     broken.mkdir()

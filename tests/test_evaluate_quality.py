@@ -43,6 +43,14 @@ def test_ratio_weighs_samples_by_their_tokens():
     assert found.through(math.exp).value == pytest.approx(math.exp(310 / 110))
 
 
+def test_samples_without_a_token_leave_the_interval_a_number():
+    """Texts that ended at once have nothing to judge; results.json said NaN, which is no JSON."""
+    nats, tokens = np.array([10.0, 300.0, 0.0, 0.0]), np.array([10.0, 100.0, 0.0, 0.0])
+    value, low, high = bootstrap_ratio(nats, tokens)
+    assert value == 310 / 110 and low == 1.0 and high == 3.0
+    assert bootstrap_ratio(nats[1:], tokens[1:]) == Interval(3.0)
+
+
 def test_intervals_cover():
     """Ratio of sums of a skewed quantity, 60 samples, 300 repeats: 95% intervals cover in 90 to 98% (z = 4 around
     the 94% that a percentile bootstrap of so few samples reaches)."""

@@ -479,3 +479,15 @@ def test_every_sampling_setting_can_be_set_per_request():
     fields = {f.name for f in dataclasses.fields(SamplingConfig)}
     # stop means more to completions, and a file of the server's is not for clients to choose
     assert fields == set(Settings.model_fields) | set(NOT_FOR_SERVERS) | {"stop", "grid"}
+
+
+@pytest.mark.parametrize("sampler", ["mdlm", "autoregressive"])
+def test_an_early_end_never_hides_a_required_word_streamed_or_not(http, lm, sampler):
+    """An end of text before the last required word is drawn again, so it does not settle what is streamed."""
+    for seed in range(10):
+        body = {"prompt": "a", "max_tokens": 28, "sampler": sampler, "steps": 28, "seed": seed, "required": ["zqz"]}
+        said = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert "zqz" in said
+        chunks = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+        texts = [json.loads(c[6:])["choices"][0]["text"] for c in chunks if c.startswith("data: {")]
+        assert "".join(texts) == said

@@ -52,6 +52,10 @@ def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
             "sampling.prompt and sampling.seed: not for a server",
         ),
         (["sampling.batch_size=64"], "sampling.batch_size: not for a server; requests say what is drawn, serve.slots"),
+        (
+            ["sampling.steps=100", "max_steps=50"],
+            "sampling.steps=100 is more than serve.max_steps=50: every request without steps would be refused",
+        ),
         (["sampling.grid=nowhere.json"], "sampling.grid='nowhere.json' does not exist"),
     ],
 )

@@ -450,6 +450,77 @@ def test_a_drain_finishes_or_cancels_and_refuses_what_is_new(lm, grace):
     assert grace > 1 or any(a.status_code == 503 for a in answers)
 
 
+# `adlm serve` whose engine, from its first step or from the first after the warm-up, stays inside torch for minutes.
+STUCK = """
+import sys, torch
+from adlm import cli
+from adlm.engine import Engine
+from adlm.serving.worker import Worker
+step, warm_up = Engine.step, Worker.warm_up
+def stuck(self):
+    print("stuck", flush=True)
+    while True:
+        torch.rand(256, 1024).sort()
+def then_stuck(self):
+    engine = warm_up(self)
+    Engine.step = stuck
+    return engine
+if sys.argv[1] == "starting":
+    Engine.step = stuck
+else:
+    Worker.warm_up = then_stuck
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("when", "signals"), [("starting", 1), ("working", 1), ("working", 2)])
+def test_a_signal_in_a_long_step_ends_the_server_all_the_same(tmp_path, when, signals):
+    """Python ends a thread that is inside torch by aborting the process: status 134 instead of 0."""
+    folder = readable_model(tmp_path / "tiny")
+    command = [sys.executable, "-c", STUCK, when, "serve", str(folder), "port=0", "grace=0.2", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        url = next(line for line in process.stdout if line.startswith("adlm serves on")).split()[3]
+        answers = []
+        clients = [threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/infill", json={}, timeout=60)))]
+        if when == "working":
+            wait_until(lambda: httpx.get(url + "/readyz").status_code == 200)
+            clients[0].start()
+        assert "stuck" in next(process.stdout)
+        begin = time.monotonic()
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        said, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    left = "tiny, starting" if when == "starting" else "tiny, 1 rows or scores"
+    assert process.returncode == 0 and time.monotonic() - begin < 10, errors
+    assert errors.count("left undone") == 1 and errors.strip().endswith(f"left undone, inside a step: {left}")
+    assert "requests" in json.loads(said.splitlines()[-1]), "what the command says at its end is not lost"
+    if when == "working" and signals == 1:
+        clients[0].join()
+        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+
+
+def test_a_score_under_way_is_told_that_the_server_goes(lm, monkeypatch):
+    own, go = LanguageModel(lm.loaded), threading.Event()
+    monkeypatch.setattr(own, "score", lambda *args, **named: go.wait(60))
+    with serving({"tiny": own}, grace=0.05) as running:
+        answers = []
+        ask = threading.Thread(
+            target=lambda: answers.append(httpx.post(running.url + "/v1/score", json={"text": "a b"}, timeout=60))
+        )
+        ask.start()
+        wait_until(lambda: worker(running).taken == 1)
+        running.server.handle_exit(signal.SIGTERM, None)
+        ask.join()
+        go.set()
+        running.thread.join(60)
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+
+
 @pytest.mark.slow
 def test_kill_term_under_load(lm, tmp_path):
     """The real command, the real signal: every client gets its whole answer or a clear refusal, and the exit is 0."""

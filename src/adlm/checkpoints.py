@@ -1,5 +1,6 @@
 """A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ def load(
     checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help a release checkpoint that
     does not carry its own.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
     if path.is_file():
         loaded = load_release(path, ema, tokenizer, root)

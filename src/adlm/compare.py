@@ -30,7 +30,7 @@ from adlm.evaluation.results import write_result
 from adlm.schema import Config
 from adlm.training.loop import command_line, train
 from adlm.training.parallel import Interruption, world
-from adlm.training.setup import make_run_folder
+from adlm.training.setup import writable_folder
 
 ENTRY, LOG = "compared.json", "log.txt"
 REFERENCE = "adlm"
@@ -116,7 +116,7 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Itera
 
 def finish_quietly(name: str, run: Config) -> None:
     """A process of `side_by_side`: whatever is said goes to a file."""
-    folder = make_run_folder(run.out)
+    folder = writable_folder("out", Path(run.out))
     with open(folder / LOG, "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -63,7 +63,7 @@ def as_tokens(what: str, value: Any, encode: Callable[[str], list[int]]) -> list
 
 def as_path(what: str, value: Any) -> Path:
     require(isinstance(value, (str, os.PathLike)), f"{what} must be a path, got {shown(value)}")
-    return Path(value).expanduser()
+    return Path(os.path.expanduser(value))
 
 
 def shown(value: Any) -> str:

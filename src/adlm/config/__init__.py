@@ -26,6 +26,10 @@ __all__ = ["check", "choices", "flatten", "from_yaml", "load", "save"]
 # These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
+# Where commands write, and what they start from: ~ is the user's home, which shells do not say of `sampling.out=~/x`
+PLACES = (
+    "out", "sampling.out", "eval.out", "eval.release_json", "bench.out", "eval.checkpoint", "checkpoint.init_from",
+)  # fmt: skip
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -78,6 +82,8 @@ def _read_value(key: str, text: str) -> Any:
     202401 and stumble over a path with `=`. Whole numbers may be written 1e6 or 1_000_000."""
     kind = keys()[key].kind
     if kind is str:
+        if key in PLACES:
+            return os.path.expanduser(text)
         allowed = choices(key)
         return text if allowed is None else choose(key, text if text in allowed else text.lower(), allowed)
     if kind is bool:

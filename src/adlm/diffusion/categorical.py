@@ -29,8 +29,10 @@ def check_drawing(
     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, where: str = "sampling."
 ) -> None:
     """Host-side check of one request's settings; the names in the message are the configuration keys."""
-    require(temperature >= 0, f"{where}temperature must be 0 (greedy) or more, got {temperature}")
-    require(top_k >= 0, f"{where}top_k must be 0 (off) or a number of tokens, got {top_k}")
+    # Logits are divided in float32: beyond its range a banned token is -inf / inf, and every draw would be token 0.
+    most = torch.finfo(torch.float32).max
+    require(0 <= temperature <= most, f"{where}temperature must be 0 (greedy) or more, up to 3e38, got {temperature}")
+    require(0 <= top_k < 2**63, f"{where}top_k must be 0 (off) or a number of tokens, got {top_k}")
     require(0 < top_p <= 1, f"{where}top_p must lie in (0, 1], got {top_p}")
     require(0 <= min_p < 1, f"{where}min_p must lie in [0, 1), got {min_p}")
 

@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out: one row each, with its own seed and settings."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -80,7 +81,7 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchor
     for word in r.required:
         require(mask_id not in word, "a required word holds the mask")
         require(len(word) <= holes, f"a required word of {len(word)} tokens does not fit into {holes} holes")
-    require(s.guidance >= 0, f"sampling.guidance must not be negative, got {s.guidance}")
+    require(0 <= s.guidance < math.inf, f"sampling.guidance must be 0 or a positive number, got {s.guidance}")
     require(
         s.sampler != "anchor-first" or anchored,
         "sampling.sampler='anchor-first' needs a model with an anchor network (model.anchored=true)",

@@ -35,6 +35,10 @@ class Rows(Generic[R]):
         self.cancelled: set[int] = set()
         self.next_id = 0
         self.updates: list[Frame | Result] = []
+        self.awaited: set[int] = set()
+        """Rows of iterators (`run`, `stream`) that are under way."""
+        self.unread: list[Frame | Result] = []
+        """What one iterator's step said of another one's rows."""
 
     def check(self, request: Request) -> None:
         """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
@@ -69,8 +73,8 @@ class Rows(Generic[R]):
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Results in the order they finish; requests are taken as slots become free, so there may be any number.
 
-        For a caller that has the engine to itself, like `stream`; one that shares it calls `submit` and `step`. Rows of
-        an iterator that is given up are dropped.
+        Iterators, `stream` too, may be read in turn: each step works for all of them. Rows of an iterator that is given
+        up are dropped.
         """
         source, more, mine = iter(requests), True, set()
         try:
@@ -79,9 +83,9 @@ class Rows(Generic[R]):
                     request = next(source, None)
                     more = request is not None
                     if request is not None:
-                        mine.add(self.submit(request))
-                for update in self.step():
-                    if isinstance(update, Result) and update.id in mine:
+                        mine.add(self.await_row(request))
+                for update in self.read(mine):
+                    if isinstance(update, Result):
                         mine.remove(update.id)
                         yield update
         finally:
@@ -89,15 +93,28 @@ class Rows(Generic[R]):
 
     def stream(self, request: Request) -> Iterator[Frame | Result]:
         """Frames of one row (if request.watch) and its Result."""
-        id, ended = self.submit(request), False
+        id, ended = self.await_row(request), False
         try:
             while not ended:
-                for update in self.step():
-                    if update.id == id:
-                        ended = isinstance(update, Result)
-                        yield update
+                for update in self.read({id}):
+                    ended = isinstance(update, Result)
+                    yield update
         finally:
             self.drop({id} if not ended else set())
+
+    def await_row(self, request: Request) -> int:
+        id = self.submit(request)
+        self.awaited.add(id)
+        return id
+
+    def read(self, ids: set[int]) -> list[Frame | Result]:
+        """What is new of these rows: what other iterators' steps have left, or else what a step says."""
+        if not any(u.id in ids for u in self.unread):
+            self.unread += [u for u in self.step() if u.id in self.awaited]
+        found = [u for u in self.unread if u.id in ids]
+        self.unread = [u for u in self.unread if u.id not in ids]
+        self.awaited -= {u.id for u in found if isinstance(u, Result)}
+        return found
 
     def drop(self, ids: set[int]) -> None:
         """Forget rows at once, without a Result."""
@@ -105,6 +122,8 @@ class Rows(Generic[R]):
             self.cancelled |= ids
             self.drop_cancelled()
             self.updates = [u for u in self.updates if u.id not in ids]
+            self.unread = [u for u in self.unread if u.id not in ids]
+            self.awaited -= ids
 
     def finish(self, i: int, tokens: list[int], finished: bool = True, problem: str = "") -> None:
         row = self.slots[i]

@@ -31,16 +31,18 @@ def bootstrap_ratio(over_N: np.ndarray, under_N: np.ndarray, seed: int = 0) -> I
     """sum(over) / sum(under) with a percentile bootstrap over the N samples.
 
     Samples are drawn again together with their denominators, so that long ones count as they do in the number itself.
+    A resample of nothing but empty samples has no ratio, and is left out.
     """
     n = len(over_N)
     value = float(over_N.sum() / under_N.sum())
-    if n < 2:
+    if (under_N > 0).sum() < 2:
         return Interval(value)
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(RESAMPLES // 100):  # how often each sample was drawn, a hundred resamples at a time
         times = rng.multinomial(n, np.full(n, 1 / n), size=100).astype(np.float64)
-        found.append((times @ over_N) / (times @ under_N))
+        over, under = times @ over_N, times @ under_N
+        found.append(over[under > 0] / under[under > 0])
     low, high = np.quantile(np.concatenate(found), [TAIL, 1 - TAIL])
     return Interval(value, float(low), float(high))
 

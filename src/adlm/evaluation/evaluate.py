@@ -31,6 +31,7 @@ from adlm.evaluation.reveal import watch
 from adlm.evaluation.sweep import settings_of
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World, world
+from adlm.training.setup import writable_folder
 
 # Texts of each setting in the report, and reveals in all.
 SHOWN, REVEALS = 3, 3
@@ -41,7 +42,7 @@ def run_evaluate(cfg: Config) -> dict[str, Any]:
     e = cfg.eval
     require(bool(e.checkpoint), "which model? adlm evaluate FOLDER (eval.checkpoint)")
     check_packages(e)
-    folder = result_folder(e)
+    folder = writable_folder("eval.out", result_folder(e))
     with world(cfg.train) as ranks:
         lm = LanguageModel(open_checkpoint(cfg, ranks))
         lm.weights_digest  # noqa: B018 (before an engine touches the model)
@@ -79,10 +80,10 @@ def check_packages(e: EvalConfig) -> None:
 def result_folder(e: EvalConfig) -> Path:
     """eval.out; else beside the release's JSON, if that is asked for; else in the checkpoint's folder."""
     if e.out:
-        return Path(e.out).expanduser()
+        return Path(e.out)
     if e.release_json:
-        return Path(e.release_json).expanduser().with_suffix("")
-    place = Path(e.checkpoint).expanduser()
+        return Path(e.release_json).with_suffix("")
+    place = Path(e.checkpoint)
     return place / "evaluate" if place.is_dir() else place.with_name(f"{place.stem}-evaluate")
 
 

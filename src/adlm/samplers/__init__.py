@@ -11,6 +11,7 @@ autoregressive.py left to right
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def times(c: SamplingConfig) -> Tensor:
 
 def profile_of(grid: str) -> tuple[Tensor, Tensor]:
     """Mask shares and nats of the file sampling.grid."""
-    path = Path(grid).expanduser()
+    path = Path(os.path.expanduser(grid))
     require(path.is_file(), f"sampling.grid={grid!r} does not exist; `adlm profile CHECKPOINT` writes such a file")
     return read_profile(path, path.stat().st_mtime_ns)
 

@@ -35,6 +35,8 @@ PAGE_HEADERS = {
     # Asked for again at each visit, answered 304: an upgraded server must not meet the scripts of the old one.
     "Cache-Control": "no-cache",
 }
+STOPPING = 5.0
+"""Seconds that the step under way gets to end when the server stops."""
 GENERATING = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
 READING = (400, 401, 404, 408, 413, 422, 500, 503)
 T = TypeVar("T")
@@ -88,10 +90,7 @@ def make_app(service: Service, key: str = "") -> FastAPI:
         for served in service.models.values():
             served.worker.start()
         yield
-        for served in service.models.values():
-            served.worker.stop()
-        for served in service.models.values():
-            await asyncio.to_thread(served.worker.thread.join, 5)
+        await asyncio.to_thread(service.stop_workers, STOPPING)
 
     # FastAPI's own pages of documentation load scripts from other hosts; /openapi.json stays.
     app = FastAPI(title="adlm", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)

@@ -1,8 +1,10 @@
 """`adlm serve [CHECKPOINT ...]`: load the models, say where they are, answer until told to stop."""
 
+import atexit
 import logging
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from adlm.serving.metrics import server_metrics
 from adlm.serving.models import Service, check_defaults
 from adlm.serving.server import make_server
 
+log = logging.getLogger("adlm.serving")
+
 
 def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     """Serve until SIGTERM or Ctrl-C; returns how many requests were answered."""
@@ -26,7 +30,7 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         f"serve.max_n={cfg.serve.max_n} rows could never be accepted: serve.slots + serve.queue is"
         f" {cfg.serve.slots + cfg.serve.queue}",
     )
-    check_defaults(cfg.sampling)
+    check_defaults(cfg.sampling, cfg.serve.max_steps)
     if cfg.train.num_threads:
         torch.set_num_threads(cfg.train.num_threads)
     paths = list(args or ()) or [cfg.eval.checkpoint or str(default_checkpoint())]
@@ -41,7 +45,19 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     shown = f"[{host}]" if ":" in host else host
     print(f"adlm serves on http://{shown}:{port} (key: {'required' if key else 'none'})", flush=True)
     server.run(sockets=[listener])
+    service.stop_workers(0.1)  # after a second signal nobody has told them
+    if service.undone:
+        log.warning("left undone, inside a step: %s", "; ".join(service.undone))
+        atexit.register(leave, service)
     return {"requests": server.server_state.total_requests}
+
+
+def leave(service: Service) -> None:
+    """End the process at once if a thread is still inside torch, where Python could only end it by an abort."""
+    if service.undone:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def load_model(path: str, cfg: Config) -> LanguageModel:
@@ -52,7 +68,7 @@ def names(paths: list[str]) -> dict[str, str]:
     """Ids of the models: the last part of each path that says something, made unique."""
     found: dict[str, str] = {}
     for path in paths:
-        parts = [p for p in Path(path).expanduser().resolve().parts if p not in ("export", "checkpoints")]
+        parts = [p for p in Path(os.path.expanduser(path)).resolve().parts if p not in ("export", "checkpoints")]
         name = base = Path(parts[-1]).stem if path.endswith(".ckpt") else parts[-1]
         number = 1
         while name in found:

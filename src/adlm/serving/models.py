@@ -178,8 +178,13 @@ class Served:
         return [replace(request, seed=request.seed + i) for i in range(n)]
 
 
-def check_defaults(c: SamplingConfig) -> None:
+def check_defaults(c: SamplingConfig, max_steps: int) -> None:
     """What `adlm serve` cannot take as a default of requests is refused, not ignored."""
+    require(
+        c.steps <= max_steps,
+        f"sampling.steps={c.steps} is more than serve.max_steps={max_steps}:"
+        " every request without steps would be refused",
+    )
     given = [f"sampling.{name}" for name in NOT_FOR_SERVERS if getattr(c, name) != getattr(SamplingConfig, name)]
     names = " and ".join(given)
     require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many rows at once")
@@ -245,6 +250,22 @@ class Service:
         problem = Problem(503, "the server shut down before this request was finished", "shutting_down")
         for job in self.jobs:
             job.updates.put_nowait(problem)
+        for served in self.models.values():
+            served.worker.give_up_calls(problem)
+
+    def stop_workers(self, seconds: float) -> None:
+        """Let every model's thread end after the step it is in, and wait for them all, together at most `seconds`."""
+        workers = [m.worker for m in self.models.values()]
+        for worker in workers:
+            worker.stop()
+        end = time.monotonic() + seconds
+        for worker in workers:
+            worker.thread.join(max(0.0, end - time.monotonic()))
+
+    @property
+    def undone(self) -> list[str]:
+        """What the threads that have not ended are busy with."""
+        return [m.worker.undone for m in self.models.values() if m.worker.thread.is_alive()]
 
     @property
     def ready(self) -> bool:

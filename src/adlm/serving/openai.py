@@ -120,7 +120,9 @@ class Completion:
         """Whether text is certain before the end: nothing is masked again, and decoding only appends."""
         r, lm = self.requests[0], self.served.lm
         locks = lm.model.config.causal or make_plan(r.settings, make_schedule(lm.loaded.noise)).locks
-        repaired = any(len(word) > 1 for word in r.banned) and not lm.model.config.causal
+        # A banned phrase, and an end of text before the last required word, are drawn again.
+        early_end = bool(r.required) and r.stop_id is not None
+        repaired = (early_end or any(len(word) > 1 for word in r.banned)) and not lm.model.config.causal
         return locks and not repaired and type(lm.tokenizer.backend.decoder).__name__ in GROWING
 
     def usage(self) -> Usage:

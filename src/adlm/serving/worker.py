@@ -90,6 +90,8 @@ class Worker:
         self.frames: dict[int, int] = {}
         """Engine id -> frames seen."""
         self.stopping = False
+        self.calls: set[asyncio.Future[Any]] = set()
+        """Answers to other uses of the network that somebody waits for. Only the loop touches it."""
         self.taken = 0
         """Rows accepted and not ended, other uses of the network included. Only the loop changes it."""
         self.thread = threading.Thread(target=self.run, name=f"adlm-{name}", daemon=True)
@@ -108,6 +110,11 @@ class Worker:
             return True
 
         self.inbox.put(stop)
+
+    @property
+    def undone(self) -> str:
+        """What the thread is busy with, in words."""
+        return f"{self.name}, " + ("starting" if self.engine is None else f"{self.taken} rows or scores")
 
     @property
     def ready(self) -> bool:
@@ -161,7 +168,7 @@ class Worker:
 
         def action() -> bool:
             value, error = None, None
-            if not answer.cancelled():
+            if not answer.done():
                 try:
                     value = use()
                 except Exception as problem:
@@ -169,8 +176,16 @@ class Worker:
             self.post(loop, settle, value, error)
             return True
 
+        self.calls.add(answer)
+        answer.add_done_callback(self.calls.discard)
         self.inbox.put(action)
         return await answer
+
+    def give_up_calls(self, problem: Problem) -> None:
+        """Answer every `call` with the problem; one that runs goes on unheard."""
+        for answer in list(self.calls):
+            if not answer.done():
+                answer.set_exception(problem)
 
     def deliver(self, updates: list[tuple[Job, Update | Problem]]) -> None:
         for job, update in updates:

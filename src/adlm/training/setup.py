@@ -150,23 +150,23 @@ def show(facts: dict[str, float | int | str]) -> str:
     return "\n".join(lines)
 
 
-def make_run_folder(out: str) -> Path:
-    run = Path(out)
+def writable_folder(key: str, folder: Path) -> Path:
+    """The folder, made if need be: that it cannot be written to is said before the work and not after it."""
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        probe = run / f".writable-{os.getpid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"out={out!r} is not a writable folder: {error.strerror}") from None
-    return run
+        raise ValueError(f"{key}={str(folder)!r} is not a writable folder: {error.strerror}") from None
+    return folder
 
 
 @contextmanager
 def claimed_run_folder(out: str, world: World) -> Iterator[Path]:
     """The run folder, for one run at a time: two would write into each other's checkpoints. The system gives the claim
     back when a process dies. A folder that stayed empty is removed."""
-    run = make_run_folder(out)
+    run = writable_folder("out", Path(out))
     if not world.is_main:
         yield run
         return
