@@ -18,7 +18,7 @@ from adlm.api.results import Generation
 from adlm.api.watch import watch_text
 from adlm.checkpoints import default_checkpoint
 from adlm.engine import Request
-from adlm.errors import require
+from adlm.errors import require, writable_file
 from adlm.samplers import profile_of
 from adlm.schema import Config, SamplingConfig
 
@@ -36,10 +36,8 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     checkpoint = cfg.eval.checkpoint or default_checkpoint()
     lm = load(checkpoint, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
     request = request_of(lm, c)
-    path = Path(c.out) if c.out else None
+    path = writable_file("sampling.out", Path(c.out)) if c.out else None
     identity = fingerprint(lm, c) if path else ""
-    if path:
-        check_writable(path)
     have = read_samples(path, identity) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
     drawn: list[Generation] = []
@@ -90,15 +88,6 @@ def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def check_writable(path: Path) -> None:
-    """Before the drawing and not after it: a text that cannot be recorded is lost."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise ValueError(f"sampling.out={str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> None:

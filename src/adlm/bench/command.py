@@ -17,7 +17,7 @@ from rich.table import Table
 
 from adlm.bench.sample import measure_sample
 from adlm.bench.train import measure_train
-from adlm.errors import choose, require
+from adlm.errors import choose, require, writable_file
 from adlm.schema import Config
 from adlm.training.loop import command_line
 from adlm.training.parallel import pick_device
@@ -30,7 +30,7 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
     require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
     name = choose("benchmark", args[0], tuple(BENCHMARKS))
     batches = [read_size(word) for word in cfg.bench.batches.split(",")]
-    append(cfg.bench.out, "")  # say now that it cannot be written, and not when all is measured
+    out = writable_file("bench.out", Path(cfg.bench.out)) if cfg.bench.out else None
     results = {}
     for batch in batches:
         entry: dict[str, Any] = {}
@@ -45,21 +45,10 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
     line = {"benchmark": name, "device": on, "torch": torch.__version__, "command": command_line(), "rows": results}
     Console(stderr=True).print(table(name, on, results))
     print(json.dumps(line))
-    append(cfg.bench.out, json.dumps(line) + "\n")
+    if out:
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
     return line
-
-
-def append(out: str, text: str) -> None:
-    """To the file `out`, if there is to be one; its folder is made."""
-    if not out:
-        return
-    path = Path(out).expanduser()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(text)
-    except OSError as error:
-        raise ValueError(f"bench.out={out!r} cannot be written: {error.strerror}") from None
 
 
 def read_size(word: str) -> int:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from adlm.api import LanguageModel
 from adlm.data.blocks import write_atomically
-from adlm.errors import require
+from adlm.errors import require, writable_folder
 from adlm.evaluation import mauve, quality
 from adlm.evaluation.frontier import MEASURES, build_report, figure
 from adlm.evaluation.generation import Setting, draw_samples, make_settings
@@ -31,7 +31,6 @@ from adlm.evaluation.reveal import watch
 from adlm.evaluation.sweep import settings_of
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World, world
-from adlm.training.setup import writable_folder
 
 # Texts of each setting in the report, and reveals in all.
 SHOWN, REVEALS = 3, 3

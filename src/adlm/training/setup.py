@@ -13,7 +13,7 @@ import torch
 from adlm.data import prepare, tokenizer_for
 from adlm.data.blocks import Blocks
 from adlm.data.tokenizers import Tokenizer
-from adlm.errors import require
+from adlm.errors import require, writable_folder
 from adlm.models import LanguageModel, build_model
 from adlm.models.flops import count_flops
 from adlm.objectives import Objective, make_objective
@@ -148,18 +148,6 @@ def show(facts: dict[str, float | int | str]) -> str:
         text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
         lines.append(f"  {key.replace('_', ' '):20} {text}")
     return "\n".join(lines)
-
-
-def writable_folder(key: str, folder: Path) -> Path:
-    """The folder, made if need be: that it cannot be written to is said before the work and not after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"{key}={str(folder)!r} is not a writable folder: {error.strerror}") from None
-    return folder
 
 
 @contextmanager
