@@ -15,7 +15,7 @@ from adlm.evaluation import anchor_levels
 from adlm.evaluation.anchor_command import read_text
 from adlm.evaluation.anchor_levels import Level, read_level, windows
 from adlm.evaluation.anchors import Guess, Reading
-from adlm.objectives.anchors import ANCHOR_RULES, describe_rule, for_texts, make_anchor_rule
+from adlm.objectives.anchors import ANCHOR_RULES, describe_anchors, describe_rule, for_texts, make_anchor_rule
 from adlm.schema import ObjectiveConfig
 
 
@@ -121,3 +121,15 @@ def test_a_model_of_common_anchors_shows_those():
     cfg = ObjectiveConfig(anchor_rule="common", tau=2)
     assert for_texts(cfg) is cfg and describe_rule(cfg) == "tokens that occur more than 2 times in their row"
     assert for_texts(replace(cfg, anchor_rule="all")).anchor_rule == "count"
+
+
+def test_anchors_in_words():
+    """A key that the rule does not read (tau, with the rule `all`) is seen to do nothing before the run."""
+    cfg = ObjectiveConfig(name="anelbo", anchor_rule="all", anchor_positions="masked", anchor_share=0.25, tau=3)
+    assert describe_anchors(cfg) == "all tokens, where masked; a random 0.25 of them at each step"
+    assert describe_anchors(replace(cfg, gamma=0.0)) == "none"
+    assert describe_anchors(replace(cfg, gamma=0.0, gamma_end=0.1)) == describe_anchors(cfg)
+    everywhere = ObjectiveConfig(tau=1)
+    assert describe_anchors(everywhere) == "tokens that occur at most 1 time in their row"
+    for rule in ANCHOR_RULES:
+        assert describe_rule(replace(cfg, anchor_rule=rule))

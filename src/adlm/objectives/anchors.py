@@ -104,8 +104,23 @@ def for_texts(cfg: ObjectiveConfig) -> ObjectiveConfig:
 
 
 def describe_rule(cfg: ObjectiveConfig) -> str:
-    """A rule of texts, in words."""
-    if cfg.anchor_rule == "rarity":
-        return f"tokens with at most {cfg.rarity:g} of the corpus"
+    """Which tokens are anchors, in words."""
     often = "more than" if cfg.anchor_rule == "common" else "at most"
-    return f"tokens that occur {often} {cfg.tau} time{'s' * (cfg.tau != 1)} in their row"
+    counted = f"tokens that occur {often} {cfg.tau} time{'s' * (cfg.tau != 1)} in their row"
+    return {
+        "count": counted,
+        "common": counted,
+        "rarity": f"tokens with at most {cfg.rarity:g} of the corpus",
+        "all": "all tokens",
+        "loss": f"tokens that cost the anchor network at least {cfg.hard:g} nats",
+        "none": "none",
+    }[cfg.anchor_rule]
+
+
+def describe_anchors(cfg: ObjectiveConfig) -> str:
+    """What carries the anchor loss, in words."""
+    if cfg.gamma == 0 and cfg.gamma_end <= 0:
+        return "none"
+    masked = ", where masked" if cfg.name == "anelbo" and cfg.anchor_positions == "masked" else ""
+    share = f"; a random {cfg.anchor_share:.4g} of them at each step" if cfg.anchor_share < 1 else ""
+    return describe_rule(cfg) + masked + share

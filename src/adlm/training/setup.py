@@ -17,6 +17,7 @@ from adlm.errors import require, writable_folder
 from adlm.models import LanguageModel, build_model
 from adlm.models.flops import count_flops
 from adlm.objectives import Objective, make_objective
+from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
 from adlm.training.draw import rows_on
 from adlm.training.export import load_folder
@@ -125,6 +126,7 @@ def plan(cfg: Config, model: LanguageModel, data: Data, flops: float, world: Wor
     activations = rows * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
     return {
         "algo": cfg.algo,
+        "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
         "parameters": parameters,
         "vocabulary": data.tokenizer.vocab_size,
         "train_rows": len(data.train),
