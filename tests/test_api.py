@@ -352,8 +352,8 @@ def test_what_cannot_be_loaded_is_answered(tmp_path):
         adlm.load(tmp_path)
 
 
-def test_the_home_of_nobody_is_a_folder_that_does_not_exist():
-    with pytest.raises(ValueError, match=r"eval\.checkpoint='~nobody-of-that-name/run' does not exist"):
+def test_the_home_of_nobody_is_said_to_be_that():
+    with pytest.raises(ValueError, match=r"'~nobody-of-that-name/run': there is no such user"):
         adlm.load("~nobody-of-that-name/run")
 
 

@@ -54,6 +54,8 @@ def test_home_is_home_wherever_the_tilde_stands(key, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert config.flatten(config.load([f"{key}=~/x"]))[key] == "/home/someone/x"
     assert config.flatten(config.load([f"{key}=a/~/x"]))[key] == "a/~/x"
+    with pytest.raises(ValueError, match=r"'~nobody-here/x': there is no such user"):
+        config.load([f"{key}=~nobody-here/x"])
 
 
 # key -> (module, table) where the names stand a second time, beside the code that they select

@@ -445,3 +445,12 @@ def test_real_corpora(assets, tmp_path, name, length, tokenizer, wrap):
         assert rows.lengths is not None
         assert (rows.tokens[np.arange(len(rows)), rows.lengths - 1] == tok.eos_id).all()
         assert tok.decode(rows[1], skip_special=True).startswith("too soon to tell but i ' m not going")
+
+
+@pytest.mark.parametrize("key", ["path", "valid_path", "tokenizer", "cache_dir"])
+def test_the_home_of_nobody(tmp_path, key):
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    given = {"name": "file", "path": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path / "cache"), "valid_share": 0.5}
+    cfg = DataConfig(**(given | {key: "~nobody-here/x"}))
+    with pytest.raises(ValueError, match=r"'~nobody-here/x': there is no such user"):
+        prepare(cfg, tokenizer_for(cfg), 16, "valid")

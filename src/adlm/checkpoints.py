@@ -1,13 +1,12 @@
 """A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release."""
 
-import os
 from pathlib import Path
 
 import torch
 
 from adlm.compat.release import load_release
 from adlm.data import tokenizer_for
-from adlm.errors import require
+from adlm.errors import path_of, require
 from adlm.models import build_model
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 from adlm.training.checkpoint import read_weights
@@ -40,7 +39,7 @@ def load(
     checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help a release checkpoint that
     does not carry its own.
     """
-    path = Path(os.path.expanduser(path))
+    path = path_of(path)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
     if path.is_file():
         loaded = load_release(path, ema, tokenizer, root)

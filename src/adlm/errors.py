@@ -29,6 +29,17 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def expanded(text: str | os.PathLike[str]) -> str:
+    """A place as a user names it: ~ is home."""
+    place = os.path.expanduser(os.fspath(text))
+    require(not place.startswith("~"), f"{place!r}: there is no such user; a folder of that name is ./{place}")
+    return place
+
+
+def path_of(text: str | os.PathLike[str]) -> Path:
+    return Path(expanded(text))
+
+
 def writable_folder(key: str, folder: Path) -> Path:
     """The folder, made if need be: that it cannot be written to is said before the work and not after it."""
     try:

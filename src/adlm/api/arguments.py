@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from adlm.errors import require
+from adlm.errors import path_of, require
 from adlm.schema import SamplingConfig
 
 TYPES = get_type_hints(SamplingConfig)
@@ -63,7 +63,7 @@ def as_tokens(what: str, value: Any, encode: Callable[[str], list[int]]) -> list
 
 def as_path(what: str, value: Any) -> Path:
     require(isinstance(value, (str, os.PathLike)), f"{what} must be a path, got {shown(value)}")
-    return Path(os.path.expanduser(value))
+    return path_of(value)
 
 
 def shown(value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from adlm import compat
 from adlm.config.checks import check, choices
 from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
-from adlm.errors import choose, require
+from adlm.errors import choose, expanded, require
 from adlm.schema import Config, as_yaml
 
 __all__ = ["check", "choices", "flatten", "from_yaml", "load", "save"]
@@ -83,7 +83,7 @@ def _read_value(key: str, text: str) -> Any:
     kind = keys()[key].kind
     if kind is str:
         if key in PLACES:
-            return os.path.expanduser(text)
+            return expanded(text)
         allowed = choices(key)
         return text if allowed is None else choose(key, text if text in allowed else text.lower(), allowed)
     if kind is bool:

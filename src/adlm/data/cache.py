@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adlm.data.blocks import write_atomically
+from adlm.errors import path_of
 from adlm.schema import DataConfig
 
 
 def cache_folder(cfg: DataConfig) -> Path:
     """data.cache_dir, else $ADLM_CACHE, else ~/.cache/adlm."""
-    return Path(cfg.cache_dir or os.environ.get("ADLM_CACHE", "") or "~/.cache/adlm").expanduser()
+    return path_of(cfg.cache_dir or os.environ.get("ADLM_CACHE", "") or "~/.cache/adlm")
 
 
 def sha256(path: Path, cache: Path) -> str:

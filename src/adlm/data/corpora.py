@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adlm.data.formats import plain_name
-from adlm.errors import choose, require
+from adlm.errors import choose, path_of, require
 from adlm.schema import DataConfig
 
 PARQUET = "refs/convert/parquet"
@@ -209,7 +209,7 @@ def defaults(name: str, **changes: str | bool | int | float) -> DataConfig:
 def find_local(root: str | Path, name: str, split: str = "valid") -> list[Path]:
     """Files of a corpus' split (`any`: not split) anywhere under `root`, by their published names; [] if none."""
     _, corpus = get_corpus(name)
-    root = Path(root).expanduser()
+    root = path_of(root)
     require(root.is_dir(), f"data.root={str(root)!r} is not a folder")
     return matching(root, corpus.files.get(split if split == "any" else corpus.only or split, ()))
 

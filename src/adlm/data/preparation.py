@@ -28,7 +28,7 @@ from adlm.data.progress import Progress
 from adlm.data.shards import Shards
 from adlm.data.sources import Source, readable_corpus, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from adlm.errors import choose, require
+from adlm.errors import choose, path_of, require
 from adlm.schema import DataConfig
 
 PACKINGS = ("stream", "release")
@@ -95,7 +95,7 @@ def prepared_folder(cfg: DataConfig, split: str) -> Path | None:
     path = cfg.path if split == "train" else cfg.valid_path
     key = "data.path" if split == "train" else "data.valid_path"
     require(bool(path), f"data.name=prepared needs {key}, a folder written by `adlm data prepare`")
-    folder = Path(path).expanduser()
+    folder = path_of(path)
     require(storage.is_prepared(folder), f"{key}={path!r} holds no {storage.MANIFEST}; it must be a prepared folder")
     return folder
 

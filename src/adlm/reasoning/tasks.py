@@ -4,7 +4,6 @@ Splits never share a question: whatever is held out, generated or read from a fi
 examples. The held-out examples of a seed do not depend on how many are trained on.
 """
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adlm.diffusion.uniforms import Stream, fold
-from adlm.errors import choose, require
+from adlm.errors import choose, path_of, require
 from adlm.reasoning import generators, gsm8k, logic
 from adlm.reasoning.examples import Example
 from adlm.reasoning.generators import PUBLISHED, Shape
@@ -146,7 +145,7 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
 
 
 def read_file(task: TaskSpec, path: str, key: str, n: int = 0) -> list[Example]:
-    file = Path(os.path.expanduser(path))
+    file = path_of(path)
     require(file.is_file(), f"reason.{key}={path!r} is not a file")
     examples = task.read(file)
     return examples[:n] if n else examples

@@ -11,7 +11,6 @@ autoregressive.py left to right
 
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from adlm.diffusion.schedules import (
     release_grid,
     uniform_grid,
 )
-from adlm.errors import choose, require
+from adlm.errors import choose, path_of, require
 from adlm.samplers import rates
 from adlm.samplers.autoregressive import LeftToRight
 from adlm.samplers.first_hitting import FirstHitting
@@ -78,7 +77,7 @@ def times(c: SamplingConfig) -> Tensor:
 
 def profile_of(grid: str) -> tuple[Tensor, Tensor]:
     """Mask shares and nats of the file sampling.grid."""
-    path = Path(os.path.expanduser(grid))
+    path = path_of(grid)
     require(path.is_file(), f"sampling.grid={grid!r} does not exist; `adlm profile CHECKPOINT` writes such a file")
     return read_profile(path, path.stat().st_mtime_ns)
 

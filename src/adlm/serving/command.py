@@ -12,7 +12,7 @@ import torch
 
 from adlm.api import LanguageModel, load
 from adlm.checkpoints import default_checkpoint
-from adlm.errors import require
+from adlm.errors import path_of, require
 from adlm.schema import Config
 from adlm.serving.app import make_app
 from adlm.serving.metrics import server_metrics
@@ -68,7 +68,7 @@ def names(paths: list[str]) -> dict[str, str]:
     """Ids of the models: the last part of each path that says something, made unique."""
     found: dict[str, str] = {}
     for path in paths:
-        parts = [p for p in Path(os.path.expanduser(path)).resolve().parts if p not in ("export", "checkpoints")]
+        parts = [p for p in path_of(path).resolve().parts if p not in ("export", "checkpoints")]
         name = base = Path(parts[-1]).stem if path.endswith(".ckpt") else parts[-1]
         number = 1
         while name in found:
