@@ -9,7 +9,7 @@ from the base. The methods of a task that start alike share one budget of exampl
 DATA holds the published files: prosqa/prosqa_test.json, prontoqa/prontoqa_test.json, gsm8k/{train.jsonl.xz,test.jsonl}.
 The base is a GGUF file or the folder of a causal Hugging Face model. Questions are generated once, by all cores, for
 all methods, as many as are read: none is repeated, and an epoch is only the unit in which stages share them. From
-scratch the vocabulary is a BPE of the training questions, and stories (reason.recite) are told once for all methods.
+scratch the vocabulary is a BPE of the training questions, and stories (reason.story_steps) are told once for all methods.
 Some steps are timed, and then all runs train on that share of the examples with which they end in `minutes`. A run that
 is late all the same is tested as it stands, and says so; those after it that share its budget get as many examples as
 it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json (accuracies, intervals, tokens, times) and,
@@ -67,7 +67,7 @@ EVERY = (
 )  # fmt: skip
 SCRATCH = (
     *EVERY, "model=small", "recipe=fast", "model.length=512", "optim.lr=6e-4", "optim.muon_lr=2e-3", "optim.warmup=50",
-    "optim.final=0.1", "train.batch_size=64", "train.attention=flash", "reason.fresh=true",
+    "optim.min_lr_ratio=0.1", "train.batch_size=64", "train.attention=flash", "reason.fresh=true",
 )  # fmt: skip
 BASE = (*EVERY, "optim.lr=3e-4", "optim.schedule=linear", "optim.warmup=20", "train.global_batch_size=32")
 # Stages share the examples as in the paper, where ProsQA and ProntoQA have five of fifty epochs each.
@@ -83,7 +83,7 @@ COURSES: dict[tuple[str, str], Course] = {
                                "train.global_batch_size=64", "train.batch_size=32", "reason.row_multiple=64",
                                "reason.max_new_tokens=112"), (0, 200, 0), 40.0),
     # in stories a network from scratch learns to look up what was said of a word, and of that in turn
-    ("prosqa", "scratch"): Course((*SCRATCH, *TENTHS, "reason.recite=1000", "reason.recite_rate=2.0"),
+    ("prosqa", "scratch"): Course((*SCRATCH, *TENTHS, "reason.story_steps=1000", "reason.story_lr_ratio=2.0"),
                                   (60_000, 300, 500), 20.0, 370),
     ("prontoqa", "scratch"): Course((*SCRATCH, *TENTHS), (45_000, 200, 400), 18.0),
 }  # fmt: skip
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> None:
         try:
             settings[course] = [
                 f"task={task}", *COURSES[course].settings, *(TINY if tiny else ()),
-                *(["reason.recite=3"] if tiny and course == ("prosqa", "scratch") else []),
+                *(["reason.story_steps=3"] if tiny and course == ("prosqa", "scratch") else []),
                 *prepare(course, data, out / "data", base, tiny), *overrides(words, task),
             ]  # fmt: skip
             say(began, f"{label}: questions are there")
@@ -224,9 +224,9 @@ def timed(settings: list[str]) -> tuple[float, float, dict[str, Tensor] | None]:
     with world(cfg.train) as ranks:
         room = Classroom(cfg, ranks)
         weights = None
-        if cfg.reason.recite:
+        if cfg.reason.story_steps:
             loss = recite(room.network, room.tokenizer, cfg, ranks, room.row_multiple)
-            print(f"stories, {cfg.reason.recite} steps: {loss:.3f} nats per token at the end", file=sys.stderr)
+            print(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end", file=sys.stderr)
             weights = {name: x.detach().cpu().clone() for name, x in room.network.state_dict().items()}
         step_module = Step(room.network.train(), batch_loss)
         update = Updater(cfg.optim, step_module)

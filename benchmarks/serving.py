@@ -36,9 +36,9 @@ sys.path[:0] = [str(ROOT / "src")]
 
 from adlm.api import LanguageModel, load  # noqa: E402
 from adlm.data.tokenizers import raw_bytes  # noqa: E402
+from adlm.io.export import describe, save_folder  # noqa: E402
 from adlm.models import build_model  # noqa: E402
 from adlm.schema import Config, DataConfig, ModelConfig  # noqa: E402
-from adlm.training.export import describe, save_folder  # noqa: E402
 
 MODELS = {
     # Small enough that a step's fixed cost (dispatch, Python) outweighs its arithmetic: rows are nearly free.

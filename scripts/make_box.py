@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from adlm.api import load
-from adlm.checkpoints import BOX
 from adlm.errors import require
-from adlm.training.export import WEIGHTS
+from adlm.io.export import WEIGHTS
+from adlm.io.load import BOX
 
 MOST_BYTES = 40_000_000
 LICENCE = "cc-by-sa-4.0"  # of Wikipedia's text

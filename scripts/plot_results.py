@@ -76,7 +76,7 @@ def plot_evidence() -> None:
 
 def plot_compute() -> None:
     """Held-out bound against training compute, a point a run: recipe fast, three seeds of each."""
-    share = "adlm+recipe=fast+objective.anchor_rule=all+objective.anchor_share=0.25"
+    share = "adlm+recipe=fast+objective.anchor_rule=all+objective.anchor_fraction=0.25"
     kinds = {  # runs: colour, marker, label
         ("evidence", "mdlm-matched+recipe=fast"): ("#e08e45", "o", "no anchors: 2,200, 2,314 and 2,478 steps"),
         ("evidence-share", "mdlm-matched+recipe=fast+train.steps=2314"): ("#e08e45", "o", None),

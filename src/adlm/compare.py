@@ -24,9 +24,10 @@ from rich.console import Console
 from adlm import config
 from adlm.config.keys import group_choices
 from adlm.data.blocks import write_atomically
-from adlm.errors import choose, require, writable_folder
+from adlm.errors import choose, require
 from adlm.evaluation.comparison import Comparison, Entry, measure_run
 from adlm.evaluation.results import write_result
+from adlm.io.paths import writable_folder
 from adlm.schema import Config
 from adlm.training.loop import command_line, train
 from adlm.training.parallel import Interruption, world
@@ -43,8 +44,8 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     each = [*line, "compare.jobs=1"]  # how many train at once changes no run
     runs = {name: config.load([*each, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
     require(
-        cfg.eval.estimator == "continuous" and not cfg.eval.chain_rows,
-        "adlm compare sets one number beside another: eval.estimator=continuous eval.chain_rows=0",
+        cfg.eval.estimator == "continuous" and not cfg.eval.chain_sequences,
+        "adlm compare sets one number beside another: eval.estimator=continuous eval.chain_sequences=0",
     )
     require(cfg.compare.jobs == 1 or "RANK" not in os.environ, "compare.jobs > 1 does not go together with torchrun")
     entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}

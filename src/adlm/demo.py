@@ -11,9 +11,9 @@ from typing import Any
 from adlm.api import LanguageModel, load
 from adlm.data import Blocks, prepare
 from adlm.evaluation.anchor_report import anchors_section
-from adlm.evaluation.chart import Series, line_chart
-from adlm.evaluation.report import Html, code, columns, details, page, paragraph, section, table, tag, tiles, write
-from adlm.evaluation.reveal import reveal, reveal_script, watch
+from adlm.reporting.chart import Series, line_chart
+from adlm.reporting.html import Html, code, columns, details, page, paragraph, section, table, tag, tiles, write
+from adlm.reporting.reveal import reveal, reveal_script, watch
 from adlm.schema import Config, SamplingConfig, as_yaml
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics

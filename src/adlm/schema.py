@@ -1,4 +1,4 @@
-"""Every setting of the package, with its meaning and unit: plain dataclasses that import nothing.
+"""Every setting of the package, with its meaning, its unit and the rule its value obeys: plain dataclasses.
 
 Lower layers take one section (`build_model(cfg.model, ...)`), never the whole tree; `config.py` fills the tree from
 YAML groups and the command line. Classes stay mutable because OmegaConf composes onto them; treat them as read-only
@@ -7,28 +7,49 @@ after `config.load`. The string under a field is its help text.
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from adlm.rules import (
+    AtLeastOne,
+    Choices,
+    Count,
+    Fraction,
+    FractionBelowOne,
+    InnerFraction,
+    NotNegative,
+    Positive,
+    PositiveFraction,
+    Range,
+    Seed,
+    WholeNumber,
+)
+
+CORPORA = (
+    "pydocs", "file", "prepared", "checkpoint", "openwebtext", "openwebtext-train", "openwebtext-valid", "lm1b",
+    "lm1b-gpt2", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed", "arxiv", "text8", "text8-crop",
+    "tinystories", "fineweb-edu", "wikipedia",
+)  # fmt: skip
 
 
 @dataclass
 class ModelConfig:
     """One transformer family: plain or anchored, bidirectional or causal, published block or modern block."""
 
-    hidden_size: int = 768
+    hidden_size: Count = 768
     """Width D of the residual stream."""
-    n_heads: int = 12
+    n_heads: Count = 12
     """Attention heads; must divide hidden_size into an even head width."""
-    n_blocks: int = 12
+    n_blocks: Count = 12
     """Blocks before the anchors are read (all blocks, when not anchored)."""
-    n_denoiser_blocks: int = 6
+    n_denoiser_blocks: WholeNumber = 6
     """Blocks after the anchors are read; ignored when not anchored. The paper uses half of n_blocks."""
-    length: int = 1024
+    length: Annotated[int, Range("at least 4", low=4)] = 1024
     """Longest row in tokens."""
-    dropout: float = 0.1
+    dropout: FractionBelowOne = 0.1
     """Dropout probability on the output of attention and MLP, in training."""
     anchored: bool = True
     """Two stages: an anchor network whose prediction feeds a denoiser."""
-    bridge: str = "collapsed"
+    bridge: Annotated[str, Choices(("linear", "residual", "none"))] = "linear"
     """How anchors reach the denoiser: collapsed (the paper's, residual stream cut), residual (stream kept, prediction
     added through a zero-initialised map), none (stream kept, anchors only in the loss)."""
     causal: bool = False
@@ -37,9 +58,9 @@ class ModelConfig:
     """Modulate norms and gates by a conditioning vector, as the published block does."""
     time_conditioning: bool = False
     """Condition on the noise level sigma(t); needs adaln. False conditions on a constant."""
-    cond_dim: int = 128
+    cond_dim: Count = 128
     """Width of the conditioning vector."""
-    norm: str = "layernorm"
+    norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
     """layernorm or rmsnorm."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
@@ -48,71 +69,73 @@ class ModelConfig:
     skips: bool = False
     """The last block also reads the residual stream as it was after the first, the second to last as it was after the
     second, and so on, each times a learned factor that starts at 0."""
-    activation: str = "gelu"
+    activation: Annotated[str, Choices(("gelu", "relu2"))] = "gelu"
     """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
     bias: bool = True
     """Biases in MLP, heads and bridge."""
     zero_init: bool = False
     """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
-    mlp_ratio: int = 4
+    mlp_ratio: Count = 4
     """Width of the MLP over hidden_size."""
-    init: str = "torch"
+    init: Annotated[str, Choices(("torch", "normal"))] = "torch"
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
 
 
 @dataclass
 class NoiseConfig:
-    name: str = "loglinear"
+    name: Annotated[str, Choices(("loglinear", "linear", "geometric", "cosine", "cosine-squared", "polynomial"))] = (
+        "loglinear"
+    )
     """Masking schedule: loglinear, linear, geometric, cosine, cosine-squared or polynomial."""
-    eps: float = 1e-3
+    eps: FractionBelowOne = 1e-3
     """Smallest kept probability at t=1 (loglinear, cosine, ...)."""
-    sigma_min: float = 1e-4
+    sigma_min: Positive = 1e-4
     """Geometric schedule: sigma at t=0."""
-    sigma_max: float = 20.0
+    sigma_max: Positive = 20.0
     """Geometric schedule: sigma at t=1."""
-    power: float = 2.0
+    power: Positive = 2.0
     """Polynomial schedule: alpha = 1 - (1-eps) t^power."""
 
 
 @dataclass
 class ObjectiveConfig:
-    name: str = "anelbo"
+    name: Annotated[str, Choices(("anelbo", "nelbo", "d3pm", "score-entropy", "autoregressive"))] = "anelbo"
     """anelbo, nelbo, d3pm, score-entropy or autoregressive."""
-    gamma: float = 3e-3
+    gamma: NotNegative = 3e-3
     """Weight of the anchor term (0: plain NELBO through both stages)."""
-    gamma_warmup: float = 3e-3
+    gamma_warmup: Fraction = 3e-3
     """Share of the run over which gamma rises linearly from 0 (0: constant)."""
-    gamma_end: float = -1.0
+    gamma_end: Annotated[float, Range("at least 0, or -1: gamma stays", low=0, also=-1)] = -1.0
     """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
-    anchor_rule: str = "count"
+    anchor_rule: Annotated[str, Choices(("count", "common", "rarity", "all", "loss", "none"))] = "count"
     """Which tokens are anchors: count (at most tau times in its row), common (more often), rarity (corpus frequency),
     all, loss (hard), none."""
-    tau: int = 5
+    tau: Count = 5
     """count rule: a token is an anchor if it occurs at most tau times in its own row (common rule: more often)."""
-    rarity: float = 1e-4
+    rarity: PositiveFraction = 1e-4
     """rarity rule: a token is an anchor if its share of the training corpus is at most this."""
-    hard: float = 4.0
+    hard: Positive = 4.0
     """loss rule: a token is an anchor if the anchor network's cross-entropy there is at least this many nats."""
-    anchor_positions: str = "all"
+    anchor_positions: Annotated[str, Choices(("all", "masked"))] = "all"
     """all: every anchor carries the anchor loss (the release); masked: only masked ones."""
-    anchor_share: float = 1.0
+    anchor_fraction: PositiveFraction = 1.0
     """Share of the anchors, drawn anew at every step, that carries the anchor loss for all of them: 0.25 makes it cost
     a quarter, and right on average."""
-    T: int = 0
+    T: WholeNumber = 0
     """Number of discrete time steps of the bound; 0 is continuous time."""
-    time_density_a: float = 1.0
+    time_density_a: AtLeastOne = 1.0
     """Training times are drawn from Beta(a, b); (1, 1) is the bound, anything else a deliberate reweighting."""
-    time_density_b: float = 1.0
+    time_density_b: AtLeastOne = 1.0
     """See time_density_a."""
-    time_density_anneal: float = 0.0
+    time_density_anneal: Fraction = 0.0
     """Share of the run after which times are uniform again, reached linearly (0: never annealed)."""
-    sampling_eps: float = 1e-3
+    sampling_eps: FractionBelowOne = 1e-3
     """Smallest time visited."""
 
 
 @dataclass
 class DataConfig:
-    name: str = "pydocs"
+    name: Annotated[str, Choices(CORPORA)] = "pydocs"
     """A name of the corpora table (`adlm data list`); `file` reads data.path."""
     path: str = ""
     """Local file or folder in the corpus' published format; empty: the hub, or the embedded corpus."""
@@ -120,22 +143,22 @@ class DataConfig:
     """Local file or folder of the validation split; empty: held out of `path`."""
     text_key: str = "text"
     """Field that holds the text (jsonl, csv, parquet); only used by data.name=file."""
-    valid_name: str = ""
+    valid_name: Annotated[str, Choices(("", *CORPORA))] = ""
     """Corpus to validate on; empty: the training corpus' own validation split."""
-    valid_share: float = 0.01
+    valid_fraction: InnerFraction = 0.01
     """Share of documents, taken from the end, held out when a corpus has no validation split."""
     tokenizer: str = ""
     """gpt2, bert-base-uncased, text8, bytes, bpe-N, a tokenizer.json, or a folder with vocabulary files; empty: the
     corpus' default."""
     wrap: bool = True
     """Concatenate documents and cut into rows; False: one document a row, truncated and padded."""
-    packing: str = "stream"
+    packing: Annotated[str, Choices(("stream", "release"))] = "stream"
     """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
     cache_dir: str = ""
     """Where prepared blocks live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
-    num_proc: int = 0
+    num_proc: WholeNumber = 0
     """Threads that tokenise; 0: all cores."""
-    max_rows: int = 0
+    max_sequences: WholeNumber = 0
     """Keep only this many rows of each split (0: all), reading no further than needed."""
     root: str = ""
     """Folder with local copies of the public data sets, looked up by corpus (zero-shot evaluation)."""
@@ -143,69 +166,69 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    name: str = "adamw"
+    name: Annotated[str, Choices(("adamw", "muon"))] = "adamw"
     """adamw, or muon (Muon on the matrices of the blocks, AdamW on the rest)."""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """Peak learning rate of AdamW."""
-    muon_lr: float = 2e-3
+    muon_lr: Positive = 2e-3
     """Peak learning rate of Muon, in AdamW-equivalent units."""
-    muon_momentum: float = 0.95
+    muon_momentum: FractionBelowOne = 0.95
     """Muon's momentum."""
-    beta1: float = 0.9
+    beta1: FractionBelowOne = 0.9
     """AdamW."""
-    beta2: float = 0.999
+    beta2: FractionBelowOne = 0.999
     """AdamW."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """AdamW."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
-    clip: float = 1.0
+    clip: NotNegative = 1.0
     """Largest total gradient norm (0: no clipping)."""
-    schedule: str = "constant"
+    schedule: Annotated[str, Choices(("constant", "cosine", "linear"))] = "constant"
     """After warm-up: constant, cosine or linear (to zero)."""
-    warmup: int = 2500
+    warmup: WholeNumber = 2500
     """Warm-up steps (the learning rate starts at 0)."""
-    final: float = 0.0
+    min_lr_ratio: Fraction = 0.0
     """cosine, linear: share of the peak rate left at the last step."""
-    ema: float = 0.9999
+    ema: FractionBelowOne = 0.9999
     """Decay of the averaged weights (0: none); starts low: min(ema, (1+n)/(10+n))."""
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 1_000_000
+    steps: Count = 1_000_000
     """Optimizer steps."""
-    global_batch_size: int = 512
+    global_batch_size: Count = 512
     """Rows per optimizer step over all ranks."""
-    batch_size: int = 0
+    batch_size: WholeNumber = 0
     """Rows per forward pass and rank; 0: the largest that divides the global batch evenly over ranks."""
-    row_pieces: int = 1
+    length_warmup: Count = 1
     """Pieces that rows are cut into at the start of training, each a row of its own: as many tokens and more times a
     step, and neighbours are learned first."""
-    row_pieces_share: float = 0.5
+    length_warmup_fraction: Fraction = 0.5
     """Share of the run with rows in pieces."""
-    batch_parts: int = 1
+    batch_parts: Count = 1
     """Parts of a batch of which the first steps take one each: smaller batches, and so more steps, for as many
     tokens."""
-    batch_parts_share: float = 0.5
+    batch_parts_share: Fraction = 0.5
     """Share of the steps with such batches."""
-    valid_every: int = 10_000
+    valid_every: WholeNumber = 10_000
     """Steps between validations (0: only at the end)."""
-    valid_rows: int = 1024
+    valid_sequences: WholeNumber = 1024
     """Rows of the validation split used during training (0: all)."""
-    valid_batch_size: int = 0
+    valid_batch_size: WholeNumber = 0
     """Rows per forward pass in validation; 0: batch_size."""
-    log_every: int = 100
+    log_every: Count = 100
     """Steps between log lines."""
-    sample_every: int = 0
+    sample_every: WholeNumber = 0
     """Steps between samples shown during training (0: none)."""
-    precision: str = "auto"
+    precision: Annotated[str, Choices(("auto", "fp32", "bf16"))] = "auto"
     """auto (bf16 on a GPU, fp32 on a CPU), fp32 or bf16 (autocast, fp32 weights)."""
-    residual: str = "fp32"
+    residual: Annotated[str, Choices(("fp32", "bf16"))] = "fp32"
     """Precision of the residual stream under bf16 autocast: fp32, or bf16 (half the memory traffic)."""
-    attention: str = "auto"
+    attention: Annotated[str, Choices(("auto", "flash", "cudnn", "any"))] = "auto"
     """Attention kernel on a GPU: auto (timed at the start), flash, cudnn or any (torch's own choice)."""
-    compile: str = "auto"
+    compile: Annotated[str, Choices(("auto", "true", "false", "block", "max"))] = "auto"
     """auto (on a GPU), true, false, block (compile one block and reuse it: starts sooner, runs a little slower) or max
     (kernels chosen by timing them: starts minutes later)."""
     cuda_graphs: bool = False
@@ -213,29 +236,29 @@ class TrainConfig:
     process, one micro-batch a step."""
     checkpoint_activations: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more time."""
-    strategy: str = "ddp"
+    strategy: Annotated[str, Choices(("ddp", "fsdp"))] = "ddp"
     """ddp or fsdp, under torchrun."""
-    max_bad_steps: int = 20
+    max_bad_steps: Count = 20
     """Stop after this many updates in a row were skipped for a non-finite or exploding gradient."""
-    spike_factor: float = 0.0
+    spike_factor: NotNegative = 0.0
     """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-    num_threads: int = 0
+    num_threads: Annotated[int, Range("in [0, 1024]", low=0, high=1024)] = 0
     """CPU threads; 0: all cores (1 per process under torchrun unless OMP_NUM_THREADS says otherwise)."""
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 500
+    every: Count = 500
     """Steps between checkpoints."""
-    minutes: float = 0.0
+    minutes: NotNegative = 0.0
     """Also save after this many minutes since the last save (0: off)."""
-    keep: int = 2
+    keep: Count = 2
     """Newest checkpoints kept."""
     best: bool = True
     """Also save whenever a validation finds a better bound, and keep the best."""
-    milestone_every: int = 0
+    milestone_every: WholeNumber = 0
     """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
     """Go on from the newest good checkpoint of the run folder."""
@@ -247,27 +270,27 @@ class CheckpointConfig:
 class EvalConfig:
     checkpoint: str = ""
     """Run folder, exported folder or release .ckpt to evaluate."""
-    draws: int = 4
+    draws: Count = 4
     """Noise draws per row of the bound; 2 or more also give its Monte Carlo error."""
-    estimator: str = "continuous"
+    estimator: Annotated[str, Choices(("continuous", "exact-count", "both"))] = "continuous"
     """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the evaluation noise; the same for all models, so that their numbers are paired."""
-    chain_rows: int = 0
+    chain_sequences: WholeNumber = 0
     """Rows also scored from left to right by the same weights, at one pass per token (0: none)."""
     out: str = ""
     """File (json; evaluate: folder) that results are written to; empty: beside the checkpoint."""
-    rows: int = 0
+    sequences: WholeNumber = 0
     """Rows evaluated (0: all)."""
     ema: bool = True
     """Evaluate the averaged weights."""
     judge: str = "gpt2-large"
     """evaluate: causal model that scores samples: hub name, folder, GGUF file, run of ours, smollm2, or none."""
-    judge_rule: str = "text"
+    judge_rule: Annotated[str, Choices(("text", "tokens", "release"))] = "text"
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
-    perplexity_batch_size: int = 8
+    batch_size: Count = 8
     """evaluate: texts per forward pass of the judge."""
-    mauve: str = "auto"
+    mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
     """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
     features: str = ""
     """evaluate: model whose last hidden state MAUVE compares; empty: the judge."""
@@ -287,43 +310,64 @@ class EvalConfig:
 
 @dataclass
 class SamplingConfig:
-    sampler: str = "mdlm"
+    sampler: Annotated[
+        str,
+        Choices(
+            (
+                "mdlm",
+                "remdm-cap",
+                "remdm-rescale",
+                "remdm-conf",
+                "remdm-loop",
+                "forward-backward",
+                "dfm",
+                "first-hitting",
+                "confidence",
+                "entropy",
+                "anchor-first",
+                "analytic",
+                "score",
+                "ddpm",
+                "autoregressive",
+            )
+        ),
+    ] = "mdlm"
     """A name of the samplers table (`adlm config sampling.sampler=list`)."""
-    steps: int = 256
+    steps: Count = 256
     """Number of steps T from all masks to none."""
-    n: int = 1
+    n: Count = 1
     """Samples to draw."""
-    length: int = 0
+    length: WholeNumber = 0
     """Tokens per sample; 0: the model's length."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Rows that share a network call."""
-    seed: int = 0
+    seed: Seed = 0
     """Sample i uses seed + i."""
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Divides the logits."""
-    top_p: float = 1.0
+    top_p: PositiveFraction = 1.0
     """Nucleus: keep the smallest set of tokens with at least this probability."""
-    top_k: int = 0
+    top_k: WholeNumber = 0
     """Keep the k most probable tokens (0: all)."""
-    min_p: float = 0.0
+    min_p: FractionBelowOne = 0.0
     """Keep tokens with at least this share of the most probable one's probability."""
-    eta: float = 0.02
+    eta: Fraction = 0.02
     """Remasking strength in [0, 1] (remdm-cap, -rescale, -loop)."""
-    t_on: float = 0.55
+    t_on: Fraction = 0.55
     """remdm-loop: time at which the remasking phase starts."""
-    t_off: float = 0.05
+    t_off: Fraction = 0.05
     """remdm-loop: time at which it ends."""
-    alpha_on: float = 0.9
+    alpha_on: Fraction = 0.9
     """remdm-loop: share of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
-    threshold: float = 0.9
+    threshold: NotNegative = 0.9
     """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
     grid: str = ""
     """File of `adlm profile`: short steps where predictions change fast (mdlm, remdm-cap, remdm-rescale)."""
-    parity: str = ""
+    parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus cut, step grid and final argmax; empty: ours."""
-    guidance: float = 0.0
+    guidance: NotNegative = 0.0
     """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
-    stride: int = 0
+    stride: WholeNumber = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
     prompt: str = ""
     """Text that every sample continues."""
@@ -343,9 +387,9 @@ class SamplingConfig:
 class ReasonConfig:
     """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout."""
 
-    task: str = "prosqa"
+    task: Annotated[str, Choices(("prosqa", "prontoqa", "gsm8k"))] = "prosqa"
     """prosqa, prontoqa or gsm8k."""
-    method: str = "acot"
+    method: Annotated[str, Choices(("cot", "no-cot", "pause", "acot", "icot", "coconut", "coconut-pause"))] = "acot"
     """cot, no-cot, pause, acot, icot, coconut or coconut-pause."""
     base: str = ""
     """Causal Hugging Face model to start from, by hub name (gpt2), folder or GGUF file; empty: our own stack (section
@@ -356,59 +400,59 @@ class ReasonConfig:
     """Validation examples; empty: generated, or the last n_valid of train_path."""
     test_path: str = ""
     """Test files (several: separated by commas), asked beside the generated test set; empty: only that one."""
-    n_train: int = 0
+    n_train: WholeNumber = 0
     """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
-    n_valid: int = 300
+    n_valid: Count = 300
     """Validation examples generated, or kept of valid_path."""
-    n_test: int = 500
+    n_test: WholeNumber = 500
     """Test examples generated (test_path is always used whole)."""
-    hops: int = 0
+    hops: WholeNumber = 0
     """Generated tasks: length of the derivation (0: distributed as in the published files)."""
-    nodes: int = 0
+    nodes: WholeNumber = 0
     """Generated ProsQA: nodes drawn per graph before isolated ones are dropped (0: as in the published files)."""
-    words: int = 0
+    words: WholeNumber = 0
     """Generated ProsQA: different kinds, and at most as many names, that questions draw from (0: all 38 and 17)."""
-    names: int = 0
+    names: WholeNumber = 0
     """Generated ProsQA: different names that questions draw from (0: as reason.words says)."""
     balanced: bool = False
     """Generated ProsQA: the wrong answer is as deep as the right one (in the published files depth often tells)."""
     terse: bool = False
     """Generated ProsQA: "Tom lempus." for "Tom is a lempus.", and "lempus or zumpus, Tom?"; see docs/reasoning.md."""
-    easier: float = 0.0
+    easier: Fraction = 0.0
     """Generated ProsQA: share of the training questions with one hop less than reason.hops and two nodes less than
     reason.nodes, a curriculum by mixing; held-out questions all have reason.hops."""
-    recite: int = 0
+    story_steps: WholeNumber = 0
     """ProsQA from scratch: optimizer steps before the first stage on stories, told again and thought through, which
     teach to look up what was said of a word (a pretrained base can already; 0: none, as in the paper)."""
-    recite_rate: float = 1.0
+    story_lr_ratio: Positive = 1.0
     """Learning rates of these steps over those of the stages: a circuit forms at rates that would later wreck it."""
-    epochs: int = 50
+    epochs: Count = 50
     """Passes over the training examples, all stages together."""
-    epochs_per_stage: int = 5
+    epochs_per_stage: Count = 5
     """Passes per stage; the last stage takes what is left of epochs."""
     fresh: bool = False
     """No example is read twice: an epoch is a pass over its own part of the training examples, one in `epochs`."""
-    slots: int = 6
+    slots: WholeNumber = 6
     """Most [ANT] positions of an example."""
-    slots_per_stage: int = 1
+    slots_per_stage: Count = 1
     """[ANT] positions added by each stage."""
     remove_steps: bool = False
     """acot: also remove one more step from the front of the trace at each stage (icot and coconut always do)."""
-    anchor_tokens: str = "first"
+    anchor_tokens: Annotated[str, Choices(("first", "all"))] = "first"
     """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
-    gamma: float = 1.0
+    gamma: NotNegative = 1.0
     """Weight of the anchor loss beside the loss of the answer and trace, per token."""
     reset_optimizer: bool = True
     """Start each stage with fresh moments and its own warm-up."""
-    valid_every: int = 1
+    valid_every: WholeNumber = 1
     """Epochs between validations (the end of a stage is always validated); 0: only the end of the run."""
-    minutes: float = 0.0
+    minutes: NotNegative = 0.0
     """Stop training after this many minutes and test what there is, as its stage answers (0: no limit)."""
-    max_new_tokens: int = 0
+    max_new_tokens: WholeNumber = 0
     """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
-    eval_batch_size: int = 128
+    eval_batch_size: Count = 128
     """Questions answered together."""
-    row_multiple: int = 0
+    row_multiple: WholeNumber = 0
     """Training rows are padded to a multiple of this many positions (0: 128 on a GPU, where every shape is compiled for
     itself, else 1)."""
 
@@ -419,29 +463,29 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface (then set a key)."""
-    port: int = 8000
+    port: Annotated[int, Range("in [0, 65535]", low=0, high=65535)] = 8000
     """TCP port (0: any free one, printed at the start)."""
     api_key: str = ""
     """Key that requests must carry as `Authorization: Bearer KEY`; empty: $ADLM_API_KEY, or none."""
     cors: str = ""
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
-    slots: int = 32
+    slots: Count = 32
     """Rows of a model that share network calls."""
-    queue: int = 256
+    queue: Count = 256
     """Rows that may wait for a slot; beyond, requests are answered 429."""
-    max_length: int = 0
+    max_length: WholeNumber = 0
     """Longest row of a request in tokens; 0: the model's length."""
-    max_steps: int = 4096
+    max_steps: Count = 4096
     """Most steps of a request."""
-    max_n: int = 16
+    max_n: Count = 16
     """Most rows of a request (n times prompts)."""
-    max_body: int = 1_000_000
+    max_body: Count = 1_000_000
     """Largest request body in bytes."""
-    timeout: float = 300.0
+    timeout: Positive = 300.0
     """Seconds a request may take, waiting included."""
-    read_timeout: float = 10.0
+    read_timeout: Positive = 10.0
     """Seconds a client may take to send a request."""
-    grace: float = 30.0
+    grace: NotNegative = 30.0
     """Seconds that running requests get to finish after SIGTERM or Ctrl-C, before they are cancelled."""
 
 
@@ -451,17 +495,17 @@ class BenchConfig:
 
     batches: str = "16"
     """Rows of a step, one measurement each: 1,16,64."""
-    steps: int = 20
+    steps: Count = 20
     """train: optimizer steps timed."""
-    warmup: int = 5
+    warmup: WholeNumber = 5
     """Steps (train) or network evaluations (sample) before the clock starts."""
-    evaluations: int = 60
+    evaluations: WholeNumber = 60
     """sample: network evaluations timed (0: rows are drawn to their end)."""
     dense: bool = True
     """Also time the dense twin, and print the ratio."""
-    dense_steps: int = 3
+    dense_steps: Count = 3
     """Steps of the dense twin timed."""
-    vocab_size: int = 50258
+    vocab_size: Annotated[int, Range("at least 3", low=3)] = 50258
     """Vocabulary, mask included (50258: GPT-2's)."""
     out: str = ""
     """File that the JSON line is appended to; empty: only printed."""
@@ -469,7 +513,7 @@ class BenchConfig:
 
 @dataclass
 class CompareConfig:
-    jobs: int = 1
+    jobs: Count = 1
     """Runs of `adlm compare` that train at once, each in a process of its own."""
 
 
@@ -493,7 +537,7 @@ class Config:
     """Label of the algorithm; the group of that name sets model and objective."""
     mode: str = "train"
     """What the release's shims do: train, ppl_eval or sample_eval."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of initialisation, data order and noise."""
     out: str = ""
     """Run folder; empty: runs/<algo>-<data>-<model>."""

@@ -7,7 +7,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from adlm.errors import path_of, require
+from adlm.errors import require
+from adlm.io.paths import path_of
 from adlm.schema import SamplingConfig
 
 TYPES = get_type_hints(SamplingConfig)

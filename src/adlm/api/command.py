@@ -16,9 +16,10 @@ from typing import Any
 from adlm.api.language_model import LanguageModel, load
 from adlm.api.results import Generation
 from adlm.api.watch import watch_text
-from adlm.checkpoints import default_checkpoint
 from adlm.engine import Request
-from adlm.errors import require, writable_file
+from adlm.errors import require
+from adlm.io.load import default_checkpoint
+from adlm.io.paths import writable_file
 from adlm.samplers import profile_of
 from adlm.schema import Config, SamplingConfig
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adlm import checkpoints
 from adlm.api.arguments import TYPES, as_path, as_settings, as_tokens, as_words, typed
 from adlm.api.results import Generation, Partial, Score
 from adlm.api.scoring import score_tokens
@@ -31,15 +30,16 @@ from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
 from adlm.engine.request import check_length
 from adlm.engine.template import Limit, check_canvas, parse_template
 from adlm.errors import choose, require
+from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
+from adlm.io.load import BOX, load_checkpoint
 from adlm.schema import SamplingConfig
-from adlm.training.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
 from adlm.training.parallel import pick_device
 
 Words = Sequence[str]
 
 
 def load(
-    source: str | Path = checkpoints.BOX, device: str = "auto", ema: bool = True, tokenizer: str = "", root: str = ""
+    source: str | Path = BOX, device: str = "auto", ema: bool = True, tokenizer: str = "", root: str = ""
 ) -> "LanguageModel":
     """A run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box."""
     path = as_path("source", source)
@@ -47,7 +47,7 @@ def load(
     if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
         advice = "give a run folder, an exported folder or a .ckpt file"
         path = hub.fetch(str(source), (CONFIG, WEIGHTS, TOKENIZER), f"model {str(source)!r}", advice)
-    return LanguageModel(checkpoints.load(path, ema, place, tokenizer, root))
+    return LanguageModel(load_checkpoint(path, ema, place, tokenizer, root))
 
 
 class LanguageModel:

@@ -24,7 +24,7 @@ def dense_logits(
         x = stream
         if model.bridge is not None:
             projected = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
-            x = projected if model.config.bridge == "collapsed" else stream + projected
+            x = projected if model.config.bridge == "linear" else stream + projected
     hidden = model.denoiser(x, sigma_B, trail=trail).normed_BLD
     return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
 

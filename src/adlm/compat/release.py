@@ -5,15 +5,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adlm.compat.command_lines import CORPORA
 from adlm.compat.names import from_release, release_names
-from adlm.compat.overrides import CORPORA
 from adlm.compat.reading import NOISES, OBJECTIVES, Release, read_release
 from adlm.errors import choose, require
 from adlm.schema import Config, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from adlm.data.tokenizers import Tokenizer
-    from adlm.training.export import Loaded
+    from adlm.io.export import Loaded
 
 
 def tokenizer_of(release: Release, name: str = "", root: str = "") -> "Tokenizer":
@@ -49,7 +49,7 @@ def import_release(
     path: str | Path, out: str | Path, ema: bool = True, tokenizer: str = "", root: str = ""
 ) -> dict[str, Any]:
     """Write a release checkpoint as an exported folder; returns its config.json."""
-    from adlm.training.export import save_folder
+    from adlm.io.export import save_folder
 
     release = read_release(path, ema)
     used = tokenizer_of(release, tokenizer, root)
@@ -60,8 +60,8 @@ def import_release(
 
 def load_release(path: str | Path, ema: bool = True, tokenizer: str = "", root: str = "") -> "Loaded":
     """A release checkpoint as a model ready for inference, without writing anything."""
+    from adlm.io.export import Loaded
     from adlm.models import build_model
-    from adlm.training.export import Loaded
 
     release = read_release(path, ema)
     used = tokenizer_of(release, tokenizer, root)
@@ -73,7 +73,7 @@ def load_release(path: str | Path, ema: bool = True, tokenizer: str = "", root: 
 
 
 def _describe(release: Release, tokenizer: "Tokenizer", path: Path, ema: bool) -> dict[str, Any]:
-    from adlm.training.export import describe
+    from adlm.io.export import describe
 
     data = release.settings.get("data")
     corpus = str(data.get("train") or "") if isinstance(data, dict) else ""
@@ -98,7 +98,7 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
     """Write an exported folder as a checkpoint that the release's code loads (config and tokenizer given by it)."""
     import torch
 
-    from adlm.training.export import load_folder
+    from adlm.io.export import load_folder
 
     folder = Path(folder)
     loaded = load_folder(folder / "export" if (folder / "export").is_dir() else folder)  # a run folder holds one
@@ -145,7 +145,7 @@ def _check_exportable(m: ModelConfig) -> None:
     published = {"norm": "layernorm", "activation": "gelu", "qk_norm": False, "bias": True, "mlp_ratio": 4}
     published |= {"value_residual": False, "skips": False}
     if m.anchored:
-        published |= {"bridge": "collapsed", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
+        published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
     published["adaln"] = not m.causal
     for key, value in published.items():
         require(

@@ -18,7 +18,8 @@ from typing import Any
 from adlm import compat
 from adlm.config.checks import check, choices
 from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
-from adlm.errors import choose, expanded, require
+from adlm.errors import choose, require
+from adlm.io.paths import expanded
 from adlm.schema import Config, as_yaml
 
 __all__ = ["check", "choices", "flatten", "from_yaml", "load", "save"]

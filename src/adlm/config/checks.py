@@ -1,127 +1,29 @@
-"""Names a setting may take, and the checks that need more than one setting; each message names the key to change.
+"""The checks that need more than one setting; each message names the key to change."""
 
-The names repeat tables that live beside the code they select (`OBJECTIVES`, `SAMPLERS`, ...): those modules import
-torch, and the command line must answer before torch is loaded. tests/test_config.py keeps the two in step.
-"""
-
-import math
 from typing import Any
 
 from adlm.config.keys import group_choices, keys
 from adlm.errors import choose, require
 from adlm.evaluation.sweep import settings_of
+from adlm.rules import Choices
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig, TrainConfig
-
-CORPORA = (
-    "pydocs", "file", "prepared", "checkpoint", "openwebtext", "openwebtext-train", "openwebtext-valid", "lm1b",
-    "lm1b-gpt2", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed", "arxiv", "text8", "text8-crop",
-    "tinystories", "fineweb-edu", "wikipedia",
-)  # fmt: skip
-CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "ppl_eval", "sample_eval"),
-    "model.bridge": ("collapsed", "residual", "none"),
-    "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "relu2"),
-    "model.init": ("torch", "normal"),
-    "noise.name": ("loglinear", "linear", "geometric", "cosine", "cosine-squared", "polynomial"),
-    "objective.name": ("anelbo", "nelbo", "d3pm", "score-entropy", "autoregressive"),
-    "objective.anchor_rule": ("count", "common", "rarity", "all", "loss", "none"),
-    "objective.anchor_positions": ("all", "masked"),
-    "data.name": CORPORA,
-    "data.valid_name": ("", *CORPORA),
-    "data.packing": ("stream", "release"),
-    "optim.name": ("adamw", "muon"),
-    "optim.schedule": ("constant", "cosine", "linear"),
-    "train.precision": ("auto", "fp32", "bf16"),
-    "train.compile": ("auto", "true", "false", "block", "max"),
-    "train.residual": ("fp32", "bf16"),
-    "train.attention": ("auto", "flash", "cudnn", "any"),
-    "train.strategy": ("ddp", "fsdp"),
-    "sampling.sampler": (
-        "mdlm", "remdm-cap", "remdm-rescale", "remdm-conf", "remdm-loop", "forward-backward", "dfm", "first-hitting",
-        "confidence", "entropy", "anchor-first", "analytic", "score", "ddpm", "autoregressive",
-    ),
-    "sampling.parity": ("", "release"),
-    "eval.estimator": ("continuous", "exact-count", "both"),
-    "eval.judge_rule": ("text", "tokens", "release"),
-    "eval.mauve": ("auto", "true", "false"),
-    "reason.task": ("prosqa", "prontoqa", "gsm8k"),
-    "reason.method": ("cot", "no-cot", "pause", "acot", "icot", "coconut", "coconut-pause"),
-    "reason.anchor_tokens": ("first", "all"),
-}  # fmt: skip
-
-# What a single number may be, beyond its type: key -> (what to say, test). Written so that nan fails every test.
-_COUNT = ("at least 1", lambda x: x >= 1)
-_NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
-_FROM_ONE = ("at least 1", lambda x: 1 <= x < math.inf)
-_POSITIVE = ("above 0", lambda x: 0 < x < math.inf)
-_SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
-_BELOW_ONE = ("in [0, 1)", lambda x: 0 <= x < 1)
-_INSIDE = ("in (0, 1)", lambda x: 0 < x < 1)
-_SEED = ("in [0, 2^63)", lambda x: 0 <= x < 1 << 63)
-_UP_TO_ONE = ("in (0, 1]", lambda x: 0 < x <= 1)
-RANGES = {
-    "seed": _SEED,
-    "model.hidden_size": _COUNT, "model.n_heads": _COUNT, "model.n_blocks": _COUNT, "model.cond_dim": _COUNT,
-    "model.n_denoiser_blocks": _NOT_NEGATIVE, "model.mlp_ratio": _COUNT, "model.dropout": _BELOW_ONE,
-    "model.length": ("at least 4", lambda x: x >= 4),
-    "noise.eps": _BELOW_ONE, "noise.sigma_min": _POSITIVE, "noise.sigma_max": _POSITIVE, "noise.power": _POSITIVE,
-    "objective.gamma": _NOT_NEGATIVE, "objective.gamma_warmup": _SHARE,
-    "objective.gamma_end": ("at least 0, or -1: gamma stays", lambda x: x == -1 or 0 <= x < math.inf),
-    "objective.tau": _COUNT, "objective.anchor_share": _UP_TO_ONE,
-    "objective.rarity": _UP_TO_ONE, "objective.hard": _POSITIVE, "objective.T": _NOT_NEGATIVE,
-    "objective.time_density_a": _FROM_ONE, "objective.time_density_b": _FROM_ONE,
-    "objective.time_density_anneal": _SHARE, "objective.sampling_eps": _BELOW_ONE,
-    "data.valid_share": _INSIDE, "data.num_proc": _NOT_NEGATIVE, "data.max_rows": _NOT_NEGATIVE,
-    "optim.lr": _POSITIVE, "optim.muon_lr": _POSITIVE, "optim.muon_momentum": _BELOW_ONE, "optim.beta1": _BELOW_ONE,
-    "optim.beta2": _BELOW_ONE, "optim.eps": _POSITIVE, "optim.weight_decay": _NOT_NEGATIVE, "optim.clip": _NOT_NEGATIVE,
-    "optim.warmup": _NOT_NEGATIVE, "optim.final": _SHARE, "optim.ema": _BELOW_ONE,
-    "train.steps": _COUNT, "train.global_batch_size": _COUNT, "train.batch_size": _NOT_NEGATIVE,
-    "train.row_pieces": _COUNT, "train.row_pieces_share": _SHARE,
-    "train.batch_parts": _COUNT, "train.batch_parts_share": _SHARE,
-    "train.valid_every": _NOT_NEGATIVE, "train.valid_rows": _NOT_NEGATIVE, "train.valid_batch_size": _NOT_NEGATIVE,
-    "train.log_every": _COUNT, "train.sample_every": _NOT_NEGATIVE, "train.max_bad_steps": _COUNT,
-    "train.spike_factor": _NOT_NEGATIVE,
-    "train.num_threads": ("in [0, 1024]", lambda x: 0 <= x <= 1024),  # with very many torch dies without a word
-    "checkpoint.every": _COUNT, "checkpoint.minutes": _NOT_NEGATIVE, "checkpoint.keep": _COUNT,
-    "checkpoint.milestone_every": _NOT_NEGATIVE,
-    "eval.draws": _COUNT, "eval.seed": _SEED, "eval.chain_rows": _NOT_NEGATIVE,
-    "eval.rows": _NOT_NEGATIVE, "eval.perplexity_batch_size": _COUNT,
-    "sampling.steps": _COUNT, "sampling.n": _COUNT, "sampling.length": _NOT_NEGATIVE, "sampling.batch_size": _COUNT,
-    "sampling.seed": _SEED, "sampling.temperature": _NOT_NEGATIVE, "sampling.top_p": _UP_TO_ONE,
-    "sampling.top_k": _NOT_NEGATIVE, "sampling.min_p": _BELOW_ONE, "sampling.eta": _SHARE, "sampling.t_on": _SHARE,
-    "sampling.t_off": _SHARE, "sampling.alpha_on": _SHARE, "sampling.threshold": _NOT_NEGATIVE,
-    "sampling.guidance": _NOT_NEGATIVE, "sampling.stride": _NOT_NEGATIVE,
-    "bench.steps": _COUNT, "bench.warmup": _NOT_NEGATIVE, "bench.evaluations": _NOT_NEGATIVE,
-    "compare.jobs": _COUNT, "bench.dense_steps": _COUNT, "bench.vocab_size": ("at least 3", lambda x: x >= 3),
-    "serve.port": ("in [0, 65535]", lambda x: 0 <= x <= 65535), "serve.slots": _COUNT, "serve.queue": _COUNT,
-    "serve.max_length": _NOT_NEGATIVE, "serve.max_steps": _COUNT, "serve.max_n": _COUNT, "serve.max_body": _COUNT,
-    "serve.timeout": _POSITIVE, "serve.read_timeout": _POSITIVE, "serve.grace": _NOT_NEGATIVE,
-    "reason.n_train": _NOT_NEGATIVE, "reason.n_valid": _COUNT, "reason.n_test": _NOT_NEGATIVE,
-    "reason.hops": _NOT_NEGATIVE, "reason.nodes": _NOT_NEGATIVE, "reason.words": _NOT_NEGATIVE,
-    "reason.names": _NOT_NEGATIVE, "reason.recite": _NOT_NEGATIVE, "reason.recite_rate": _POSITIVE,
-    "reason.easier": _SHARE, "reason.epochs": _COUNT, "reason.epochs_per_stage": _COUNT,
-    "reason.slots": _NOT_NEGATIVE, "reason.slots_per_stage": _COUNT,
-    "reason.gamma": _NOT_NEGATIVE, "reason.valid_every": _NOT_NEGATIVE, "reason.minutes": _NOT_NEGATIVE,
-    "reason.max_new_tokens": _NOT_NEGATIVE, "reason.eval_batch_size": _COUNT, "reason.row_multiple": _NOT_NEGATIVE,
-}  # fmt: skip
 
 
 def choices(key: str) -> tuple[str, ...] | None:
     """Names a closed setting may take; None where any value of its type is meant."""
     if key == "algo":
         return group_choices("algo")
-    return CHOICES.get(key)
+    rule = keys()[key].rule
+    return tuple(rule.names) if isinstance(rule, Choices) else None
 
 
 def check(cfg: Config, world_size: int = 1) -> None:
     """Raise a one-line ValueError for the first setting that cannot work."""
-    for key in keys():
-        value = get(cfg, key)
-        if (allowed := choices(key)) is not None:
-            choose(key, value, allowed)
-        if key in RANGES:
-            check_range(f"{key}={value}", value, key)
+    for key in keys().values():
+        value = get(cfg, key.name)
+        if key.rule is not None:
+            key.rule.check(key.name, value)
+    choose("algo", cfg.algo, group_choices("algo"))
     check_model(cfg.model)
     check_noise(cfg.noise)
     check_objective(cfg.objective, cfg.model)
@@ -132,12 +34,6 @@ def check(cfg: Config, world_size: int = 1) -> None:
         cfg.data.name not in ("file", "prepared") or cfg.data.path != "",
         f"data.name={cfg.data.name} needs data.path=FILE_OR_FOLDER",
     )
-
-
-def check_range(what: str, value: Any, key: str) -> None:
-    wanted, holds = RANGES[key]
-    finite = "finite and " if value == math.inf else ""  # which is, as it stands, above everything
-    require(holds(value), f"{what} must be {finite}{wanted}")
 
 
 def get(cfg: Config, key: str) -> Any:
@@ -166,7 +62,7 @@ def check_model(m: ModelConfig) -> None:
         "model.causal=true has no noise level: set model.time_conditioning=false",
     )
     stacks = (m.n_blocks, m.n_denoiser_blocks) if m.anchored else (m.n_blocks,)
-    longest = max(stacks) if m.bridge == "collapsed" else sum(stacks)
+    longest = max(stacks) if m.bridge == "linear" else sum(stacks)
     require(longest >= 3 or not m.skips, "model.skips=true needs 3 blocks or more in one residual stream to skip one")
 
 
@@ -223,12 +119,14 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
         f"train.batch_parts={t.batch_parts} must divide the {per_rank} rows per rank "
         f"(train.global_batch_size={t.global_batch_size} over {world_size} ranks)",
     )
-    require(m.length % t.row_pieces == 0, f"train.row_pieces={t.row_pieces} must divide model.length={m.length}")
-    piece = m.length // t.row_pieces
     require(
-        RANGES["model.length"][1](piece),  # a row of one token has nothing to predict it from, or to predict
-        f"train.row_pieces={t.row_pieces} cuts model.length={m.length} into rows of {piece}; they must be"
-        f" {RANGES['model.length'][0]} tokens long",
+        m.length % t.length_warmup == 0, f"train.length_warmup={t.length_warmup} must divide model.length={m.length}"
+    )
+    piece = m.length // t.length_warmup
+    require(
+        piece >= 4,  # a row of one token has nothing to predict it from, or to predict
+        f"train.length_warmup={t.length_warmup} cuts model.length={m.length} into rows of {piece}; they must be at least 4"
+        " tokens long",
     )
     check_graphs(t, world_size)
     device, _, number = t.device.partition(":")
@@ -255,10 +153,12 @@ def check_graphs(t: TrainConfig, world_size: int) -> None:
 def check_sweep(cfg: Config) -> None:
     """Every setting that `adlm evaluate` would draw from, held to the rules of sampling.*."""
     for s in settings_of(cfg.eval, cfg.sampling):
-        choose("eval.samplers", s.sampler, CHOICES["sampling.sampler"])
+        choose("eval.samplers", s.sampler, choices("sampling.sampler") or ())
         for name in ("steps", "temperature", "top_p"):
             value, key = getattr(s, name), f"eval.{name}" + "s" * (name != "steps")
-            check_range(f"{key}: {value}", value, f"sampling.{name}")
+            rule = keys()[f"sampling.{name}"].rule
+            assert rule is not None
+            rule.check(key, value)
         check_sampling(s)
 
 

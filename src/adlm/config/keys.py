@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from adlm import schema
 from adlm.errors import similar
+from adlm.rules import Rule
 
 CONFIG_DIR = Path(__file__).parents[1] / "configs"
 # Later groups win over earlier ones: a corpus may set the length, a recipe may set the block, an algorithm is applied
@@ -29,6 +30,8 @@ class Key:
     kind: type
     default: Any
     help: str
+    rule: Rule | None
+    """The values it may take, beyond its type."""
 
 
 @functools.cache
@@ -37,12 +40,14 @@ def keys() -> dict[str, Key]:
     texts = _field_docstrings()
 
     def walk(cls: type, prefix: str) -> Iterable[Key]:
-        hints = get_type_hints(cls)
+        hints, annotated = get_type_hints(cls), get_type_hints(cls, include_extras=True)
         for field in dataclasses.fields(cls):
             if dataclasses.is_dataclass(hints[field.name]):
                 yield from walk(hints[field.name], f"{prefix}{field.name}.")
             else:
-                yield Key(prefix + field.name, hints[field.name], field.default, texts[cls.__name__, field.name])
+                (*_, rule) = getattr(annotated[field.name], "__metadata__", (None,))
+                text = texts[cls.__name__, field.name]
+                yield Key(prefix + field.name, hints[field.name], field.default, text, rule)
 
     return {key.name: key for key in walk(schema.Config, "")}
 

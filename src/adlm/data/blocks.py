@@ -96,8 +96,8 @@ class Blocks:
 class RowWriter:
     """Rows, their checksums and their statistics, written as they come."""
 
-    def __init__(self, folder: Path, length: int, vocab_size: int, max_rows: int = 0) -> None:
-        self.folder, self.length, self.max_rows = folder, length, max_rows
+    def __init__(self, folder: Path, length: int, vocab_size: int, max_sequences: int = 0) -> None:
+        self.folder, self.length, self.max_sequences = folder, length, max_sequences
         self.dtype = row_dtype(vocab_size)
         self.frequencies = np.zeros(vocab_size, dtype=np.int64)
         self.rows = 0
@@ -107,8 +107,8 @@ class RowWriter:
         self._file = open(folder / "rows.bin", "wb")  # noqa: SIM115 (closed by finish)
 
     def write(self, rows: Rows) -> None:
-        """Append rows, up to max_rows in all."""
-        room = self.max_rows - self.rows if self.max_rows else len(rows.tokens)
+        """Append rows, up to max_sequences in all."""
+        room = self.max_sequences - self.rows if self.max_sequences else len(rows.tokens)
         tokens = np.ascontiguousarray(rows.tokens[:room], dtype=self.dtype)
         if not tokens.size:
             return
@@ -132,7 +132,7 @@ class RowWriter:
 
     @property
     def full(self) -> bool:
-        return bool(self.max_rows) and self.rows >= self.max_rows
+        return bool(self.max_sequences) and self.rows >= self.max_sequences
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write everything to disk, the manifest last."""

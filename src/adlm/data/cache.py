@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adlm.data.blocks import write_atomically
-from adlm.errors import path_of
+from adlm.io.paths import path_of
 from adlm.schema import DataConfig
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adlm.data.formats import plain_name
-from adlm.errors import choose, path_of, require
+from adlm.errors import choose, require
+from adlm.io.paths import path_of
 from adlm.schema import DataConfig
 
 PARQUET = "refs/convert/parquet"
@@ -39,9 +40,9 @@ class Corpus:
     length: int = 1024
     """The row length it is usually reported with."""
     valid_documents: int = 0
-    """Documents held out from the end when the files are not split (0: data.valid_share)."""
-    valid_share: float = 0.0
-    """Overrides data.valid_share."""
+    """Documents held out from the end when the files are not split (0: data.valid_fraction)."""
+    valid_fraction: float = 0.0
+    """Overrides data.valid_fraction."""
     only: str = ""
     """Every split is this one (evaluation sets, and the halves of OpenWebText by name)."""
     crop: bool = False
@@ -108,7 +109,7 @@ _PAPERS = Corpus(
 
 CORPORA: dict[str, Corpus] = {
     "pydocs": Corpus(
-        "English documentation inside every CPython; nothing to download", tokenizer="bpe-4096", valid_share=0.05,
+        "English documentation inside every CPython; nothing to download", tokenizer="bpe-4096", valid_fraction=0.05,
     ),
     "file": Corpus(
         "your own text, jsonl, csv or parquet file or folder: data.path=, data.text_key=", tokenizer="bpe-8192",

@@ -28,7 +28,8 @@ from adlm.data.progress import Progress
 from adlm.data.shards import Shards
 from adlm.data.sources import Source, readable_corpus, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from adlm.errors import choose, path_of, require
+from adlm.errors import choose, require
+from adlm.io.paths import path_of
 from adlm.schema import DataConfig
 
 PACKINGS = ("stream", "release")
@@ -136,7 +137,7 @@ def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) 
         "packing": cfg.packing if cfg.wrap else "unwrapped",
         "length": source.row_length(length),
         "crop": length if source.row_length(length) != length else 0,
-        "max_rows": cfg.max_rows,
+        "max_sequences": cfg.max_sequences,
     }
 
 
@@ -153,7 +154,7 @@ def _build(
     if cfg.num_proc:
         # Read by the library's thread pool when it first starts; an earlier choice in this process stands.
         os.environ.setdefault("RAYON_NUM_THREADS", str(cfg.num_proc))
-    writer = RowWriter(partial, stored, tokenizer.vocab_size, cfg.max_rows)
+    writer = RowWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
     with contextlib.closing(writer), Progress(f"preparing {source.name} {source.split}") as progress:
         shards = Shards(partial / "shards", tokenizer, progress)
         for rows in _pack(shards.of(source.documents(stored)), cfg, tokenizer, stored):
@@ -212,7 +213,7 @@ def _too_short(source: Source, shards: Shards, length: int) -> str:
     """Why not one row came out, and what would help."""
     what = source.describe()
     if not shards.documents:
-        held = f"; nothing is held out by data.valid_share={source.share}: give data.valid_path"
+        held = f"; nothing is held out by data.valid_fraction={source.share}: give data.valid_path"
         return f"{what} holds no documents" + (held if source.part == "valid" else "")
     tokens = shards.tokens + shards.documents  # each document is followed by EOS
     needs = source.row_length(length) - 2
@@ -220,8 +221,8 @@ def _too_short(source: Source, shards: Shards, length: int) -> str:
     if tokens >= needs:
         return f"{have}, but data.packing=release drops the rest of every 1000 documents; use data.packing=stream"
     fits = f"model.length={max(3, tokens + 2)} would fit one"
-    if source.part == "valid" and not source.corpus.valid_share:
-        fits += f"; or hold out more than data.valid_share={source.share}, or give data.valid_path"
+    if source.part == "valid" and not source.corpus.valid_fraction:
+        fits += f"; or hold out more than data.valid_fraction={source.share}, or give data.valid_path"
     return f"{have}, but one row of model.length={length} needs {needs}; {fits}"
 
 

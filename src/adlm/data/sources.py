@@ -8,7 +8,8 @@ from pathlib import Path
 from adlm.data import formats, hub, pydocs
 from adlm.data.corpora import SPLITS, Corpus, find_local, get_corpus, is_called, matching
 from adlm.data.detokenizers import get_detokenizer
-from adlm.errors import choose, path_of, require
+from adlm.errors import choose, require
+from adlm.io.paths import path_of
 from adlm.schema import DataConfig
 
 
@@ -86,8 +87,8 @@ def resolve(cfg: DataConfig, split: str) -> Source:
         # Validation on another corpus: only valid_path and root can hold its files.
         cfg = replace(cfg, name=cfg.valid_name, valid_name="", path="")
     name, corpus = readable_corpus(cfg.name)
-    share = corpus.valid_share or cfg.valid_share
-    require(0 <= share < 1, f"data.valid_share={share} must be at least 0 and less than 1")
+    share = corpus.valid_fraction or cfg.valid_fraction
+    require(0 <= share < 1, f"data.valid_fraction={share} must be at least 0 and less than 1")
     text_key = cfg.text_key if name == "file" else corpus.text_key
     source = Source(name, corpus, corpus.only or split, share=share, text_key=text_key)
     if name == "pydocs":

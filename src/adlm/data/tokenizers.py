@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from adlm.data import hub
-from adlm.errors import choose, path_of, require
+from adlm.errors import choose, require
+from adlm.io.paths import path_of
 
 NAMES = ("gpt2", "bert-base-uncased", "text8", "bytes", "bpe-N")
 MASK = "[MASK]"

@@ -20,11 +20,11 @@ from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.evaluation.anchor_levels import NETWORKS, SHARES, Level, anchors_of, read_level
 from adlm.evaluation.anchor_report import pieces, visible
-from adlm.evaluation.chart import Series, line_chart
 from adlm.evaluation.perplexity import own_data
-from adlm.evaluation.report import Html, columns, legend, page, passage, section, table, tag, write
 from adlm.evaluation.results import model_facts, result_path, versions, write_result
 from adlm.objectives.anchors import AnchorRule, describe_rule, for_texts, make_anchor_rule
+from adlm.reporting.chart import Series, line_chart
+from adlm.reporting.html import Html, columns, legend, page, passage, section, table, tag, write
 from adlm.schema import Config, DataConfig, ObjectiveConfig
 
 # Anchors listed on the terminal; the page and the JSON file hold all.

@@ -6,10 +6,10 @@ import torch
 from adlm.data import Blocks, Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.evaluation.anchors import Reading, hide, read_hidden
-from adlm.evaluation.report import Html, Piece, join, legend, passage, section, table, tag
+from adlm.io.export import Loaded
 from adlm.objectives import Rows
 from adlm.objectives.anchors import describe_rule, for_texts, make_anchor_rule
-from adlm.training.export import Loaded
+from adlm.reporting.html import Html, Piece, join, legend, passage, section, table, tag
 
 # Held-out rows shown, the share of their anchors that is hidden, and hidden anchors listed below each row.
 EXAMPLES = 3

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from adlm import checkpoints
 from adlm.evaluation.intervals import Estimate, student, summarise
 from adlm.evaluation.perplexity import measure, phases, token_counts
+from adlm.io.load import load_checkpoint
 from adlm.schema import Config
 from adlm.training import setup
 from adlm.training.metrics import read_metrics
@@ -57,7 +57,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
     """The entry of a finished run: its averaged weights on the validation split it was trained beside."""
     run = Path(cfg.out)
     data = setup.prepare_data(cfg, ranks)
-    loaded = checkpoints.load(run, cfg.eval.ema, ranks.device)
+    loaded = load_checkpoint(run, cfg.eval.ema, ranks.device)
     ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks, cfg.train.valid_batch_size).items()
     assert estimate.row_nats is not None
     counts_N = token_counts(data.valid, estimate.rows) - (kind == "exact")

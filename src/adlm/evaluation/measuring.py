@@ -92,7 +92,7 @@ def measure_all(
         try:
             for rows, entry in zip(everything, entries):
                 at = folder / "scores" / key / rows.key
-                arguments = (e.judge_rule, lm.tokenizer, rows.rows, lm.length, at, e.perplexity_batch_size, ranks)
+                arguments = (e.judge_rule, lm.tokenizer, rows.rows, lm.length, at, e.batch_size, ranks)
                 found = scored[name][rows.label] = judge_samples(opened, *arguments, rows.label)
                 if name == judge_name(e) and found.tokens_N.sum() > 0:
                     entry["metrics"]["gen_ppl"] = list(bootstrap_ratio(found.nats_N, found.tokens_N).through(exp))

@@ -20,13 +20,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from adlm import checkpoints
 from adlm.data import Blocks, Tokenizer, prepare
 from adlm.diffusion.schedules import Schedule, make_schedule, noise_level
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate, summarise
 from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
+from adlm.io.export import Loaded, section
+from adlm.io.load import load_checkpoint
 from adlm.models import LanguageModel
 from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, Term, make_objective, row_bounds
 from adlm.objectives.exact_count import draw_exact_count
@@ -34,7 +35,6 @@ from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.objectives.times import draw_times
 from adlm.schema import Config, DataConfig, EvalConfig
 from adlm.training.draw import rows_on
-from adlm.training.export import Loaded, section
 from adlm.training.parallel import World, world
 
 ESTIMATORS = ("continuous", "exact-count")
@@ -42,7 +42,7 @@ CHOICES_OF_ESTIMATORS = (*ESTIMATORS, "both")
 # Tokens of one forward pass when train.valid_batch_size does not say how many rows.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 # Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
-BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_rows")
+BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_sequences")
 Score = Callable[[Rows, int], Tensor]
 """Rows and the number of the draw -> nats of each row."""
 
@@ -76,11 +76,11 @@ def open_checkpoint(cfg: Config, ranks: World) -> Loaded:
     where = (cfg.eval.checkpoint, cfg.eval.ema, ranks.device)
     with ranks.main_first():  # a bpe-N tokenizer of an unfinished run may have to be trained
         try:
-            return checkpoints.load(*where, root=cfg.data.root)
+            return load_checkpoint(*where, root=cfg.data.root)
         except ValueError:
             if not cfg.data.tokenizer:
                 raise
-            return checkpoints.load(*where, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
+            return load_checkpoint(*where, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
 
 
 def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
@@ -100,8 +100,10 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
     own = section(DataConfig, recorded)
     if own.valid_name:
         own = replace(own, name=own.valid_name, path="", valid_name="")
-    rows = data.max_rows or own.max_rows
-    return replace(own, cache_dir=data.cache_dir, num_proc=data.num_proc, root=data.root or own.root, max_rows=rows)
+    rows = data.max_sequences or own.max_sequences
+    return replace(
+        own, cache_dir=data.cache_dir, num_proc=data.num_proc, root=data.root or own.root, max_sequences=rows
+    )
 
 
 def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
@@ -110,8 +112,8 @@ def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
         "draws": cfg.draws,
         "estimator": cfg.estimator,
         "seed": cfg.seed,
-        "rows": cfg.rows,
-        "chain_rows": cfg.chain_rows,
+        "sequences": cfg.sequences,
+        "chain_sequences": cfg.chain_sequences,
         "precision": ranks.precision,
     }
 
@@ -120,7 +122,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     """Estimates by name: `exact` for a causal model, else one per estimator asked for, and `left-to-right` if asked."""
     choose("eval.estimator", cfg.estimator, CHOICES_OF_ESTIMATORS)
     model = loaded.model
-    n = min(len(blocks), cfg.rows or len(blocks))
+    n = min(len(blocks), cfg.sequences or len(blocks))
     budget = BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"])
     size = batch_size or max(1, budget // blocks.length)
     schedule = make_schedule(loaded.noise)
@@ -137,13 +139,13 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     }
     wanted = ESTIMATORS if cfg.estimator == "both" else (cfg.estimator,)
     require(
-        loaded.objective.name in SUBS_OBJECTIVES or (wanted == ("continuous",) and not cfg.chain_rows),
+        loaded.objective.name in SUBS_OBJECTIVES or (wanted == ("continuous",) and not cfg.chain_sequences),
         f"a model trained with objective.name={loaded.objective.name} has the continuous bound only:"
-        " use eval.estimator=continuous eval.chain_rows=0",
+        " use eval.estimator=continuous eval.chain_sequences=0",
     )
     found = {name: stratified(scores[name], blocks, n, cfg.draws, cfg.seed, size, ranks, name) for name in wanted}
-    if cfg.chain_rows:
-        found["left-to-right"] = left_to_right(model, schedule, blocks, min(n, cfg.chain_rows), size, ranks)
+    if cfg.chain_sequences:
+        found["left-to-right"] = left_to_right(model, schedule, blocks, min(n, cfg.chain_sequences), size, ranks)
     return found
 
 

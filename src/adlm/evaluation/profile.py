@@ -32,7 +32,7 @@ from adlm.training.parallel import world
 
 LEVELS = 32
 ROWS = 128
-"""Rows unless eval.rows says otherwise: each is read once for every level."""
+"""Rows unless eval.sequences says otherwise: each is read once for every level."""
 DEGREE = 5
 SHOWN_STEPS = (32, 128, 512)
 
@@ -49,7 +49,7 @@ def run_profile(cfg: Config) -> dict[str, Any]:
         )
         with ranks.main_first():
             blocks = prepare(own_data(loaded, cfg.data), loaded.tokenizer, model.config.length, "valid")
-        n = min(len(blocks), cfg.eval.rows or ROWS)
+        n = min(len(blocks), cfg.eval.sequences or ROWS)
         size = cfg.train.valid_batch_size or max(1, BATCH_TOKENS[ranks.device.type] // blocks.length)
         share_K = (torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS
         values_NK, batches = np.zeros((n, LEVELS)), list(my_batches(n, size, ranks))

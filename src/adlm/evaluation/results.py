@@ -11,7 +11,7 @@ import torch
 
 from adlm.data import Blocks
 from adlm.data.blocks import write_atomically
-from adlm.training.export import Loaded
+from adlm.io.export import Loaded
 from adlm.training.setup import parameter_count
 
 PACKAGES = (

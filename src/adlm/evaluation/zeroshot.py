@@ -20,8 +20,8 @@ from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import measure, open_checkpoint, settings
 from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
+from adlm.io.export import Loaded
 from adlm.schema import Config, DataConfig
-from adlm.training.export import Loaded
 from adlm.training.parallel import world
 from adlm.training.setup import parameter_count
 
@@ -92,7 +92,7 @@ def rows_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
         root=wishes.root,
         cache_dir=wishes.cache_dir,
         num_proc=wishes.num_proc,
-        max_rows=wishes.max_rows,
+        max_sequences=wishes.max_sequences,
     )
     return prepare_fitting(data, loaded.tokenizer, loaded.model.config.length)
 

@@ -20,7 +20,7 @@ from adlm.models.layers import Block
 from adlm.models.transformer import START, Stack, StackCache
 from adlm.schema import ModelConfig
 
-BRIDGES = ("collapsed", "residual", "none")
+BRIDGES = ("linear", "residual", "none")
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "relu2")
 INITS = ("torch", "normal")
@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Parameter(torch.empty(vocab_size, D))
         # The collapsed bridge ends the residual stream: the denoiser reads predictions, and neither values nor
         # skips of the anchor network, which would lead the tokens around them.
-        start = cfg.n_blocks if cfg.anchored and cfg.bridge != "collapsed" else 0
+        start = cfg.n_blocks if cfg.anchored and cfg.bridge != "linear" else 0
         end = start + (cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
         self.anchor = Stack(cfg, range(cfg.n_blocks), end if start else cfg.n_blocks) if cfg.anchored else None
         self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias) if cfg.anchored else None
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
             return stream_BLD
         assert self.anchor_head is not None
         predicted_BLD = self.bridge(anchor_BLD, self.anchor_head)
-        if self.config.bridge == "collapsed":
+        if self.config.bridge == "linear":
             return predicted_BLD.to(stream_BLD.dtype)
         return stream_BLD + predicted_BLD
 
@@ -237,5 +237,5 @@ def initialise(model: LanguageModel) -> None:
             nn.init.uniform_(model.bridge.weight, -bound, bound)
         if model.bridge.bias is not None:
             nn.init.zeros_(model.bridge.bias)
-            if cfg.init == "torch" and cfg.bridge == "collapsed":
+            if cfg.init == "torch" and cfg.bridge == "linear":
                 nn.init.uniform_(model.bridge.bias, -bound, bound)

@@ -82,11 +82,11 @@ def make_anchor_rule(cfg: ObjectiveConfig, share_V: Tensor | None = None) -> Anc
 
 
 def draw_share(cfg: ObjectiveConfig, anchors_BL: Tensor, example_B: Tensor, seed: int, step: int) -> Tensor:
-    """Those of the anchors that are scored at this step, each with probability `anchor_share`."""
-    if cfg.anchor_share == 1:
+    """Those of the anchors that are scored at this step, each with probability `anchor_fraction`."""
+    if cfg.anchor_fraction == 1:
         return anchors_BL
     position_L = torch.arange(anchors_BL.shape[1], device=anchors_BL.device)
-    return anchors_BL & (uniforms32(seed, Stream.ANCHOR, step, example_B[:, None], position_L) < cfg.anchor_share)
+    return anchors_BL & (uniforms32(seed, Stream.ANCHOR, step, example_B[:, None], position_L) < cfg.anchor_fraction)
 
 
 def anchor_floor(cfg: ObjectiveConfig) -> float:
@@ -122,5 +122,5 @@ def describe_anchors(cfg: ObjectiveConfig) -> str:
     if cfg.gamma == 0 and cfg.gamma_end <= 0:
         return "none"
     masked = ", where masked" if cfg.name == "anelbo" and cfg.anchor_positions == "masked" else ""
-    share = f"; a random {cfg.anchor_share:.4g} of them at each step" if cfg.anchor_share < 1 else ""
+    share = f"; a random {cfg.anchor_fraction:.4g} of them at each step" if cfg.anchor_fraction < 1 else ""
     return describe_rule(cfg) + masked + share

@@ -44,11 +44,11 @@ def anchor_term(
     anchor_rule=loss it fades as the network learns; a mean over the hard tokens would keep their pull constant
     however few are left, and their number would have to be known before the loss is.
 
-    With anchor_share = 1/4 a random quarter of the anchors is scored, and counts four times: the same sum on average,
+    With anchor_fraction = 1/4 a random quarter of the anchors is scored, and counts four times: the same sum on average,
     and the head, most of what anchors cost in training, reads a quarter of the rows.
     """
     rows_N, targets_N, weights_N = where(draw_share(cfg, anchors_BL, example_B, seed, step))
-    return Term("anchor", rows_N, targets_N, weights_N / cfg.anchor_share, scale=gamma, floor=anchor_floor(cfg))
+    return Term("anchor", rows_N, targets_N, weights_N / cfg.anchor_fraction, scale=gamma, floor=anchor_floor(cfg))
 
 
 class Anelbo(Nelbo):
@@ -78,7 +78,10 @@ class Anelbo(Nelbo):
 def check_anchor_options(cfg: ObjectiveConfig) -> None:
     choose("objective.anchor_positions", cfg.anchor_positions, ANCHOR_POSITIONS)
     require(cfg.gamma >= 0, f"objective.gamma={cfg.gamma} must not be negative")
-    require(0 < cfg.anchor_share <= 1, f"objective.anchor_share={cfg.anchor_share} is a share of anchors, in (0, 1]")
+    require(
+        0 < cfg.anchor_fraction <= 1,
+        f"objective.anchor_fraction={cfg.anchor_fraction} is a share of anchors, in (0, 1]",
+    )
     require(0 <= cfg.gamma_warmup <= 1, f"objective.gamma_warmup={cfg.gamma_warmup} is a share of the run, in [0, 1]")
     require(
         cfg.gamma_end == -1 or cfg.gamma_end >= 0,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from adlm.data.tokenizers import Backend, Tokenizer
-from adlm.errors import path_of, require
+from adlm.errors import require
+from adlm.io.paths import path_of
 from adlm.models import Cache, LanguageModel
 from adlm.models.compiling import allow_variants
 from adlm.models.layers import LayerCache

@@ -57,7 +57,7 @@ def retold(rng: random.Random, shape: Shape, plain: bool) -> Example:
 def recite(
     network: OwnNetwork | HuggingFaceNetwork, tokenizer: Tokenizer, cfg: Config, ranks: World, multiple: int = 1
 ) -> float:
-    """Train on new stories for reason.recite steps, with optimizers of its own; the loss of the last step per token.
+    """Train on new stories for reason.story_steps steps, with optimizers of its own; the loss of the last step per token.
     Rows are padded to a multiple of `multiple` positions.
 
     Everything is a function of the seed and nothing is saved: a run killed here begins again, and one that has a
@@ -66,28 +66,28 @@ def recite(
     names, kinds = vocabulary(shape)
     require(
         cfg.reason.task == "prosqa" and len(names) >= NAMES and len(kinds) >= KINDS,
-        f"reason.recite={cfg.reason.recite} tells stories of {NAMES} names and {KINDS} kinds of prosqa",
+        f"reason.story_steps={cfg.reason.story_steps} tells stories of {NAMES} names and {KINDS} kinds of prosqa",
     )
     module = Step(network, batch_loss)
     update = Updater(cfg.optim, module)
     markers, size = markers_of(tokenizer), cfg.train.global_batch_size
     network.train()
-    loss, rate, constant = float("nan"), cfg.reason.recite_rate, replace(cfg.optim, schedule="constant")
-    for step in range(cfg.reason.recite):
+    loss, rate, constant = float("nan"), cfg.reason.story_lr_ratio, replace(cfg.optim, schedule="constant")
+    for step in range(cfg.reason.story_steps):
         rng = random.Random(fold(cfg.seed, Stream.TOKEN, step))
-        plain = step < cfg.reason.recite // 2
+        plain = step < cfg.reason.story_steps // 2
         stories = encode([retold(rng, shape, plain) for _ in range(size)], tokenizer)
         layouts = [lay_out(story, Plan(), markers) for story in stories]
         longest = max(len(layout.tokens) for layout in layouts)
         require(
             longest <= network.longest,
-            f"a story of reason.recite has {longest} tokens and there is room for {network.longest} (model.length)",
+            f"a story of reason.story_steps has {longest} tokens and there is room for {network.longest} (model.length)",
         )
         batch = make_batch(layouts, False, 0.0, tokenizer.mask_id, ranks.device, multiple)
         with ranks.autocast():
             mean = module(batch).total / batch.task.count
         mean.backward()
-        update(rate * learning_rate_factor(constant, step, cfg.reason.recite))
-        if step + 1 == cfg.reason.recite:
+        update(rate * learning_rate_factor(constant, step, cfg.reason.story_steps))
+        if step + 1 == cfg.reason.story_steps:
             loss = mean.item()
     return loss

@@ -9,12 +9,12 @@ import torch
 
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from adlm.errors import require
+from adlm.io import export
 from adlm.models import build_model
 from adlm.reasoning.examples import Example, parts, whole_text
 from adlm.reasoning.methods import add_markers
 from adlm.reasoning.networks import HuggingFaceNetwork, OwnNetwork, load_hugging_face
 from adlm.schema import Config, ReasonConfig
-from adlm.training import export
 
 EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
 VOCABULARY = 1024

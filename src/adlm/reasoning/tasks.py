@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adlm.diffusion.uniforms import Stream, fold
-from adlm.errors import choose, path_of, require
+from adlm.errors import choose, require
+from adlm.io.paths import path_of
 from adlm.reasoning import generators, gsm8k, logic
 from adlm.reasoning.examples import Example
 from adlm.reasoning.generators import PUBLISHED, Shape

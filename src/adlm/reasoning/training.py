@@ -131,7 +131,7 @@ def longest_answer(encoded: list[Encoded], plans: list[Plan]) -> int:
 
 def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     """Train through all stages, or until a signal asks to stop; then test the best checkpoint and export it. `start`:
-    weights to begin with in place of fresh ones and reason.recite, so that several methods can share its steps."""
+    weights to begin with in place of fresh ones and reason.story_steps, so that several methods can share its steps."""
     with world(cfg.train) as ranks, Interruption() as interruption, claimed_run_folder(cfg.out, ranks) as run:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
         room = Classroom(cfg, ranks)
@@ -144,9 +144,9 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
             raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
         if found is None and start is not None:
             room.network.load_state_dict(start)
-        elif found is None and reason.recite:
+        elif found is None and reason.story_steps:
             loss = recite(room.network, room.tokenizer, cfg, ranks, room.row_multiple)
-            note(f"stories, {reason.recite} steps: {loss:.3f} nats per token at the end")
+            note(f"stories, {reason.story_steps} steps: {loss:.3f} nats per token at the end")
         step_module = Step(room.network, batch_loss)
         ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
         update = Updater(cfg.optim, step_module, ema, guard)

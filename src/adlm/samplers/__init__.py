@@ -25,7 +25,8 @@ from adlm.diffusion.schedules import (
     release_grid,
     uniform_grid,
 )
-from adlm.errors import choose, path_of, require
+from adlm.errors import choose, require
+from adlm.io.paths import path_of
 from adlm.samplers import rates
 from adlm.samplers.autoregressive import LeftToRight
 from adlm.samplers.first_hitting import FirstHitting

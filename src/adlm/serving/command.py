@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from adlm.api import LanguageModel, load
-from adlm.checkpoints import default_checkpoint
-from adlm.errors import path_of, require
+from adlm.errors import require
+from adlm.io.load import default_checkpoint
+from adlm.io.paths import path_of
 from adlm.schema import Config
 from adlm.serving.app import make_app
 from adlm.serving.metrics import server_metrics

@@ -6,7 +6,6 @@ and SHA-256 of every file). It is written under another name and renamed when co
 the older ones untouched. A damaged one is noticed by its checksums and the one before it is used.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
+from adlm.io.paths import digest, sync_folder
 from adlm.schema import CheckpointConfig, Config
 from adlm.training.optim import Ema, Guard, state_of
 from adlm.training.parallel import Step, World
@@ -230,8 +230,8 @@ def check_same_sizes(info: dict[str, Any], cfg: Config) -> None:
     if info["config"]["seed"] != cfg.seed:
         refuse_change(cfg, "seed", info["config"]["seed"], cfg.seed)
     before, now = info["config"]["train"], asdict(cfg.train)
-    keys = ["global_batch_size", "batch_parts", "batch_parts_share", "row_pieces", "row_pieces_share"]
-    if cfg.train.batch_parts > 1 or cfg.train.row_pieces > 1:  # for a share of all steps
+    keys = ["global_batch_size", "batch_parts", "batch_parts_share", "length_warmup", "length_warmup_fraction"]
+    if cfg.train.batch_parts > 1 or cfg.train.length_warmup > 1:  # for a share of all steps
         keys.append("steps")
     for key in keys:
         if before.get(key, now[key]) != now[key]:
@@ -297,20 +297,6 @@ def damage(folder: Path) -> str | None:
         if digest(path) != entry["sha256"]:
             return f"{name} has another checksum"
     return None
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is only durable once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def brief(error: BaseException) -> str:

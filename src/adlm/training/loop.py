@@ -21,8 +21,9 @@ from torch import Tensor
 from adlm.data.loader import Batches
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.uniforms import Stream, fold
+from adlm.io import export
 from adlm.schema import Config, as_yaml
-from adlm.training import export, setup
+from adlm.training import setup
 from adlm.training.checkpoint import Checkpoints, changes, check_same_run, check_same_sizes, note, tensors
 from adlm.training.draw import drawn, on_device
 from adlm.training.metrics import Metrics, Window, perplexity, plot_curves

@@ -29,7 +29,7 @@ def learning_rate_factor(cfg: OptimConfig, step: int, steps: int) -> float:
         return 1.0
     done = min(1.0, (step - cfg.warmup) / max(1, steps - cfg.warmup))
     left = 0.5 * (1 + math.cos(math.pi * done)) if cfg.schedule == "cosine" else 1 - done
-    return cfg.final + (1 - cfg.final) * left
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * left
 
 
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5

@@ -13,14 +13,15 @@ import torch
 from adlm.data import prepare, tokenizer_for
 from adlm.data.blocks import Blocks
 from adlm.data.tokenizers import Tokenizer
-from adlm.errors import require, writable_folder
+from adlm.errors import require
+from adlm.io.export import load_folder
+from adlm.io.paths import writable_folder
 from adlm.models import LanguageModel, build_model
 from adlm.models.flops import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
 from adlm.training.draw import rows_on
-from adlm.training.export import load_folder
 from adlm.training.parallel import World
 from adlm.training.sizes import rows_before
 
@@ -130,7 +131,7 @@ def plan(cfg: Config, model: LanguageModel, data: Data, flops: float, world: Wor
         "parameters": parameters,
         "vocabulary": data.tokenizer.vocab_size,
         "train_rows": len(data.train),
-        "valid_rows": len(data.valid),
+        "valid_sequences": len(data.valid),
         "row_length": cfg.model.length,
         "steps": cfg.train.steps,
         "tokens": tokens,

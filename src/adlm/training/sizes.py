@@ -1,6 +1,6 @@
 """How large a step is: how many rows, in how many pieces, and how many rows came before it.
 
-A run may start with a part of its batch (`train.batch_parts`) and with rows cut into pieces (`train.row_pieces`). Both
+A run may start with a part of its batch (`train.batch_parts`) and with rows cut into pieces (`train.length_warmup`). Both
 are functions of the step alone, so that a resumed run knows where it stands.
 """
 
@@ -27,7 +27,7 @@ def rows_before(cfg: TrainConfig, step: int) -> int:
 
 
 def pieces_at(cfg: TrainConfig, step: int) -> int:
-    return cfg.row_pieces if step < early(cfg, cfg.row_pieces_share) else 1
+    return cfg.length_warmup if step < early(cfg, cfg.length_warmup_fraction) else 1
 
 
 def early(cfg: TrainConfig, share: float) -> int:

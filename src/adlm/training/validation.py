@@ -23,8 +23,8 @@ def padded_indices(n: int, rank: int, size: int, batch: int) -> np.ndarray:
 
 @torch.no_grad()
 def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: TrainConfig, ranks: World) -> float:
-    """The bound on the first valid_rows rows of the validation split, nats per token, with fixed noise."""
-    n = min(len(valid), cfg.valid_rows or len(valid))
+    """The bound on the first valid_sequences rows of the validation split, nats per token, with fixed noise."""
+    n = min(len(valid), cfg.valid_sequences or len(valid))
     batch = cfg.valid_batch_size or cfg.batch_size or cfg.global_batch_size // ranks.size
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     was_training = wrapped.training

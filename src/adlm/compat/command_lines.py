@@ -1,0 +1,321 @@
+"""The release's override names become ours, in argv, before anything is composed.
+
+One explicit table, `RULES`: every key of the public ADLM / MDLM / ReMDM command lines either turns into ours, or is
+accepted with a note that says why it means nothing here, or is refused with the way to say it. Keys that are in neither
+world are left alone and refused by `adlm.config`. docs/config.md holds the same table; a test compares the two.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from adlm.errors import choose
+
+Given = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """`keys` of the release that are read together; `becomes` says what they turn into; `note` is told when ignored."""
+
+    keys: tuple[str, ...]
+    becomes: str
+    apply: Callable[[Given], list[str]]
+    note: str = ""
+
+
+def _rename(old: str, new: str) -> Rule:
+    return Rule((old,), f"`{new}`", lambda given: [f"{new}={given[old]}"])
+
+
+def _corpus(old: str, new: str) -> Rule:
+    return Rule((old,), f"`{new}`", lambda given: [f"{new}={CORPORA.get(given[old], given[old])}"])
+
+
+def _ignore(old: str, why: str) -> Rule:
+    return Rule((old,), f"ignored: {why}", lambda given: [], why)
+
+
+def _values(old: str, table: dict[str, list[str]], becomes: str) -> Rule:
+    """A key with few values, each of which turns into some overrides."""
+    return Rule((old,), becomes, lambda given: table[choose(old, given[old].lower(), table)])
+
+
+def _true(value: str) -> bool:
+    return choose("value", value.lower(), ("true", "false")) == "true"
+
+
+def _gamma(given: Given) -> list[str]:
+    # The release's weight is min(factor1, step / max_steps * factor2): factor1 from the share factor1 / factor2 on.
+    factor1 = _number(given, "base_scaling_factor1", 3e-3)
+    factor2 = _number(given, "base_scaling_factor2", 1.0)
+    if factor1 <= 0 or factor2 <= 0:
+        return ["objective.gamma=0", "objective.gamma_warmup=0"]
+    return [f"objective.gamma={factor1}", f"objective.gamma_warmup={min(1.0, factor1 / factor2)}"]
+
+
+def _number(given: Given, key: str, default: float) -> float:
+    try:
+        return float(given.get(key, default))
+    except ValueError:
+        raise ValueError(f"{key}={given[key]} is not a number") from None
+
+
+def _sample_count(given: Given) -> list[str]:
+    batches = _number(given, "sampling.num_sample_batches", 1)
+    rows = _number(given, "loader.eval_batch_size", 1)
+    wanted = [f"sampling.n={int(batches * rows)}"] if "sampling.num_sample_batches" in given else []
+    return wanted + (
+        [f"train.valid_batch_size={given['loader.eval_batch_size']}"] if "loader.eval_batch_size" in given else []
+    )
+
+
+def _sampler(given: Given) -> list[str]:
+    # Order as in the release: dfm has its own loop; the predictors ddpm and analytic never look at sampling.sampler.
+    predictor = choose(
+        "sampling.predictor", given.get("sampling.predictor", "ddpm_cache"), ("ddpm", "ddpm_cache", "analytic")
+    )
+    if _true(given.get("sampling.dfm", "false")):
+        return ["sampling.sampler=dfm"]
+    if predictor == "analytic" and "sedd" in (given.get("parameterization"), given.get("algo")):
+        predictor = "score"  # its analytic predictor takes the network's ratios as they are
+    return [] if predictor == "ddpm_cache" else [f"sampling.sampler={predictor}"]
+
+
+def _semi_ar(given: Given) -> list[str]:
+    if not _true(given.get("sampling.semi_ar", "false")):
+        return []
+    stride = int(_number(given, "sampling.stride_length", 1))
+    length = int(_number(given, "model.length", 1024))
+    return [
+        f"sampling.stride={stride}",
+        f"sampling.length={length + stride * int(_number(given, 'sampling.num_strides', 1))}",
+    ]
+
+
+def _out(given: Given) -> list[str]:
+    folder = given.get("checkpointing.save_dir", given.get("hydra.run.dir", ""))
+    return [f"out={folder.rstrip('/') or folder}"] if folder and "${" not in folder else []
+
+
+def _time_conditioning(given: Given) -> list[str]:
+    # The release's AR network takes no noise level whatever this says.
+    causal = "ar" in (given.get("parameterization"), given.get("backbone")) or given.get("algo") in ("ar", "a2r")
+    return [] if causal else [f"model.time_conditioning={given['time_conditioning']}"]
+
+
+def _refuse(old: str, why: str, harmless: Sequence[str] = ()) -> Rule:
+    def apply(given: Given) -> list[str]:
+        if given[old].lower() not in harmless:
+            raise ValueError(f"{old}={given[old]}: {why}")
+        return []
+
+    return Rule((old,), f"refused: {why}" + (f" ({', '.join(harmless)} is accepted)" if harmless else ""), apply)
+
+
+# The release's names of corpora, as values of data.train and data.valid.
+CORPORA = {
+    "openwebtext-split": "openwebtext",
+    "scientific_papers_arxiv": "arxiv",
+    "scientific_papers_pubmed": "pubmed",
+}
+
+RULES: tuple[Rule, ...] = (
+    # objective
+    _values(
+        "enable_anchor_loss",
+        {"true": ["algo=adlm"], "false": ["algo=two-stage"]},
+        "`algo=adlm` (true), `algo=two-stage` (false)",
+    ),
+    Rule(
+        ("base_scaling_factor1", "base_scaling_factor2"),
+        "`objective.gamma` = factor1, `objective.gamma_warmup` = factor1 / factor2",
+        _gamma,
+    ),
+    _rename("threshold", "objective.tau"),
+    _values(
+        "parameterization",
+        {"subs": [], "sedd": ["algo=sedd"], "d3pm": ["algo=d3pm"], "ar": ["algo=ar"]},
+        "`algo=sedd`, `d3pm` or `ar`; `subs` keeps the algorithm",
+    ),
+    _values("backbone", {"dit": [], "ar": ["algo=ar"]}, "`algo=ar`; `dit` keeps the algorithm"),
+    _rename("T", "objective.T"),
+    Rule(("time_conditioning",), "`model.time_conditioning` (nothing for `ar`)", _time_conditioning),
+    _rename("training.ema", "optim.ema"),
+    _rename("training.sampling_eps", "objective.sampling_eps"),
+    _ignore("training.antithetic_sampling", "times are always stratified over the global batch"),
+    _refuse("training.importance_sampling", "other densities of t are objective.time_density_a and _b", ("false",)),
+    _refuse("training.change_of_variables", "other densities of t are objective.time_density_a and _b", ("false",)),
+    _ignore("diffusion", "the process is always absorbing"),
+    _ignore("subs_masking", "SUBS is always applied to diffusion models"),
+    _ignore("replica_backbone", "the release does not read it"),
+    # data and batches
+    _corpus("data.train", "data.name"),
+    _corpus("data.valid", "data.valid_name"),
+    _rename("data.tokenizer_name_or_path", "data.tokenizer"),
+    _ignore("data.streaming", "blocks are prepared once and memory-mapped"),
+    _rename("loader.global_batch_size", "train.global_batch_size"),
+    _rename("loader.batch_size", "train.batch_size"),
+    Rule(
+        ("sampling.num_sample_batches", "loader.eval_batch_size"),
+        "`sampling.n` = batches x rows, `train.valid_batch_size` = rows (`sampling.batch_size` never changes a text)",
+        _sample_count,
+    ),
+    _ignore("loader.eval_global_batch_size", "results do not depend on it; rows per pass are train.valid_batch_size"),
+    _ignore("loader.num_workers", "rows are memory-mapped"),
+    _ignore("loader.pin_memory", "rows are memory-mapped"),
+    # model, noise, optimizer
+    _rename("noise.type", "noise.name"),
+    _ignore("model.name", "the group's name is enough"),
+    _ignore("model.type", "there is one transformer family"),
+    _ignore("model.scale_by_sigma", "the release does not read it"),
+    _refuse("model.tie_word_embeddings", "embeddings and heads are never tied, as in the release", ("false",)),
+    _rename("lr_scheduler.num_warmup_steps", "optim.warmup"),
+    _rename("lr_scheduler.warmup_t", "optim.warmup"),
+    _ignore("lr_scheduler.lr_min", "the last rate is optim.min_lr_ratio, a fraction of the peak"),
+    _ignore("lr_scheduler.warmup_lr_init", "warm-up starts at 0"),
+    # trainer
+    _rename("trainer.max_steps", "train.steps"),
+    _rename("trainer.val_check_interval", "train.valid_every"),
+    _rename("trainer.log_every_n_steps", "train.log_every"),
+    _rename("trainer.gradient_clip_val", "optim.clip"),
+    _values(
+        "trainer.precision",
+        {"bf16": ["train.precision=bf16"], "bf16-mixed": ["train.precision=bf16"]}
+        | {"32": ["train.precision=fp32"], "32-true": ["train.precision=fp32"]},
+        "`train.precision` (bf16 or fp32)",
+    ),
+    _values(
+        "trainer.accelerator",
+        {"cuda": ["train.device=cuda"], "gpu": ["train.device=cuda"], "cpu": ["train.device=cpu"], "auto": []},
+        "`train.device`",
+    ),
+    _values("strategy", {"ddp": ["train.strategy=ddp"], "fsdp": ["train.strategy=fsdp"]}, "`train.strategy`"),
+    _ignore("trainer.num_nodes", "torchrun decides"),
+    _ignore("trainer.devices", "torchrun decides"),
+    _ignore("trainer.accumulate_grad_batches", "it follows from train.global_batch_size and train.batch_size"),
+    _ignore("trainer.num_sanity_val_steps", "there is no sanity pass"),
+    _ignore("trainer.limit_train_batches", "the length of a run is train.steps"),
+    _ignore("trainer.limit_val_batches", "rows of a validation are train.valid_sequences"),
+    # checkpoints and folders
+    Rule(
+        ("checkpointing.save_dir", "hydra.run.dir"),
+        "`out` (the first if both are given); relative to where you are, never to a run folder",
+        _out,
+    ),
+    _rename("checkpointing.resume_from_ckpt", "checkpoint.resume"),
+    _refuse(
+        "checkpointing.resume_ckpt_path",
+        "a run goes on from its own folder (out=FOLDER); to start from other weights use checkpoint.init_from=FOLDER",
+    ),
+    _rename("callbacks.checkpoint_every_n_steps.every_n_train_steps", "checkpoint.every"),
+    # evaluation
+    _rename("eval.checkpoint_path", "eval.checkpoint"),
+    _values("eval.disable_ema", {"true": ["eval.ema=false"], "false": ["eval.ema=true"]}, "`eval.ema`, negated"),
+    _ignore("eval.compute_generative_perplexity", "samples are scored by adlm evaluate (mode=sample_eval)"),
+    _rename("eval.gen_ppl_eval_model_name_or_path", "eval.judge"),
+    _ignore("eval.compute_perplexity_on_sanity", "there is no sanity pass"),
+    _ignore("eval.generate_samples", "samples during training are train.sample_every"),
+    # sampling
+    _rename("sampling.nucleus_p", "sampling.top_p"),
+    Rule(
+        ("sampling.predictor", "sampling.dfm"),
+        "`sampling.sampler=ddpm`, `analytic` (`score` for `sedd`) or `dfm`; `ddpm_cache` keeps the sampler",
+        _sampler,
+    ),
+    Rule(
+        ("sampling.semi_ar", "sampling.stride_length", "sampling.num_strides"),
+        "`sampling.stride` and `sampling.length`",
+        _semi_ar,
+    ),
+    _rename("sampling.generated_seqs_path", "eval.release_json"),
+    _ignore("sampling.noise_removal", "no mask is ever left; sampling.parity=release fills the last ones greedily"),
+    _ignore("sampling.num_sample_log", "samples during training are train.sample_every"),
+    # tracking
+    _rename("wandb.project", "track.project"),
+    _rename("wandb.name", "track.name"),
+    _ignore("wandb", "logging to wandb is off unless track.wandb=true"),
+)  # fmt: skip
+
+RELEASE_KEYS: dict[str, Rule] = {key: rule for rule in RULES for key in rule.keys}
+
+# Whole families that configure libraries we do not use.
+IGNORED_PREFIXES = {
+    "wandb.": "logging to wandb is off unless track.wandb=true",
+    "hydra.": "there is no Hydra application: no change of directory, no run folders of its own",
+    "callbacks.": "checkpoints are configured by checkpoint.*",
+    "strategy.": "train.strategy=ddp or fsdp needs no further settings",
+}
+
+# Names of the release's group files: (group, name) -> ours.
+GROUP_NAMES = {
+    ("data", "openwebtext-split"): "openwebtext",
+    ("data", "openwebtext-streaming"): "openwebtext",
+    ("data", "lm1b-streaming"): "lm1b",
+    ("data", "scientific_papers_arxiv"): "arxiv",
+    ("data", "scientific_papers_pubmed"): "pubmed",
+    ("model", "small-ar"): "small",
+    ("model", "tiny-ar"): "tiny",
+    ("noise", "ar"): "loglinear",
+    ("lr_scheduler", "constant_warmup"): "constant",
+    ("lr_scheduler", "cosine_decay_warmup"): "cosine",
+}
+
+# What adlm_main.py and main.py stand for when a key is not given; parity settings make their numbers comparable.
+PROGRAM_ALGO = {"adlm_main": "two-stage", "main": "mdlm"}
+RELEASE_DEFAULTS = (
+    "model=small", "data=openwebtext", "recipe=published", "data.packing=release", "sampling.parity=release",
+    "sampling.steps=128", "train.log_every=10", "eval.judge_rule=release",
+)  # fmt: skip
+
+
+def rewrite(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """argv in either world's names -> (argv in ours, notes on what was ignored and why).
+
+    A rule's overrides take the place of its first key, so that of two settings of one thing the later still wins.
+    """
+    split = [_split(text) for text in argv]
+    given = {key: value for key, value in split if key}
+    done: set[int] = set()
+    ours: list[str] = []
+    notes: list[str] = []
+    for text, (key, value) in zip(argv, split):
+        rule = RELEASE_KEYS.get(key)
+        family = next((prefix for prefix in IGNORED_PREFIXES if key.startswith(prefix)), None)
+        if rule is not None:
+            if id(rule) not in done:
+                done.add(id(rule))
+                ours += rule.apply(given)
+            if rule.note:
+                notes.append(f"{key}={value} ignored: {rule.note}")
+        elif family is not None:
+            notes.append(f"{key}={value} ignored: {IGNORED_PREFIXES[family]}")
+        elif (key, value) in GROUP_NAMES:
+            ours.append(f"{key}={GROUP_NAMES[key, value]}")
+        else:
+            ours.append(text)
+    return ours, notes
+
+
+def _split(text: str) -> tuple[str, str]:
+    """(key without + or ++, value without quotes); ('', '') for what is not an override."""
+    key, equals, value = text.partition("=")
+    if not equals or key.startswith("~"):
+        return "", ""
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]
+    return key.lstrip("+"), value
+
+
+def release_argv(program: str, argv: Sequence[str]) -> list[str]:
+    """What `python -m adlm_main ...` or `python -m main ...` means: the release's defaults, then the overrides."""
+    given = dict(_split(text) for text in argv)
+    extra = [f"algo={PROGRAM_ALGO[program]}", *RELEASE_DEFAULTS]
+    if given.get("data", "openwebtext") == "openwebtext":
+        extra.append("data.valid_name=wikitext103")  # the release trains on all of it and validates elsewhere
+    if given.get("noise") == "linear":
+        raise ValueError("noise=linear: the release's linear sigma has no counterpart; choose loglinear or geometric")
+    if "model.n_blocks" in given:
+        extra.append(f"model.n_denoiser_blocks={int(_number(given, 'model.n_blocks', 0)) // 2}")
+    if "seed" in given:
+        extra.append(f"sampling.seed={given['seed']}")
+    return [*extra, *argv]

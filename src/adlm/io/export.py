@@ -1,0 +1,171 @@
+"""The exported folder: everything needed to use a model elsewhere, nothing executable.
+
+model.safetensors   weights
+config.json         model, noise and objective settings, vocabulary, training facts
+tokenizer.json      the tokenizer
+README.md           a model card with the training command and metrics
+"""
+
+import json
+import math
+import shlex
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.errors import require
+from adlm.io.paths import digest
+from adlm.models import LanguageModel, build_model
+from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
+
+FORMAT = 1
+WEIGHTS, CONFIG, TOKENIZER, CARD = "model.safetensors", "config.json", "tokenizer.json", "README.md"
+WEIGHTS_DIGEST = "weights_file_sha256"
+# What the card calls the folder until it has a name on the hub.
+PLACEHOLDER = "this-folder"
+T = TypeVar("T")
+
+
+class Loaded(NamedTuple):
+    model: LanguageModel
+    tokenizer: Tokenizer
+    noise: NoiseConfig
+    objective: ObjectiveConfig
+    info: dict[str, Any]
+    """The whole config.json."""
+
+
+def describe(cfg: Config, tokenizer: Tokenizer, **facts: Any) -> dict[str, Any]:
+    """config.json of a trained model; `facts` are training facts such as step, tokens and bound."""
+    return {
+        "format": FORMAT,
+        "algo": cfg.algo,
+        "model": asdict(cfg.model),
+        "noise": asdict(cfg.noise),
+        "objective": asdict(cfg.objective),
+        "vocab_size": tokenizer.vocab_size,
+        "mask_id": tokenizer.mask_id,
+        "tokenizer": {"name": cfg.data.tokenizer, "fingerprint": tokenizer.fingerprint},
+        "data": cfg.data.name,
+        "data_settings": asdict(cfg.data),
+        **facts,
+    }
+
+
+def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, info: dict[str, Any]) -> None:
+    """Write the folder beside its final place and move the files in when all are complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
+        new = Path(name)
+        save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, new / WEIGHTS)
+        (new / CONFIG).write_text(json.dumps(info | {WEIGHTS_DIGEST: digest(new / WEIGHTS)}, indent=1))
+        tokenizer.save(new / TOKENIZER)
+        (new / CARD).write_text(card(info))
+        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
+        for file in (TOKENIZER, WEIGHTS, CARD, CONFIG):
+            (new / file).replace(folder / file)
+
+
+def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+    """The model of an exported folder, ready for inference."""
+    for name in (CONFIG, WEIGHTS, TOKENIZER):
+        require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
+    try:
+        info = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
+    require(
+        info.get("format") == FORMAT,
+        f"{folder / CONFIG} has format {info.get('format')!r}; this version reads {FORMAT}",
+    )
+    # Numbers changed on the disk or on the way would be loaded without a sign: safetensors has no checksum. Reads at a
+    # gigabyte a second or more, which is little beside building the model; exports of older versions have none.
+    require(
+        WEIGHTS_DIGEST not in info or info[WEIGHTS_DIGEST] == digest(folder / WEIGHTS),
+        f"{folder / WEIGHTS} is damaged: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
+    )
+    tokenizer = load_tokenizer(str(folder / TOKENIZER))
+    require(
+        tokenizer.vocab_size == info["vocab_size"],
+        f"{folder}: the tokenizer has {tokenizer.vocab_size} entries and the model {info['vocab_size']}",
+    )
+    model = build_model(section(ModelConfig, info["model"]), info["vocab_size"], info["mask_id"])
+    try:
+        model.load_state_dict(load_file(folder / WEIGHTS))
+    except (RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
+    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    model.freeze_bridge()
+    return Loaded(
+        model, tokenizer, section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"]), info
+    )
+
+
+def section(kind: type[T], values: dict[str, Any]) -> T:
+    """A settings class from JSON; keys of a newer version are refused by name."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - known)
+    require(not unknown, f"config.json has unknown {kind.__name__} keys: {', '.join(unknown)}")
+    return kind(**values)
+
+
+def card(info: dict[str, Any]) -> str:
+    model, lines = info["model"], []
+    bound = info.get("valid_nll")
+    for label, value in {
+        "algorithm": info["algo"],
+        "training data": info.get("data"),
+        "steps": info.get("step"),
+        "training tokens": f"{info['tokens']:,}" if "tokens" in info else None,
+        "validation": None
+        if bound is None
+        else f"{bound:.4f} nats per token, perplexity {math.exp(min(bound, 50)):.2f}"
+        + ("" if model["causal"] else " (upper bounds)"),
+        "bits per byte": f"{info['bits_per_byte']:.3f} on held-out text" if "bits_per_byte" in info else None,
+        "licence": info.get("licence"),
+        "size": f"{info['parameters']:,} parameters" if "parameters" in info else None,
+        "vocabulary": f"{info['vocab_size']:,} entries with the mask",
+        "longest row": f"{model['length']} tokens",
+    }.items():
+        if value is not None:
+            lines.append(f"| {label} | {value} |")
+    command = shlex.join(info["command"]) if info.get("command") else "adlm train"
+    return "\n".join(
+        [
+            # what the hub reads
+            "---",
+            "library_name: adlm",
+            *([f"license: {info['licence']}"] if "licence" in info else []),
+            "pipeline_tag: text-generation",
+            f"tags: [{'autoregressive' if model['causal'] else 'masked-diffusion'}, {info['algo']}]",
+            "---",
+            "",
+            "# An adlm language model",
+            "",
+            "| | |",
+            "|---|---|",
+            *lines,
+            "",
+            "Use it:",
+            "",
+            "```python",
+            "import adlm",
+            f'lm = adlm.load("{PLACEHOLDER}")',
+            "print(lm.generate(n=1)[0].text)",
+            "```",
+            "",
+            "Made with:",
+            "",
+            "```",
+            command,
+            "```",
+            "",
+        ]
+    )

@@ -1,0 +1,80 @@
+"""A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release."""
+
+from pathlib import Path
+
+import torch
+
+from adlm.compat.release import load_release
+from adlm.data import tokenizer_for
+from adlm.errors import require
+from adlm.io.export import CONFIG, Loaded, describe, load_folder, section
+from adlm.io.paths import path_of
+from adlm.models import build_model
+from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.training.checkpoint import read_weights
+from adlm.training.setup import parameter_count
+
+BOX = Path(__file__).parent / "box"
+"""The exported folder that ships inside the package."""
+DEMO = Path("runs/demo")
+
+
+def default_checkpoint() -> Path:
+    """What a command uses when no checkpoint is given: the model in the box, else the demo run of this folder."""
+    if (BOX / CONFIG).is_file():
+        return BOX
+    require(
+        DEMO.is_dir(),
+        f"no checkpoint given, the package holds none and {DEMO} does not exist: give a run folder or an exported"
+        " folder, or make one with `adlm demo` (a few minutes on a CPU)",
+    )
+    return DEMO
+
+
+def load_checkpoint(
+    path: str | Path, ema: bool = True, device: torch.device | str = "cpu", tokenizer: str = "", root: str = ""
+) -> Loaded:
+    """Ready for inference, in float32.
+
+    A run folder gives its export if it has finished, else its newest sound checkpoint; `ema=False` always takes the
+    checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help a release checkpoint that
+    does not carry its own.
+    """
+    path = path_of(path)
+    require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
+    if path.is_file():
+        loaded = load_release(path, ema, tokenizer, root)
+        loaded.model.to(device)
+        return loaded
+    if (path / "checkpoints").is_dir() and not (ema and (path / "export" / CONFIG).is_file()):
+        return load_newest(path, ema, device)
+    exported = path / "export" if (path / "export" / CONFIG).is_file() else path
+    require(
+        (exported / CONFIG).is_file(),
+        f"eval.checkpoint={str(path)!r} is neither a run folder nor an exported folder: it holds no {CONFIG},"
+        " no export/ and no checkpoints/",
+    )
+    return load_folder(exported, device)
+
+
+def load_newest(run: Path, ema: bool, device: torch.device | str) -> Loaded:
+    """The newest sound checkpoint of a run, which may still be training."""
+    weights, state = read_weights(run, ema)
+    cfg = Config(
+        algo=state["config"]["algo"],
+        model=section(ModelConfig, state["config"]["model"]),
+        noise=section(NoiseConfig, state["config"]["noise"]),
+        objective=section(ObjectiveConfig, state["config"]["objective"]),
+        data=section(DataConfig, state["config"]["data"]),
+    )
+    tokenizer = tokenizer_for(cfg.data)
+    require(
+        tokenizer.fingerprint == state["tokenizer"],
+        f"{run} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives now",
+    )
+    model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
+    model.load_state_dict(weights)
+    model = model.to(device).eval().requires_grad_(False)
+    model.freeze_bridge()
+    info = describe(cfg, tokenizer, step=state["step"], parameters=parameter_count(model))
+    return Loaded(model, tokenizer, cfg.noise, cfg.objective, info)

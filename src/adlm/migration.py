@@ -1,0 +1,48 @@
+"""Settings of earlier versions, read as today's: renamed keys, renamed values, keys that are gone.
+
+Exported folders, run folders and command lines of every version still load. A key that is gone is dropped where its
+value asked for nothing, and refused where a model or run really used it.
+"""
+
+from typing import Any
+
+from adlm.errors import require
+
+RENAMED = {
+    "data.max_rows": "data.max_sequences",
+    "data.valid_share": "data.valid_fraction",
+    "eval.chain_rows": "eval.chain_sequences",
+    "eval.perplexity_batch_size": "eval.batch_size",
+    "eval.rows": "eval.sequences",
+    "objective.anchor_share": "objective.anchor_fraction",
+    "optim.final": "optim.min_lr_ratio",
+    "reason.recite": "reason.story_steps",
+    "reason.recite_rate": "reason.story_lr_ratio",
+    "train.row_pieces": "train.length_warmup",
+    "train.row_pieces_share": "train.length_warmup_fraction",
+    "train.valid_rows": "train.valid_sequences",
+}
+"""Old key -> today's."""
+
+VALUES = {("model.bridge", "collapsed"): "linear"}
+"""(today's key, old value) -> today's value."""
+
+REMOVED: dict[str, tuple[Any, ...]] = {}
+"""Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
+value may be dropped (it never touched what a model computes)."""
+
+
+def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
+    """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages."""
+    current = {}
+    for key, value in settings.items():
+        if key in REMOVED:
+            harmless = REMOVED[key]
+            require(
+                not harmless or value in harmless,
+                f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
+            )
+            continue
+        key = RENAMED.get(key, key)
+        current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
+    return current

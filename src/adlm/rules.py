@@ -1,0 +1,60 @@
+"""What a setting may be, beyond its type: a range of numbers, or a choice of names. Stated once, beside the field.
+
+    eta: Fraction = 0.02
+    norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
+
+The command line, the Python API and the server check values by these rules; `--help` and the server's request model
+are generated from them.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from adlm.errors import choose, require
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from `low` to `high`; `open_low` and `open_high` leave out the end. nan is never inside."""
+
+    wanted: str
+    """The range in words, for messages: `in [0, 1]`."""
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    also: float | None = None
+    """One more value that is allowed, and means something else (-1: off)."""
+
+    def check(self, key: str, value: Any) -> None:
+        above = self.low < value if self.open_low else self.low <= value
+        below = value < self.high if self.open_high else value <= self.high
+        finite = "finite and " if value == math.inf else ""
+        inside = value == self.also or (above and below and abs(value) < math.inf)
+        require(inside, f"{key}={value} must be {finite}{self.wanted}")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One of the names of a table or tuple."""
+
+    names: Iterable[str]
+
+    def check(self, key: str, value: Any) -> None:
+        choose(key, value, self.names)
+
+
+Rule = Range | Choices
+
+Count = Annotated[int, Range("at least 1", low=1)]
+WholeNumber = Annotated[int, Range("at least 0", low=0)]
+Seed = Annotated[int, Range("in [0, 2^63)", low=0, high=(1 << 63) - 1)]
+NotNegative = Annotated[float, Range("at least 0", low=0)]
+AtLeastOne = Annotated[float, Range("at least 1", low=1)]
+Positive = Annotated[float, Range("above 0", low=0, open_low=True)]
+Fraction = Annotated[float, Range("in [0, 1]", low=0, high=1)]
+FractionBelowOne = Annotated[float, Range("in [0, 1)", low=0, high=1, open_high=True)]
+PositiveFraction = Annotated[float, Range("in (0, 1]", low=0, high=1, open_low=True)]
+InnerFraction = Annotated[float, Range("in (0, 1)", low=0, high=1, open_low=True, open_high=True)]

@@ -1,0 +1,54 @@
+"""Every choice by name, in one place: name -> "module:attribute" of what it stands for.
+
+Nothing is imported until a name is looked up, so the command line knows all names without loading torch. A package of
+yours adds a name without touching this file, by an entry point of the group `adlm.<table>` (docs/extending.md):
+
+    [project.entry-points."adlm.samplers"]
+    mine = "my_package.sampler:MySampler"
+"""
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from adlm.errors import choose
+
+
+class Table(Mapping[str, str]):
+    """Names of one kind of thing, with the place of each."""
+
+    def __init__(self, group: str, entries: dict[str, str]):
+        self.group, self.entries = group, entries
+
+    @functools.cached_property
+    def targets(self) -> dict[str, str]:
+        """Our own entries, then those of installed packages."""
+        return self.entries | {e.name: e.value for e in entry_points(group=f"adlm.{self.group}")}
+
+    def __getitem__(self, name: str) -> str:
+        return self.targets[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.targets)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def load(self, name: str, key: str = "") -> Any:
+        """What `name` stands for; an unknown name is refused with the nearest known one. `key`: the setting to blame."""
+        module, _, attribute = self[choose(key or self.group, name, self)].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+OBJECTIVES = Table(
+    "objectives",
+    {
+        "anelbo": "adlm.objectives.anelbo:Anelbo",
+        "nelbo": "adlm.objectives.nelbo:Nelbo",
+        "d3pm": "adlm.objectives.d3pm:D3pm",
+        "score-entropy": "adlm.objectives.score_entropy:ScoreEntropy",
+        "autoregressive": "adlm.objectives.autoregressive:Autoregressive",
+    },
+)

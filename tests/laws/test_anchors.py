@@ -1,0 +1,135 @@
+"""`adlm anchors`: every position is hidden, the tallies mean what they say, text comes from anywhere."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from documents import Document
+from exports import L, export
+
+from adlm import cli
+from adlm.evaluation import anchor_levels
+from adlm.evaluation.anchor_command import read_text
+from adlm.evaluation.anchor_levels import Level, read_level, windows
+from adlm.evaluation.anchors import Guess, Reading
+from adlm.objectives.anchors import ANCHOR_RULES, describe_anchors, describe_rule, for_texts, make_anchor_rule
+from adlm.schema import ObjectiveConfig
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_windows_hide_everything_maskable_and_nothing_else(share):
+    maskable = torch.tensor([False, *[True] * 20, False])
+    masks = torch.stack(list(windows(maskable, share, seed=3, turn=0)))
+    assert (masks.sum(1) == max(1, round(share * 20))).all()
+    assert torch.equal(masks.any(0), maskable)
+    other = torch.stack(list(windows(maskable, share, seed=3, turn=1)))
+    assert share == 1.0 or not torch.equal(masks, other)
+
+
+def test_tallies_of_networks_that_are_known(monkeypatch):
+    """The anchor network knows every token; the denoiser always says 7, which would be an anchor if it came once."""
+
+    def read(model, schedule, tokens_L, hidden_L, top=3):
+        found = []
+        for l in hidden_L.nonzero().squeeze(1).tolist():
+            truth = int(tokens_L[l])
+            found.append(Reading(l, truth, Guess([truth], [0.5], 1, 0.5), Guess([7], [0.9], 4, 0.1)))
+        return found
+
+    monkeypatch.setattr(anchor_levels, "read_hidden", read)
+    tokens = torch.tensor([0, 1, 1, 2, 3, 3, 4, 5])  # anchors at tau=1: 0 (not maskable), 2, 4, 5
+    maskable = torch.tensor([False, *[True] * 7])
+    rule = make_anchor_rule(ObjectiveConfig(tau=1))
+    one, all_ = Level(1 / 7), Level(1.0)
+    for level in (one, all_):
+        read_level(level, None, None, rule, tokens, maskable, 0, seed=0, turn=0)  # type: ignore[arg-type]
+        anchor = level.as_dict()["anchor"]
+        assert (anchor["recall"], anchor["precision"], anchor["median_rank"]) == (1.0, 1.0, 1)
+        assert anchor["nats"] == pytest.approx(0.6931, abs=1e-3) and anchor["hidden_anchors"] == 3
+        denoiser = level.as_dict()["denoiser"]
+        assert (denoiser["recall"], denoiser["median_rank"], level.as_dict()["agreement"]) == (0.0, 4, 0.0)
+        assert sorted(level.first) == [3, 6, 7]
+    # hidden alone, a 7 would come once; hidden all together, it comes seven times and is no anchor of that row
+    assert (one.tallies["denoiser"].claims, one.tallies["denoiser"].precision) == (7, 0.0)
+    assert (all_.tallies["denoiser"].claims, all_.tallies["denoiser"].precision) == (0, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("anchored") / "export")
+
+
+def test_the_command_tells_and_writes(folder, tmp_path, capsys):
+    text = "hello <b>there</b> [bold]" + "x" * L  # two rows, and text that must not become markup
+    assert cli.main(["anchors", str(folder), text, f"eval.out={tmp_path / 'a.json'}", "--json"]) == 0
+    said = capsys.readouterr().out
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert json.loads(said.splitlines()[-1]) == result
+    assert result["tokens"] == len(text) and 0 < result["anchors"] < len(text)
+    assert [level["share"] for level in result["levels"]] == list(anchor_levels.SHARES)
+    for level in result["levels"]:
+        for name in ("anchor", "denoiser"):
+            assert level[name]["hidden_anchors"] >= result["anchors"] and level[name]["median_rank"] >= 1
+            assert 0 <= level[name]["recall"] <= 1
+    readings = result["readings"]
+    assert [r["token"] for r in readings] == [text[r["position"]] for r in readings]
+    assert len(readings) == result["anchors"] and all(len(r["said"]) == 5 for r in readings)
+    document = Document((tmp_path / "a.html").read_text())
+    assert "Rank of the truth" in document.words and "hello <b>there</b> [bold]" in document.words.replace("\n", "")
+    assert "b" not in document.tags
+
+
+@pytest.mark.parametrize("rule", sorted(set(ANCHOR_RULES) - {"rarity"}))  # which needs the corpus of the training
+def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
+    """What no text tells by itself (hard for a network in training, none) is answered by the paper's rule."""
+    folder = export(tmp_path / "export")
+    info = json.loads((folder / "config.json").read_text())
+    info["objective"] |= {"anchor_rule": rule, "tau": 1}
+    (folder / "config.json").write_text(json.dumps(info))
+    assert cli.main(["anchors", str(folder), "hello", f"eval.out={tmp_path / 'a.json'}"]) == 0
+    result = json.loads((tmp_path / "a.json").read_text())
+    often, anchors = ("more than", 2) if rule == "common" else ("at most", 3)
+    assert result["anchors"] == anchors and result["rule"] == f"tokens that occur {often} 1 time in their row"
+
+
+def test_text_comes_from_words_files_or_standard_input(tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text("from a file")
+    assert read_text(["two", "words"]) == "two words"
+    assert read_text([str(tmp_path / "t.txt")]) == read_text([f"@{tmp_path / 't.txt'}"]) == "from a file"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("typed"))
+    assert read_text([]) == "typed"
+    with pytest.raises(ValueError, match="there is no file"):
+        read_text(["@nowhere"])
+    (tmp_path / "bad").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_text([str(tmp_path / "bad")])
+
+
+def test_models_without_an_anchor_network_are_refused(tmp_path, capsys):
+    plain = export(tmp_path / "plain", anchored=False)
+    assert cli.main(["anchors", str(plain), "text"]) == 1
+    assert "has no anchor network" in capsys.readouterr().err
+    causal = export(tmp_path / "a2r", causal=True, adaln=False)
+    assert cli.main(["anchors", str(causal), "text"]) == 1
+    assert "is causal" in capsys.readouterr().err
+
+
+def test_a_model_of_common_anchors_shows_those():
+    cfg = ObjectiveConfig(anchor_rule="common", tau=2)
+    assert for_texts(cfg) is cfg and describe_rule(cfg) == "tokens that occur more than 2 times in their row"
+    assert for_texts(replace(cfg, anchor_rule="all")).anchor_rule == "count"
+
+
+def test_anchors_in_words():
+    """A key that the rule does not read (tau, with the rule `all`) is seen to do nothing before the run."""
+    cfg = ObjectiveConfig(name="anelbo", anchor_rule="all", anchor_positions="masked", anchor_fraction=0.25, tau=3)
+    assert describe_anchors(cfg) == "all tokens, where masked; a random 0.25 of them at each step"
+    assert describe_anchors(replace(cfg, gamma=0.0)) == "none"
+    assert describe_anchors(replace(cfg, gamma=0.0, gamma_end=0.1)) == describe_anchors(cfg)
+    everywhere = ObjectiveConfig(tau=1)
+    assert describe_anchors(everywhere) == "tokens that occur at most 1 time in their row"
+    for rule in ANCHOR_RULES:
+        assert describe_rule(replace(cfg, anchor_rule=rule))

@@ -1,0 +1,401 @@
+"""Laws of the networks: collapsed bridge = dense bridge, the past never sees the future, sizes, caches, bad input."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from dense import dense_log_probs, dense_logits, plain_block
+from tiny import MODERN, TINY, random_tokens, tiny_model
+
+from adlm import config
+from adlm.config.keys import group_choices
+from adlm.models import build_model, layers
+from adlm.models.layers import Norm
+from adlm.models.transformer import draw_keys
+from adlm.objectives import Rows, loss, make_objective
+from adlm.objectives.base import Task, Term, only_rows, rounded, score_terms
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
+
+BRIDGES = ["linear", "residual", "none"]
+VARIANTS = {
+    "published": {},
+    "modern": MODERN,
+    "time": {"time_conditioning": True},
+    "one-stage": {"anchored": False},
+    "causal": {"causal": True, "adaln": False},
+}
+
+
+@pytest.mark.parametrize("bridge", BRIDGES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_and_heads_equal_the_dense_network(variant, bridge):
+    model = tiny_model(dtype=torch.float64, **(VARIANTS[variant] | {"bridge": bridge}))
+    tokens, sigma = random_tokens(3, 12, 11), torch.tensor([0.1, 0.7, 3.0])
+    logits, anchor_logits = dense_logits(model, tokens, sigma)
+    torch.testing.assert_close(model.logits(tokens, sigma), logits, rtol=1e-9, atol=1e-9)
+    if anchor_logits is not None:
+        torch.testing.assert_close(model.anchor_logits(tokens, sigma), anchor_logits, rtol=1e-9, atol=1e-9)
+    if not model.config.causal:
+        log_probs = dense_log_probs(logits, tokens, model.mask_id)
+        torch.testing.assert_close(model.log_probs(tokens, sigma), log_probs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["published", "modern", "time"])
+@pytest.mark.parametrize("rows", [2, 12], ids=["few positions", "many positions"])
+def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant, rows):
+    """Both sides of the choice in `folds`; a time-conditioned block never folds."""
+    model = tiny_model(dtype=torch.float64, **VARIANTS[variant])
+    block, stack = model.denoiser.blocks[0], model.denoiser
+    torch.manual_seed(0)
+    for parameter in block.parameters():  # nothing at its special starting value
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(rows, 12, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    c = stack.conditioning(x, torch.rand(rows, dtype=torch.float64) * 3)
+    cos, sin = stack.rotary.tables(12, None)
+    target = torch.randn_like(x)
+    leaves = [x, *block.parameters()]
+    results = []
+    for function in (lambda: sum(block(x, None, c, cos, sin)[:2]), lambda: plain_block(block, x, c, cos, sin)[0]):
+        y = function()
+        gradients = torch.autograd.grad((y * target).sum(), leaves, retain_graph=True)
+        results.append((y, *gradients))
+    for ours, plain in zip(*results):
+        torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, {"anchored": False}, MODERN])
+def test_hidden_states_of_some_positions_are_those_of_all(options):
+    model = tiny_model(dtype=torch.float64, **options).requires_grad_(False)
+    tokens, sigma = random_tokens(3, 12, 11), torch.tensor([0.1, 0.9, 3.0]).double()
+    sigma = sigma if model.config.time_conditioning else None
+    every = model(tokens, sigma)
+    flat, each = torch.tensor([35, 0, 13, 7, 8]), torch.tensor([[3, 0], [11, 11], [5, 6]])
+    some = model(tokens, sigma, at=flat)
+    torch.testing.assert_close(some.denoiser_BLD, every.denoiser_BLD.flatten(0, 1)[flat].unsqueeze(0))
+    two = model(tokens, sigma, at=each).denoiser_BLD
+    torch.testing.assert_close(two, every.denoiser_BLD[torch.arange(3)[:, None], each])
+    if every.anchor_BLD is not None:
+        assert torch.equal(some.anchor_BLD, every.anchor_BLD)
+
+
+@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, MODERN])
+def test_a_loss_that_reads_some_positions_has_the_gradients_of_one_that_runs_all(options):
+    model = tiny_model(dtype=torch.float64, **options)
+    anelbo = make_objective(ObjectiveConfig(name="anelbo", gamma=0.3), NoiseConfig(), model.mask_id, 1)
+    task = anelbo.draw(Rows(random_tokens(4, 12, 10), torch.arange(4), 4), 0, 0.5)
+    hidden = model(task.tokens_BL, task.sigma_B)
+    whole = score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task)
+    assert only_rows(task) is not None
+    results = []
+    for found in (loss(model, task), loss(model, rounded(task)), whole):
+        results.append([found.total, *torch.autograd.grad(found.total, model.parameters(), materialize_grads=True)])
+    for some, round_number, every in zip(*results):
+        torch.testing.assert_close(some, every, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(round_number, every, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scored", [0, 1, 31, 32, 33, 100, 230])
+def test_a_round_number_of_positions_is_read_each_once_and_those_that_are_scored_first(scored):
+    rows_N = torch.randperm(256)[:scored].sort().values
+    term = Term("denoiser", rows_N, torch.zeros(scored, dtype=torch.long), torch.ones(scored))
+    read_M = only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": term})))
+    assert len(read_M) % 32 == 0 and scored <= len(read_M) < scored + 32
+    assert torch.equal(read_M[:scored], rows_N) and len(set(read_M.tolist())) == len(read_M)
+    whole = term._replace(rows_N=torch.arange(240))
+    assert only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": whole}))) is None
+
+
+def test_the_short_gelu_is_torch_s():
+    x = torch.linspace(-40, 40, 4001, dtype=torch.float64, requires_grad=True)
+    results = []
+    for function in (layers.gelu, functools.partial(torch.nn.functional.gelu, approximate="tanh")):
+        y = function(x)
+        results.append((y, *torch.autograd.grad(y.sum(), x)))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    half = x.detach().bfloat16()
+    assert layers.gelu(half).dtype == torch.bfloat16
+    torch.testing.assert_close(layers.gelu(half), torch.nn.functional.gelu(half, approximate="tanh"))
+
+
+def test_hashed_dropout():
+    """Drops a share p, keeps the mean, has an independent mask for each key, and the gradient of its own mask."""
+    x = torch.ones(400, 500, requires_grad=True)
+    keys = [key for pair in draw_keys(1, x.device) for key in pair]
+    kept = [layers.dropout(x, 0.1, key) for key in keys]
+    assert torch.equal(kept[0], layers.dropout(x, 0.1, keys[0]))
+    masks = [y > 0 for y in kept]
+    for mask in masks:
+        assert abs(mask.float().mean() - 0.9) < 0.003  # 4.5 standard errors
+        assert all(abs(mask.float().mean(d) - 0.9).max() < 0.08 for d in (0, 1))
+    assert abs((masks[0] & masks[1]).float().mean() - 0.81) < 0.004
+    assert abs((masks[0][:, 1:] & masks[0][:, :-1]).float().mean() - 0.81) < 0.004
+    torch.testing.assert_close(kept[0], masks[0] / 0.9)
+    (gradient,) = torch.autograd.grad(kept[0].sum(), x)
+    torch.testing.assert_close(gradient, masks[0] / 0.9)
+
+
+def test_compiled_blocks_drop_by_keys(monkeypatch):
+    """Every branch has a key of its own; without keys (not compiled, or not on a GPU) torch's dropout is used."""
+    model = tiny_model(dropout=0.3).train()
+    stack, drawn = model.denoiser, []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(layers, "dropout", lambda x, p, key: (drawn.append((p, int(key))), x)[1])
+    x = torch.randn(2, 12, model.config.hidden_size)
+    stack(x)
+    assert not drawn
+    keys = [(torch.tensor(2 * i), torch.tensor(2 * i + 1)) for i in range(len(stack.blocks))]
+    monkeypatch.setattr(stack, "dropout_keys", lambda device: keys)
+    stack(x)
+    assert drawn == [(0.3, key) for key in range(2 * len(stack.blocks))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_has_a_gradient_when_traced(dtype):
+    """Some versions of the tracer drop the gradient of a function that ends in a conversion to the type it has."""
+    norm, grad = Norm(8, "rmsnorm"), torch.randn(5, 8)
+    traced = torch.compile(lambda x: norm.normalise(x, dtype), backend="eager")
+    x = torch.randn(5, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(norm.normalise(x, dtype), x, grad.to(dtype))
+    (got,) = torch.autograd.grad(traced(x), x, grad.to(dtype))
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_gradient_of_the_norm(kind):
+    norm = Norm(6, kind).double()
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: norm.normalise(x, torch.float64), (x,))
+    twin = torch.nn.functional.layer_norm if kind == "layernorm" else torch.nn.functional.rms_norm
+    expected = twin(x, (6,), eps=1e-5 if kind == "layernorm" else 1e-6)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_aligned_product_of_the_bridge_is_the_plain_one(bias):
+    model = tiny_model(dtype=torch.float64, bias=bias)
+    inputs = [p for p in (*model.bridge.parameters(), *model.anchor_head.parameters())]
+    results = []
+    for found in (
+        model.bridge.collapse(model.anchor_head),
+        model.bridge.collapse_aligned(model.anchor_head, torch.float64),
+    ):
+        parts = [x for x in found if x is not None]
+        results.append([*parts, *torch.autograd.grad(sum(x.sin().sum() for x in parts), inputs)])
+    for plain, aligned in zip(*results, strict=True):
+        torch.testing.assert_close(aligned, plain)
+
+
+def test_the_bridge_follows_autocast():
+    model = tiny_model(scale=0.1)
+    # this library's bf16 products crash on some CPUs
+    with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=False):
+        rounded, _ = model.bridge.collapse(model.anchor_head)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), model.bridge.collapse(model.anchor_head)[0], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("bridge", BRIDGES)
+def test_freezing_the_bridge_changes_nothing(bridge):
+    model = tiny_model(dtype=torch.float64, bridge=bridge)
+    tokens = random_tokens(2, 12, 11)
+    before = model.logits(tokens)
+    model.freeze_bridge()
+    torch.testing.assert_close(model.logits(tokens), before, rtol=1e-12, atol=1e-12)
+    assert not any("frozen" in name for name in model.state_dict())
+
+
+def test_parameter_counts_with_the_gpt2_vocabulary():
+    sizes = {
+        293_189_028: ModelConfig(),
+        169_627_218: ModelConfig(anchored=False),
+        162_246_482: ModelConfig(anchored=False, causal=True, adaln=False),
+    }
+    for expected, cfg in sizes.items():
+        with torch.device("meta"):
+            model = build_model(cfg, 50258, 50257)
+        assert sum(p.numel() for p in model.parameters()) == expected
+
+
+def test_published_start_all_logits_zero_and_blocks_the_identity():
+    torch.manual_seed(0)
+    model = build_model(TINY, 11, 10).eval()
+    tokens = random_tokens(2, 12, 11)
+    assert model.logits(tokens).abs().max() == 0
+    assert model.anchor_logits(tokens).abs().max() == 0
+    x = torch.randn(2, 12, 16)
+    assert torch.equal(model.anchor(x).stream_BLD, x)
+
+
+def test_residual_bridge_starts_as_the_plain_stack_and_can_learn():
+    torch.manual_seed(0)
+    modern = replace(TINY, bridge="residual", init="normal", **MODERN)
+    model = build_model(modern, 11, 10)
+    assert model.bridge.weight.abs().max() == 0
+    tokens = random_tokens(2, 12, 11)
+    torch.nn.init.normal_(model.head.weight)
+    model.head(model(tokens).denoiser_BLD).square().sum().backward()
+    assert model.bridge.weight.grad.abs().max() > 0, "the product must pass a gradient to its zero factor"
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("bridge", BRIDGES)
+def test_causal_models_never_see_the_future(anchored, bridge):
+    """The prediction made at l depends on tokens <= l only: gradient of the hidden state at l, by input position."""
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False, anchored=anchored, bridge=bridge)
+    tokens = random_tokens(1, 12, 11)
+    embedded = model.embedding.detach()[tokens].requires_grad_()
+    x = embedded
+    if model.anchor is not None:
+        x = model.cross(*model.anchor(x)[:2])
+    hidden = model.denoiser(x).normed_BLD
+    for l in range(12):
+        (grad,) = torch.autograd.grad(hidden[0, l].sum(), embedded, retain_graph=True)
+        assert grad[0, l + 1 :].abs().sum() == 0
+        assert grad[0, : l + 1].abs().sum(-1).min() > 0, "and it does depend on all of the past"
+
+
+def test_bidirectional_models_see_everything():
+    model = tiny_model(dtype=torch.float64)
+    tokens = random_tokens(1, 12, 11)
+    changed = tokens.clone()
+    changed[0, 11] = (changed[0, 11] + 1) % 11
+    assert (model.logits(tokens) - model.logits(changed)).abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_cache_equals_reading_everything_again(anchored):
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False, anchored=anchored)
+    tokens = random_tokens(3, 12, 11)
+    whole = model(tokens).denoiser_BLD
+    cache = model.make_cache(3, 12)
+    parts = [model(part, cache=cache).denoiser_BLD for part in tokens.split([5, 1, 1, 4, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_cache_rows_may_stand_at_different_positions():
+    model = tiny_model(dtype=torch.float64, causal=True, adaln=False)
+    tokens = random_tokens(2, 12, 11)
+    whole = model(tokens).denoiser_BLD
+    cache = model.make_cache(2, 12)
+    model(tokens[:, :6], cache=cache)
+    cache.seen_B[:] = torch.tensor([6, 3])  # row 1 is set back: its later keys are invisible until overwritten
+    step = torch.stack([tokens[0, 6:8], tokens[1, 3:5]])
+    hidden = model(step, cache=cache).denoiser_BLD
+    torch.testing.assert_close(hidden[0], whole[0, 6:8], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(hidden[1], whole[1, 3:5], rtol=1e-9, atol=1e-9)
+
+
+def test_unconditioned_model_computes_one_row_of_modulations():
+    model = tiny_model()
+    rows = []
+    model.anchor.blocks[0].modulation.register_forward_hook(lambda m, args, out: rows.append(out.shape[0]))
+    model(random_tokens(5, 12, 11))
+    assert rows == [1]
+
+
+def test_time_conditioning_changes_the_prediction_and_needs_sigma():
+    model = tiny_model(time_conditioning=True)
+    tokens = random_tokens(2, 12, 11)
+    a, b = model.logits(tokens, torch.tensor([0.1, 0.1])), model.logits(tokens, torch.tensor([0.1, 2.0]))
+    assert torch.equal(a[0], b[0]) and not torch.equal(a[1], b[1])
+    with pytest.raises(ValueError, match="time-conditioned"):
+        model(tokens)
+
+
+def test_checkpointed_activations_give_the_same_gradients():
+    tokens = random_tokens(2, 12, 11)
+    gradients = []
+    for recompute in (False, True):
+        model = tiny_model(dtype=torch.float64).train()
+        for stack in (model.anchor, model.denoiser):
+            stack.checkpoint_activations = recompute
+        model(tokens).denoiser_BLD.square().sum().backward()
+        gradients.append(model.anchor.blocks[0].qkv.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bridge": "colapsed"}, "did you mean 'collapsed'"),
+        ({"norm": "batchnorm"}, "model.norm='batchnorm'"),
+        ({"activation": "swish"}, "model.activation='swish'"),
+        ({"n_heads": 3}, "multiple of 2*model.n_heads=6"),
+        ({"dropout": 1.0}, "outside [0, 1)"),
+        ({"adaln": False, "time_conditioning": True}, "needs model.adaln=true"),
+        ({"n_denoiser_blocks": 0}, "leaves no denoiser"),
+        ({"length": 0}, "model.length=0 must be positive"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError) as error:
+        build_model(replace(TINY, **options), 11, 10)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(3, dtype=torch.long), "[batch, length]"),
+        (torch.zeros(1, 3), "must be integers"),
+        (torch.full((1, 3), 11), "allowed are 0..10"),
+        (torch.full((1, 3), -1), "allowed are 0..10"),
+        (torch.zeros(1, 13, dtype=torch.long), "allowed are 1..12"),
+    ],
+)
+def test_bad_tokens(tokens, message):
+    with pytest.raises(ValueError) as error:
+        tiny_model().log_probs(tokens)
+    assert message in str(error.value)
+
+
+def test_what_a_model_does_not_have_is_said():
+    with pytest.raises(ValueError, match="no anchor network"):
+        tiny_model(anchored=False).anchor_logits(random_tokens(1, 4, 11))
+    with pytest.raises(ValueError, match=r"model\.causal=true"):
+        tiny_model().make_cache(1, 4)
+    with pytest.raises(ValueError, match="mask_id=11"):
+        build_model(TINY, 11, 11)
+
+
+@pytest.mark.parametrize("recipe", ["published", "fast"])
+@pytest.mark.parametrize("algo", group_choices("algo"))
+def test_no_block_is_born_dead(algo, recipe):
+    """Zeros at the start (heads, gates, outputs) must never multiply each other: every block learns within a few
+    steps."""
+    torch.manual_seed(0)
+    cfg = config.load(
+        [
+            f"algo={algo}",
+            f"recipe={recipe}",
+            "model=nano",
+            "model.hidden_size=16",
+            "model.length=12",
+            "model.n_blocks=2",
+            "model.n_denoiser_blocks=1",
+        ]
+    )
+    model = build_model(cfg.model, 11, 10)
+    objective = make_objective(cfg.objective, cfg.noise, 10, seed=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if ".blocks." in name}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    rows = Rows(random_tokens(8, 12, 10), torch.arange(8), 8)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss(model, objective.draw(rows, step, 1.0)).total.backward()
+        optimizer.step()
+    still = [name for name, p in model.named_parameters() if name in before and torch.equal(p, before[name])]
+    assert not still, still
+
+
+def test_zero_init_is_zero_whatever_the_other_weights_start_as():
+    for init in ("normal", "torch"):
+        model = build_model(replace(TINY, **MODERN, init=init), 11, 10)
+        block = model.denoiser.blocks[0]
+        assert block.attn_out.weight.abs().max() == 0 and block.mlp_out.weight.abs().max() == 0
+        assert block.qkv.weight.abs().max() > 0
+        gated = build_model(replace(TINY, **MODERN | {"adaln": True}, init=init), 11, 10).denoiser.blocks[0]
+        assert gated.modulation.weight.abs().max() == 0 and gated.attn_out.weight.abs().max() > 0

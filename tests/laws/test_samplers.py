@@ -1,0 +1,200 @@
+"""Plans without a network: formulas against the release's numbers, number of evaluations, and what they refuse."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHARED
+from release import load
+
+from adlm.diffusion.categorical import filter_logits
+from adlm.diffusion.schedules import LogLinear
+from adlm.diffusion.score import analytic_last_step, score_from_probs
+from adlm.samplers import SAMPLERS, make_plan, rates
+from adlm.samplers.looking import conf_remask
+from adlm.samplers.scheduled import Scheduled
+from adlm.schema import SamplingConfig
+
+FIXTURE = SHARED / "parity" / "fixture_mini.pt"
+needs_fixture = pytest.mark.skipif(not FIXTURE.exists(), reason=f"{FIXTURE.name} is not here")
+
+
+@pytest.fixture(scope="module")
+def fixture():
+    return torch.load(FIXTURE, weights_only=True)
+
+
+def release_rates(step: dict) -> rates.Rates:
+    """The package's probabilities for one recorded step, under parity=release."""
+    t = torch.tensor([step["t"]], dtype=torch.float64)
+    # the recorded dt steps past 0 from the last time; the negative entries of q it gives are never drawn
+    s = t - step.get("dt", 0.0)
+    c, name = step["params"], step["sampler"]
+    return {
+        "mdlm": lambda: rates.mdlm(t, s),
+        "forward-backward": lambda: rates.forward_backward(t, s, release=True),
+        "remdm-cap": lambda: rates.remdm_cap(t, s, c["eta"]),
+        "remdm-rescale": lambda: rates.remdm_rescale(t, s, c["eta"]),
+        "remdm-conf": lambda: rates.remdm_conf(t, s),
+        "remdm-loop": lambda: rates.remdm_loop(t, s, **c, release=True),
+        "dfm": lambda: rates.dfm(t, c["steps"])[1],
+        "predictor:ddpm": lambda: rates.ddpm(t, s.clamp(min=0), LogLinear()),
+        "predictor:analytic": lambda: rates.analytic(t, s.clamp(min=0), LogLinear()),
+    }[name]()
+
+
+@needs_fixture
+def test_one_step_of_every_sampler_equals_the_releases(fixture):
+    """Normalised q of all recorded steps, within 1e-6."""
+    x_t, p_x0, mask = fixture["samplers"]["x_t"], fixture["samplers"]["p_x0"], fixture["mask_index"]
+    model, seen = load(fixture["state_dict"]), set()
+    for step in fixture["samplers"]["steps"]:
+        name, at = step["sampler"], str(step.get("x_t_key", step["t"]))
+        z = x_t[at]
+        p = p_x0.get(f"{at}/{step['nucleus_p']}")
+        if p is None:  # uncut predictions are recorded at two of the four times
+            with torch.no_grad():
+                p = model.log_probs(z).exp()
+        q = step["q"].double().clamp(min=0)
+        q = q / q.sum(-1, keepdim=True)
+        p, masked = p.double(), (z == mask).unsqueeze(-1)
+        is_mask = torch.nn.functional.one_hot(torch.tensor(mask), p.shape[-1])
+        if name == "analytic noise removal":
+            sigma = LogLinear().sigma(step["t"])
+            expected = analytic_last_step(score_from_probs(p, z, sigma, mask), z, sigma, mask)
+            expected = expected / expected.sum(-1, keepdim=True)
+        else:
+            r = rates.Rates(*(x.clamp(0, 1) for x in release_rates(step)))
+            remask = r.remask.view(1, 1, 1).expand(*z.shape, 1)
+            if name == "remdm-conf":
+                share = [conf_remask(row.double().numpy(), r.remask.item()) for row in step["conf_in"]]
+                remask = torch.from_numpy(np.stack(share)).unsqueeze(-1)
+            here = torch.nn.functional.one_hot(z, p.shape[-1])
+            expected = torch.where(
+                masked, r.reveal * p + (1 - r.reveal) * is_mask, (1 - remask) * here + remask * is_mask
+            )
+        # where nothing is masked again the release's q is meant for masked positions; tokens are copied over it
+        copies = name in ("mdlm", "predictor:ddpm") or (name == "remdm-loop" and not 0.05 < step["t"] <= 0.55)
+        kept = masked.squeeze(-1) if copies else torch.ones_like(z, dtype=torch.bool)
+        torch.testing.assert_close(expected[kept], q[kept], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        seen.add(name)
+    assert {n.removeprefix("predictor:") for n in seen} >= {
+        "mdlm", "remdm-cap", "remdm-rescale", "remdm-conf", "remdm-loop", "forward-backward", "dfm", "ddpm", "analytic"
+    }  # fmt: skip
+
+
+@needs_fixture
+def test_the_releases_nucleus_cut(fixture):
+    """p(x0) of the release at p=0.9 from its own uncut prediction."""
+    p_x0, x_t, mask = fixture["samplers"]["p_x0"], fixture["samplers"]["x_t"], fixture["mask_index"]
+    for t in ("0.7", "0.3"):
+        masked = x_t[t] == mask
+        cut = filter_logits(p_x0[f"{t}/1.0"][masked].log(), top_p=0.9, release_cut=True).exp()
+        torch.testing.assert_close(cut, p_x0[f"{t}/0.9"][masked], rtol=0, atol=1e-6)
+
+
+@needs_fixture
+def test_release_dfm_takes_the_releases_times(fixture):
+    for step in fixture["samplers"]["steps"]:
+        if step["sampler"] == "dfm":
+            t = torch.tensor(step["t"], dtype=torch.float64)
+            dt = rates.dfm(t, step["params"]["steps"])[0]
+            assert (t - dt).item() == pytest.approx(step["t_next"], abs=1e-6)
+
+
+def events(name: str, L: int, seed: int = 0, **settings) -> list:
+    plan = make_plan(SamplingConfig(sampler=name, **settings), LogLinear())
+    assert not plan.looks
+    return list(plan.trajectory(np.arange(L), seed))
+
+
+def test_number_of_evaluations():
+    """mdlm, L=1024, T=4096: T (1 - (1 - 1/T)^L) = 906 evaluations are expected, not 4096."""
+    plan = make_plan(SamplingConfig(sampler="mdlm", steps=4096), LogLinear())
+    nfe = [sum(1 for _ in plan.trajectory(np.arange(1024), seed)) for seed in range(30)]
+    assert np.mean(nfe) == pytest.approx(4096 * (1 - (1 - 1 / 4096) ** 1024), abs=5)
+    assert len(events("first-hitting", 1024)) == 1024
+    assert len(events("mdlm", 1024, steps=1)) == 1
+
+
+SCHEDULED = [n for n in SAMPLERS if n not in ("score", "remdm-conf", "confidence", "entropy", "anchor-first")]
+
+
+@pytest.mark.parametrize("parity", ["", "release"])
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_trajectories_are_consistent(name, parity):
+    """Only masked positions are drawn, only visible ones masked, steps increase, and all ends revealed."""
+    if parity and name in ("first-hitting", "autoregressive"):
+        pytest.skip("not in the release")
+    visible = np.zeros(200, dtype=bool)
+    last = -1
+    for e in events(name, 200, seed=3, steps=50, parity=parity):
+        assert e.step > last
+        assert len(e.draw) > 0
+        assert 0 <= e.t <= 1
+        assert visible[e.mask].all()
+        visible[e.mask] = False
+        assert not visible[e.draw].any()
+        visible[e.draw] = True
+        last = e.step
+    assert visible.all()
+
+
+@pytest.mark.parametrize("name", ["mdlm", "remdm-cap", "remdm-loop", "forward-backward", "dfm"])
+def test_share_of_masks_follows_the_schedule(name):
+    """Marginally a position is masked at time t with probability 1 - alpha: E of the number of masks at mid-time."""
+    L, T, seeds = 400, 100, 20
+    plan = make_plan(SamplingConfig(sampler=name, steps=T), LogLinear())
+    assert isinstance(plan, Scheduled)
+    masked = torch.ones(1, dtype=torch.float64)
+    expected = []
+    for a, b in zip(*plan.rates):
+        masked = masked * (1 - a) + (1 - masked) * b
+        expected.append(masked.item())
+    half = len(expected) // 2
+    share = []
+    for seed in range(seeds):
+        visible = np.zeros(L, dtype=bool)
+        reveal_step, revealed, remask_step, remasked = plan.changes(np.arange(L), seed)
+        order = np.argsort(np.concatenate([reveal_step, remask_step]), kind="stable")
+        position, on = np.concatenate([revealed, remasked]), np.arange(len(order)) < len(revealed)
+        for i in order:
+            if np.concatenate([reveal_step, remask_step])[i] <= half:
+                visible[position[i]] = on[i]
+        share.append(1 - visible.mean())
+    sd = np.sqrt(expected[half] * (1 - expected[half]) / (L * seeds))
+    assert np.mean(share) == pytest.approx(expected[half], abs=4.5 * sd)
+
+
+def test_same_seed_same_trajectory_and_positions_have_their_own_numbers():
+    plan = make_plan(SamplingConfig(sampler="remdm-loop", steps=64), LogLinear())
+    assert isinstance(plan, Scheduled)
+    few, many = np.arange(10), np.arange(50)
+    a, b = plan.changes(few, 5), plan.changes(many, 5)
+    keep = b[1] < 10
+    assert sorted(zip(a[0], a[1])) == sorted(zip(b[0][keep], b[1][keep]))
+    assert [e.step for e in plan.trajectory(many, 5)] != [e.step for e in plan.trajectory(many, 6)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampler": "remdm-lop"}, "did you mean 'remdm-loop'"),
+        ({"steps": 0}, "sampling.steps must be at least 1, got 0"),
+        ({"eta": 1.5}, "sampling.eta"),
+        ({"parity": "releas"}, "sampling.parity"),
+        ({"sampler": "confidence", "parity": "release"}, "the release has no sampler 'confidence'"),
+        ({"sampler": "remdm-loop", "t_on": 0.1, "t_off": 0.5}, "sampling.t_off < sampling.t_on"),
+        ({"sampler": "remdm-loop", "eta": 0.5}, "must not exceed 1 - alpha_on"),
+        ({"sampler": "remdm-loop", "alpha_on": 1.0}, "sampling.alpha_on"),
+        ({"sampler": "entropy", "threshold": -1}, "sampling.threshold"),
+    ],
+)
+def test_bad_settings_are_answered(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(SamplingConfig(**settings), LogLinear())
+
+
+def test_an_improper_plan_is_refused():
+    t = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    with pytest.raises(ValueError, match="reveal probabilities must lie"):
+        Scheduled(t, rates.Rates(torch.tensor([0.5, 1.5]), torch.zeros(2)))

@@ -1,0 +1,210 @@
+"""The release's command lines, as its README and scripts give them, parse to the right settings of ours."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from release import README_SAMPLE, README_TRAIN
+
+from adlm import config
+from adlm.compat import command_lines as overrides
+from adlm.compat.command_lines import GROUP_NAMES, IGNORED_PREFIXES, RELEASE_KEYS, RULES, release_argv, rewrite
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT_ZERO_SHOT = """
+mode=ppl_eval loader.global_batch_size=16 data=wikitext2 model=small parameterization=subs backbone=dit
+model.length=1024 eval.checkpoint_path=ckpts/adlm-medium.ckpt time_conditioning=false +wandb.offline=true
+hydra.run.dir="outputs/zero-shot" T=0 sampling.steps=1024 seed=1 sampling.nucleus_p=0.9 sampling.sampler="remdm-loop"
+sampling.eta=0.02 sampling.t_on=0.55 sampling.t_off=0.05 sampling.alpha_on=0.9
+"""
+SCRIPT_SAMPLE = """
+mode=sample_eval loader.batch_size=1 loader.eval_batch_size=1 eval.perplexity_batch_size=1 data=openwebtext-split
+model=small parameterization=subs backbone=dit model.length=1024 eval.checkpoint_path=mdlm.ckpt time_conditioning=false
++wandb.offline=true hydra.run.dir="outputs/x" T=0 sampling.steps=1024 seed=1 sampling.num_sample_batches=5000
+sampling.generated_seqs_path=x.json sampling.nucleus_p=0.9
+"""
+
+
+def parse(program: str, line: str) -> config.Config:
+    return config.load(release_argv(program, shlex.split(line)))
+
+
+def test_readme_training_line():
+    cfg = parse("adlm_main", README_TRAIN)
+    assert (cfg.mode, cfg.algo, cfg.objective.name) == ("train", "adlm", "anelbo")
+    assert (cfg.objective.gamma, cfg.objective.gamma_warmup, cfg.objective.tau) == (3e-3, 3e-3, 5)
+    assert (cfg.train.steps, cfg.train.global_batch_size, cfg.train.batch_size) == (1_000_000, 64, 64)
+    assert (cfg.train.valid_every, cfg.train.log_every) == (10_000, 1000)
+    assert (cfg.data.name, cfg.data.tokenizer, cfg.data.wrap, cfg.data.valid_name) == ("openwebtext", "gpt2", True, "")
+    assert (cfg.model.hidden_size, cfg.model.length, cfg.model.time_conditioning) == (768, 1024, False)
+    assert (cfg.out, cfg.checkpoint.resume, cfg.track.name, cfg.track.wandb) == ("outputs/adlm", True, "adlm", False)
+    assert cfg.sampling.steps == 1000
+    assert cfg.data.packing == "release"
+
+
+def test_readme_sampling_line():
+    cfg = parse("adlm_main", README_SAMPLE)
+    assert cfg.mode == "sample_eval"
+    s = cfg.sampling
+    assert (s.sampler, s.steps, s.n, s.seed, s.top_p) == ("remdm-loop", 128, 10, 5, 0.9)
+    assert (s.eta, s.t_on, s.t_off, s.alpha_on) == (0.02, 0.55, 0.05, 0.9)
+    assert (s.parity, s.out) == ("release", "")
+    assert (cfg.eval.release_json, cfg.eval.judge_rule) == ("outputs/adlm_samples-10_seed-5.json", "release")
+    assert (cfg.eval.checkpoint, cfg.eval.batch_size) == ("ckpts/adlm-medium.ckpt", 1)
+    assert cfg.out == "/home/me/outputs/adlm-10-5"
+    assert (cfg.seed, cfg.objective.T) == (5, 0)
+
+
+def test_zero_shot_script_line():
+    cfg = parse("adlm_main", SCRIPT_ZERO_SHOT)
+    assert (cfg.mode, cfg.data.name, cfg.eval.checkpoint) == ("ppl_eval", "wikitext2", "ckpts/adlm-medium.ckpt")
+    assert (cfg.train.global_batch_size, cfg.eval.ema, cfg.data.valid_name) == (16, True, "")
+
+
+@pytest.mark.parametrize(
+    ("more", "sampler", "eta"),
+    [
+        ('sampling.sampler="mdlm"', "mdlm", 0.02),
+        ('sampling.sampler="remdm-cap" sampling.eta=0.008', "remdm-cap", 0.008),
+        ('sampling.sampler="remdm-rescale" sampling.eta=0.015', "remdm-rescale", 0.015),
+        ('sampling.sampler="remdm-conf"', "remdm-conf", 0.02),
+        ('sampling.sampler="forward-backward"', "forward-backward", 0.02),
+        ("sampling.dfm=true", "dfm", 0.02),
+        ("sampling.predictor=ddpm_cache", "mdlm", 0.02),
+        ("sampling.predictor=ddpm", "ddpm", 0.02),
+        ("sampling.sampler=remdm-cap sampling.predictor=analytic", "analytic", 0.02),
+    ],
+)
+def test_baseline_sampling_scripts(more, sampler, eta):
+    cfg = parse("main", SCRIPT_SAMPLE + more)
+    assert (cfg.algo, cfg.model.anchored, cfg.objective.name) == ("mdlm", False, "nelbo")
+    assert (cfg.sampling.sampler, cfg.sampling.eta, cfg.sampling.n) == (sampler, eta, 5000)
+
+
+def test_sedd_ar_and_d3pm_scripts():
+    sedd = parse(
+        "main", "mode=sample_eval parameterization=sedd backbone=dit time_conditioning=true sampling.predictor=analytic"
+    )
+    assert (sedd.algo, sedd.model.time_conditioning, sedd.sampling.sampler) == ("sedd", True, "score")
+    ar = parse(
+        "main",
+        "loader.batch_size=16 loader.eval_batch_size=16 model=small-ar backbone=ar data=lm1b wandb.name=ar-lm1b "
+        "parameterization=ar model.length=128 sampling.steps=1000 time_conditioning=True",
+    )
+    assert (ar.algo, ar.model.causal, ar.model.time_conditioning, ar.data.wrap) == ("ar", True, False, False)
+    assert (ar.train.batch_size, ar.train.valid_batch_size, ar.model.length) == (16, 16, 128)
+    d3pm = parse("main", "model=small data=lm1b parameterization=d3pm model.length=128 time_conditioning=True T=1000")
+    assert (d3pm.algo, d3pm.objective.T, d3pm.data.tokenizer) == ("d3pm", 1000, "bert-base-uncased")
+
+
+def test_release_defaults_without_a_key():
+    plain = parse("adlm_main", "")
+    assert (plain.algo, plain.objective.gamma) == ("two-stage", 0)  # enable_anchor_loss is off in the release
+    assert (plain.data.name, plain.data.valid_name) == ("openwebtext", "wikitext103")
+    assert parse("adlm_main", "model.n_blocks=4").model.n_denoiser_blocks == 2
+    assert parse("main", "").algo == "mdlm"
+
+
+@pytest.mark.parametrize(
+    ("release", "ours"),
+    [
+        ("base_scaling_factor1=0.03 base_scaling_factor2=0.5",
+         {"objective.gamma": 0.03, "objective.gamma_warmup": 0.06}),
+        ("base_scaling_factor1=0.03", {"objective.gamma": 0.03, "objective.gamma_warmup": 0.03}),
+        ("base_scaling_factor2=0", {"objective.gamma": 0.0}),
+        ("enable_anchor_loss=False", {"algo": "two-stage", "objective.gamma": 0.0}),
+        ("eval.disable_ema=True", {"eval.ema": False}),
+        ("trainer.precision=32", {"train.precision": "fp32"}),
+        ("trainer.precision=bf16-mixed trainer.accelerator=cpu", {"train.precision": "bf16", "train.device": "cpu"}),
+        ("strategy=fsdp", {"train.strategy": "fsdp"}),
+        ("trainer.gradient_clip_val=0.5 training.ema=0.999", {"optim.clip": 0.5, "optim.ema": 0.999}),
+        ("optim.lr=1e-3 optim.weight_decay=0.01 optim.beta2=0.95", {"optim.lr": 1e-3, "optim.beta2": 0.95}),
+        ("lr_scheduler=cosine_decay_warmup", {"optim.schedule": "cosine"}),
+        ("lr_scheduler.num_warmup_steps=10", {"optim.warmup": 10}),
+        ("callbacks.checkpoint_every_n_steps.every_n_train_steps=50", {"checkpoint.every": 50}),
+        ("data=scientific_papers_arxiv", {"data.name": "arxiv"}),
+        ("data.train=openwebtext-train data.valid=ptb", {"data.name": "openwebtext-train", "data.valid_name": "ptb"}),
+        ("data.tokenizer_name_or_path=gpt2", {"data.tokenizer": "gpt2"}),
+        ("eval.gen_ppl_eval_model_name_or_path=gpt2", {"eval.judge": "gpt2"}),
+        ("sampling.semi_ar=True sampling.stride_length=512 sampling.num_strides=2 model.length=1024",
+         {"sampling.stride": 512, "sampling.length": 2048}),
+        ("sampling.num_sample_batches=5 loader.eval_batch_size=4", {"sampling.n": 20, "train.valid_batch_size": 4}),
+        ("hydra.run.dir=a checkpointing.save_dir=b/", {"out": "b"}),
+        ("trainer.max_steps=5 train.steps=7", {"train.steps": 7}),
+        ("train.steps=7 trainer.max_steps=5", {"train.steps": 5}),
+        ("noise=loglinear noise.type=cosine", {"noise.name": "cosine"}),
+    ],
+)  # fmt: skip
+def test_single_names(release, ours):
+    flat = config.flatten(config.load(release.split()))
+    assert {key: flat[key] for key in ours} == ours
+
+
+def test_what_means_nothing_here_is_accepted_with_a_reason(capsys):
+    config.load(
+        ["+wandb.offline=true", "trainer.num_nodes=32", "hydra.job.chdir=true", "training.antithetic_sampling=True"]
+    )
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 4 and all(line.startswith("adlm: note: ") and " ignored: " in line for line in lines)
+    assert "wandb.offline=true" in lines[0] and "track.wandb=true" in lines[0]
+
+
+def test_only_the_first_rank_tells_the_notes(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    config.load(["trainer.num_nodes=32"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("backbone=dimamba", "backbone='dimamba' is unknown"),
+        ("parameterization=sub", "did you mean 'subs'?"),
+        ("checkpointing.resume_ckpt_path=x.ckpt", "checkpoint.init_from"),
+        ("training.importance_sampling=True", "objective.time_density_a"),
+        ("model.tie_word_embeddings=True", "never tied"),
+        ("trainer.precision=16", "choose one of 32"),
+        ("base_scaling_factor1=x", "base_scaling_factor1=x is not a number"),
+        ("sampling.predictor=ddpm_cash", "did you mean 'ddpm_cache'?"),
+        ("trainer.val_check_interval=0.5", "train.valid_every=0.5 is not a whole number"),
+        ("loader.batchsize=3", "did you mean 'loader.batch_size'?"),
+    ],
+)
+def test_refused(line, says):
+    with pytest.raises(ValueError) as error:
+        config.load(line.split())
+    assert says in str(error.value)
+
+
+def test_a_schedule_of_another_meaning_is_refused():
+    with pytest.raises(ValueError, match="noise=linear"):
+        parse("main", "noise=linear")
+
+
+def test_the_table_has_no_key_twice_and_none_that_is_ours():
+    from adlm.config.keys import GROUPS, group_choices, keys
+
+    assert len(RELEASE_KEYS) == sum(len(rule.keys) for rule in RULES)
+    assert not set(RELEASE_KEYS) & (set(keys()) | set(GROUPS))
+    for (group, theirs), ours in GROUP_NAMES.items():
+        assert theirs not in group_choices(group) and ours in group_choices(group)
+
+
+def test_rewriting_ours_changes_nothing():
+    ours = ["model=small", "train.steps=3", "+sampling.eta=0.1", "word", "~model.length"]
+    assert rewrite(ours) == (ours, [])
+
+
+def test_docs_hold_the_same_table():
+    text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    for rule in RULES:
+        row = f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.becomes} |"
+        assert row in text, f"docs/config.md lacks the row: {row}"
+    for (group, theirs), ours in GROUP_NAMES.items():
+        assert f"| `{group}={theirs}` | `{group}={ours}` |" in text
+    for prefix, why in IGNORED_PREFIXES.items():
+        assert f"| `{prefix}*` | ignored: {why} |" in text
+    assert all(default in text for default in overrides.RELEASE_DEFAULTS)

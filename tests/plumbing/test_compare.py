@@ -1,0 +1,251 @@
+"""`adlm compare`: one line trains several algorithms, the table is right, and nothing finished is done again."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import overrides, start, wait_for_step
+from scipy import stats
+
+from adlm import cli, compare
+from adlm.config.keys import group_choices
+from adlm.evaluation.comparison import Comparison, Entry, paired
+from adlm.evaluation.intervals import summarise
+from adlm.evaluation.perplexity import phases
+from adlm.objectives import make_objective
+from adlm.schema import Config, NoiseConfig, ObjectiveConfig
+from adlm.training.setup import scored_shares
+
+ALGOS = ("adlm", "mdlm", "ar", "sedd", "d3pm")
+
+
+def line(folder, *more: str) -> list[str]:
+    keys = overrides(folder, train__steps=3, train__valid_every=0, eval__draws=2, eval__rows=10)
+    return ["compare", *keys, *more]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    assert cli.main([*line(folder), *ALGOS]) == 0
+    return folder
+
+
+def test_every_algorithm_has_its_line(compared):
+    document = json.loads((compared / "run" / "table.json").read_text())
+    entries = {e["name"]: e for e in document["entries"]}
+    assert set(entries) == set(ALGOS) and document["entries"][-1]["name"] == "ar", "exact likelihoods stand last"
+    assert [e["kind"] for e in entries.values() if e["name"] in ("ar", "adlm")].count("exact") == 1
+    for name, entry in entries.items():
+        estimate = entry["estimate"]
+        assert estimate["rows"] == 10 and estimate["nats_interval"] is not None
+        assert sum(entry["row_nats"]) / sum(entry["row_tokens"]) == pytest.approx(estimate["nats_per_token"])
+        assert entry["tokens_per_s"] > 0 and entry["training_tokens"] == 3 * 8 * 32
+        assert json.loads((compared / "run" / name / "compared.json").read_text())["name"] == name
+    assert entries["adlm"]["parameters"] > entries["mdlm"]["parameters"]
+    assert set(document["differences"]) == {"mdlm", "sedd", "d3pm"}
+    text = (compared / "run" / "table.md").read_text()
+    assert "Budget of each:" in text
+    assert text.count("\n| ") == len(ALGOS) and "bound" in text and "exact" in text and "3 steps of 8 rows" in text
+
+
+def test_arithmetic_is_that_of_the_rows_really_scored(compared):
+    """A causal model scores all but the first token of a row; SEDD the masked half, exactly as MDLM."""
+    entries = {e["name"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}
+    D, V, length, blocks = 16, 260, 32, 2
+    block = 2 * 12 * D * D
+    ar = 3 * (blocks * (block + 4 * D * length / 2) + 2 * D * V * 1.0)
+    assert entries["ar"]["flops_per_token"] == pytest.approx(ar, rel=1e-6)
+    unread = 0.5 * 2 * 9 * D * D  # after the last attention
+    mdlm = 3 * (blocks * (block + 4 * D * length) - unread + 2 * D * V * 0.5)
+    assert entries["mdlm"]["flops_per_token"] == pytest.approx(mdlm, rel=0.05)
+    assert entries["sedd"]["flops_per_token"] == entries["mdlm"]["flops_per_token"]
+    assert entries["adlm"]["flops_per_token"] > 1.3 * mdlm
+
+
+@pytest.mark.parametrize("gammas", [(0.3, 0.0, -1.0), (0.3, 0.2, 0.0), (0.0, 0.0, 0.3)])
+def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
+    class Texts:
+        def __len__(self):
+            return 8
+
+        def rows(self, indices):
+            return np.arange(8 * 12).reshape(8, 12)[indices] % 50  # no token twice in a row
+
+        def attention_masks(self, indices):
+            return None
+
+    cfg = ObjectiveConfig(gamma=gammas[0], gamma_warmup=gammas[1], gamma_end=gammas[2])
+    scored, anchors = scored_shares(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
+    assert 0.3 < scored < 0.7 and anchors == 1.0
+
+
+def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):
+    def refuse(cfg):
+        raise AssertionError(f"{cfg.algo} is trained again")
+
+    monkeypatch.setattr(compare, "train", refuse)
+    capsys.readouterr()
+    assert cli.main([*line(compared), *ALGOS]) == 0
+    said = capsys.readouterr().out
+    assert all(f" {name} " in said for name in ALGOS)
+    assert cli.main([*line(compared), "mdlm", "ar"]) == 0
+    assert {e["name"] for e in json.loads((compared / "run" / "table.json").read_text())["entries"]} == {"mdlm", "ar"}
+    with pytest.raises(AssertionError, match="mdlm is trained again"):
+        cli.main([*line(compared, "eval.draws=3"), "mdlm"])  # other settings: another number
+
+
+def test_a_signal_stops_the_whole_and_a_rerun_goes_on(compared, monkeypatch):
+    stopped = type("Result", (), {"finished": False})
+    monkeypatch.setattr(compare, "train", lambda cfg: stopped)
+    assert cli.main([*line(compared), "mdlm", "two-stage", "ar"]) == 0
+    assert len(json.loads((compared / "run" / "table.json").read_text())["entries"]) == 2
+
+
+def test_runs_side_by_side_are_those_one_by_one(compared, tmp_path, capsys):
+    """Two at a time: the same numbers to the last bit, and one that fails costs only itself."""
+    words = ["mdlm", "mdlm+data.path=nowhere.jsonl", "adlm", "ar"]
+    capsys.readouterr()
+    assert cli.main([*line(tmp_path, "jobs=2", f"data.path={compared / 'corpus.jsonl'}"), *words]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("adlm: error: mdlm+data.path=nowhere.jsonl failed: ") and "does not exist" in said.err
+    assert "ar: started" in said.out and said.err.count("\n") == 1
+
+    def rows(folder: Path, name: str) -> list[float]:
+        return json.loads((folder / "run" / name / "compared.json").read_text())["row_nats"]
+
+    assert "mdlm" in (tmp_path / "run" / "table.md").read_text()
+    for name in ("mdlm", "adlm", "ar"):
+        assert rows(tmp_path, name) == rows(compared, name)
+        assert (tmp_path / "run" / name / "log.txt").read_text()
+
+
+def test_signals_to_runs_side_by_side(tmp_path):
+    """One that is killed costs itself; all that run are told to stop, and what waits is not started."""
+    process = start(tmp_path, "jobs=2", "train.steps=1000000", "adlm", "mdlm", "ar", "sedd", command="compare")
+    for name in ("adlm", "mdlm"):
+        wait_for_step(tmp_path / "run" / name, 1, process)
+    os.kill(int((tmp_path / "run" / "adlm" / ".claim").read_text()), signal.SIGKILL)
+    wait_for_step(tmp_path / "run" / "ar", 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and "adlm: error: adlm failed: killed by signal 9" in said
+    for name in ("mdlm", "ar"):
+        assert "stopped by a signal" in (tmp_path / "run" / name / "log.txt").read_text()
+    assert not (tmp_path / "run" / "sedd").exists()
+
+
+def test_mistakes_are_said_before_anything_is_trained(tmp_path, capsys):
+    assert cli.main([*line(tmp_path), "adlm", "mdml"]) == 1
+    assert "did you mean 'mdlm'" in capsys.readouterr().err
+    assert cli.main([*line(tmp_path, "eval.estimator=both"), "adlm"]) == 1
+    assert "eval.estimator=continuous" in capsys.readouterr().err
+    assert cli.main([*line(tmp_path, "jobs=0"), "adlm"]) == 1
+    assert "compare.jobs=0 must be at least 1" in capsys.readouterr().err
+    assert cli.main([*line(tmp_path, "objective.T=5"), "mdlm", "adlm"]) == 1  # adlm cannot, though mdlm could
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_algorithm_of_the_package_can_be_compared():
+    """Same blocks and heads for the matched ones; everything composes with the table's settings."""
+    from adlm import config
+
+    runs = {name: config.load(["experiment=compare", f"algo={name}"]) for name in group_choices("algo")}
+    assert set(runs) >= {"adlm", "two-stage", "mdlm", "mdlm-matched", "ar", "ar-matched", "a2r", "sedd", "d3pm"}
+    assert any(cfg.model.time_conditioning and cfg.model.anchored for cfg in runs.values())
+    total = runs["adlm"].model.n_blocks + runs["adlm"].model.n_denoiser_blocks
+    for name in ("mdlm-matched", "ar-matched"):
+        assert runs[name].model.n_blocks == total and runs[name].model.n_heads == runs["adlm"].model.n_heads
+    budgets = {(c.train.steps, c.train.global_batch_size, c.model.length, c.data.name, c.seed) for c in runs.values()}
+    assert len(budgets) == 1 and runs["two-stage"].objective.gamma == 0
+
+
+def entry(algo: str, row_nats: np.ndarray, tokens: np.ndarray, kind: str = "continuous", seed: int = 1) -> Entry:
+    phase = None if kind == "exact" else phases(0, len(row_nats)).numpy()
+    estimate = summarise(row_nats[:, None], tokens, phase)
+    return Entry(algo, kind, estimate.as_dict(), row_nats.tolist(), tokens.tolist(), 1, 1.0, 1.0, 1, {"seed": seed})
+
+
+def test_paired_differences_see_what_intervals_hide():
+    rng = np.random.default_rng(0)
+    tokens = np.full(200, 32)
+    base = rng.normal(100, 30, 200)  # rows differ far more than models do
+    shift = 0.5 + rng.normal(0, 0.2, 200)
+    a, b = entry("adlm", base, tokens), entry("mdlm", base + shift, tokens)
+    d = paired(b, a, 0)
+    assert d is not None and d.interval is not None
+    assert d.nats == pytest.approx(shift.sum() / tokens.sum()) and d.interval[0] > 0
+    low, high = a.estimate["nats_interval"]
+    assert low < b.estimate["nats_per_token"] < high, "the intervals alone could not tell them apart"
+    assert d.row_error == pytest.approx(0.2 / math.sqrt(200) / 32, rel=0.25)
+    exact = entry("ar", base, tokens - 1, "exact")
+    assert paired(exact, a, 0) is None and paired(a, a, 0) is None
+    table = Comparison([b, exact, a], "adlm", Config())
+    assert [e.name for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
+
+
+def test_one_row_has_no_interval():
+    tokens = np.full(1, 10)
+    table = Comparison(
+        [entry(name, np.array([n]), tokens) for name, n in (("adlm", 20.0), ("mdlm", 21.0))], "adlm", Config()
+    )
+    assert [line[0] for line in table.rows()] == ["adlm", "mdlm"]
+    assert all(line[2] == line[4] == "" for line in table.rows())
+
+
+def test_scatter_between_seeds():
+    tokens = np.full(4, 10)
+    rows = np.array([10.0, 20, 30, 40])
+    runs = {"adlm": (0.0, 1.0, 3.0), "mdlm": (2.0, 3.5, 4.5)}  # nats of all rows together, by seed
+    entries = [
+        entry(name if seed == 1 else f"{name}+seed={seed}", rows + 10 * shift, tokens, seed=seed)
+        for name, shifts in runs.items()
+        for seed, shift in enumerate(shifts, 1)
+    ]
+    entries.append(entry("mdlm+train.steps=9+seed=2", rows, tokens, seed=2))  # alone: no group
+    table = Comparison([*entries, entry("ar", rows, tokens, "exact")], "adlm", Config())
+    groups = {g["name"]: g for g in table.seeds()}
+    assert set(groups) == {"adlm", "mdlm"} and groups["mdlm"]["nats"].keys() == {1, 2, 3}
+    assert groups["adlm"]["mean"] == pytest.approx(2.5 + 4 / 3) and "to" not in groups["adlm"]
+    assert groups["adlm"]["deviation"] == pytest.approx(np.std([0, 1, 3], ddof=1))
+    expected = stats.ttest_rel(runs["mdlm"], runs["adlm"]).confidence_interval(0.95)
+    g = groups["mdlm"]
+    assert g["difference"] - g["half"] == pytest.approx(expected.low, rel=1e-3)
+    assert g["difference"] + g["half"] == pytest.approx(expected.high, rel=1e-3)
+    assert (
+        "| mdlm | 1, 2, 3 |" in table.markdown()
+        and "over seeds" not in Comparison(entries[:1], "adlm", Config()).markdown()
+    )
+
+
+def test_a_list_of_seeds_is_several_runs():
+    assert compare.each_seed("adlm+seed=1,2+model.bridge=none") == [
+        "adlm+seed=1+model.bridge=none", "adlm+seed=2+model.bridge=none",
+    ]  # fmt: skip
+    assert compare.each_seed("mdlm+eval.samplers=a,b") == ["mdlm+eval.samplers=a,b"]
+
+
+def test_every_algorithm_has_its_recipe_in_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    assert all(f"| `adlm train algo={name}` |" in text for name in group_choices("algo"))
+
+
+def test_variants_are_algorithms_with_changes(compared, capsys):
+    """Named by what was changed; the plain algorithm's run is taken as it is."""
+    capsys.readouterr()
+    assert cli.main([*line(compared), "mdlm", "mdlm+seed=7", "mdlm+train.steps=2"]) == 0
+    assert "| mdlm | 1, 7 |" in capsys.readouterr().out
+    document = json.loads((compared / "run" / "table.json").read_text())
+    entries = {e["name"]: e for e in document["entries"]}
+    assert set(entries) == {"mdlm", "mdlm+seed=7", "mdlm+train.steps=2"}
+    assert entries["mdlm+seed=7"]["config"]["seed"] == 7 and entries["mdlm"]["config"]["seed"] == 1
+    assert entries["mdlm+seed=7"]["row_nats"] != entries["mdlm"]["row_nats"]
+    assert "unless its name says otherwise" in (compared / "run" / "table.md").read_text()
+    assert set(document["differences"]) == {"mdlm+seed=7", "mdlm+train.steps=2"}
+    for wrong, message in (("mdlm+seed", "+key=value"), ("mdml+seed=1", "mdlm"), ("mdlm+sed=1", "seed")):
+        assert cli.main([*line(compared), wrong]) == 1
+        assert message in capsys.readouterr().err

