@@ -320,7 +320,7 @@ def test_checkpointed_activations_give_the_same_gradients():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bridge": "colapsed"}, "did you mean 'collapsed'"),
+        ({"bridge": "linaer"}, "did you mean 'linear'"),
         ({"norm": "batchnorm"}, "model.norm='batchnorm'"),
         ({"activation": "swish"}, "model.activation='swish'"),
         ({"n_heads": 3}, "multiple of 2*model.n_heads=6"),

@@ -198,7 +198,7 @@ BAD = [
     ("model.n_heads=7", "model.n_heads=7 must split model.hidden_size=768"),
     ("model.n_denoiser_blocks=0", "model.anchored=false"),
     ("model.time_conditioning=true model.adaln=false", "needs model.adaln=true"),
-    ("model.bridge=colapsed", "did you mean 'collapsed'?"),
+    ("model.bridge=linaer", "did you mean 'linear'?"),
     ("model.length=1", "model.length=1 must be at least 4"),
     ("model.causal=true", "objective.name=autoregressive"),
     ("objective.name=autoregressive", "algo=ar"),

@@ -20,6 +20,7 @@ from adlm.config.checks import check, choices
 from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
 from adlm.errors import choose, require
 from adlm.io.paths import expanded
+from adlm.migration import RENAMED, migrate
 from adlm.schema import Config, as_yaml
 
 __all__ = ["check", "choices", "flatten", "from_yaml", "load", "save"]
@@ -64,6 +65,7 @@ def _sort(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
             raise ValueError(f"{text!r} is not of the form key=value")
         key, value = match["key"], match["value"]
         require(match["sign"] != "~", f"{text!r}: a setting cannot be removed; give {key} a value")
+        key = RENAMED.get(key, key)
         if key in GROUPS:
             groups[key] = choose(key, _unquote(value), group_choices(key))
         elif key in keys():
@@ -171,7 +173,7 @@ def from_yaml(path: str | Path) -> Config:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings")
     cfg = Config()
-    flat = _flatten(found)
+    flat = migrate(_flatten(found), str(path))
     for key in flat:
         require(key in keys(), f"{path}: unknown key {key!r}{nearest(key, keys())}")
     _assign(
