@@ -22,7 +22,7 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io.paths import digest
-from adlm.models import LanguageModel, build_model
+from adlm.models import Network, build_model
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
 
 FORMAT = 1
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
-    model: LanguageModel
+    model: Network
     tokenizer: Tokenizer
     noise: NoiseConfig
     objective: ObjectiveConfig
