@@ -27,7 +27,10 @@ RENAMED = {
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
-REMOVED: dict[str, tuple[Any, ...]] = {}
+REMOVED: dict[str, tuple[Any, ...]] = {
+    "serve.max_body": (),
+    "serve.read_timeout": (),
+}
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
