@@ -189,7 +189,7 @@ def test_help_lists_keys_with_meaning_and_default(probe, capsys):
     assert cli.main(["probe", "model=smal", "--help"]) == 0
     out = capsys.readouterr().out
     assert "usage: adlm probe [checkpoint] [key=value ...] [--dry-run] [--json]" in out
-    assert re.search(r"eval\.draws = 4 +Noise draws per row of the bound", out)
+    assert re.search(r"eval\.draws = 4 +Noise draws per sequence of the bound", out)
     assert "eval.ema = true" in out
     assert "sampling.steps" not in out
     assert max(map(len, out.splitlines())) <= 120

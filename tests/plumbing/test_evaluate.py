@@ -398,15 +398,15 @@ def replace_times(text: str) -> dict:
 
 
 def test_killed_in_stage_two_and_run_again(home, tmp_path):
-    """SIGKILL while the judge reads 8 chunks of data and 8 of samples: the second run judges only what is missing."""
-    arguments = line(home, tmp_path, "sampling.n=80")
+    """SIGKILL while the judge reads 6 chunks of data and 6 of samples: the second run judges only what is missing."""
+    arguments = line(home, tmp_path, "sampling.n=60")
     slow = (
         "import time; from adlm.evaluation import judge; from adlm import cli; import sys; judge.CHUNK = 10;"
         "old = judge.score_texts\n"
         "def score(*a):\n    time.sleep(0.3); return old(*a)\n"
         "judge.score_texts = score; sys.exit(cli.main(sys.argv[1:]))"
     )
-    total = 16
+    total = 12
     process = subprocess.Popen([sys.executable, "-c", slow, "evaluate", *arguments], env=environment())
     deadline = time.monotonic() + 200
     while len(list(tmp_path.rglob("0*.npz"))) < 7 and time.monotonic() < deadline:
@@ -420,7 +420,7 @@ def test_killed_in_stage_two_and_run_again(home, tmp_path):
     command = [sys.executable, "-c", slow, "evaluate", *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("0 drawn now, 80 found") == 1
+    assert done.stdout.count("0 drawn now, 60 found") == 1
     assert {p: p.read_bytes() for p in (tmp_path / "samples").iterdir()} == drawn
     assert {p: p.stat().st_mtime_ns for p in judged} == judged
     assert len(list(tmp_path.rglob("0*.npz"))) == total
