@@ -35,6 +35,9 @@ dropped from saved settings: there it belonged to the command that wrote them.""
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
+REMOVED_VALUES = {("model.bridge", "residual")}
+"""(today's key, old value) that no version of today can read."""
+
 REMOVED: dict[str, tuple[Any, ...]] = {
     "bench.dense_steps": (),
     "bench.evaluations": (),
@@ -50,7 +53,11 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.steps": (),
     "eval.temperatures": (),
     "eval.top_ps": (),
+    "model.skips": (False,),
+    "model.value_residual": (False,),
     "sampling.out": (),
+    "serve.max_body": (),
+    "serve.read_timeout": (),
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
@@ -68,5 +75,9 @@ def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
             )
             continue
         key = RENAMED.get(key, key)
+        require(
+            not isinstance(value, str) or (key, value) not in REMOVED_VALUES,
+            f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
+        )
         current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current

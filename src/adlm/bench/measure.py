@@ -25,7 +25,7 @@ from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Engine, Request
 from adlm.errors import require
 from adlm.io.paths import pick_device
-from adlm.models import LanguageModel, build_model
+from adlm.models import Network, build_model
 from adlm.models.flops import count_flops, peak_flops
 from adlm.objectives import make_objective
 from adlm.samplers import make_plan
@@ -108,7 +108,7 @@ def time_training(
     return result | ({"mfu": flops / seconds / peak} if peak else {})
 
 
-def training_flops(cfg: Config, model: LanguageModel, scored: dict[str, int], batch: int) -> float:
+def training_flops(cfg: Config, model: Network, scored: dict[str, int], batch: int) -> float:
     """FLOPs of one step, counting only the positions whose heads are needed."""
     tokens = batch * cfg.model.length
     anchors = scored.pop("anchor", 0) / tokens
@@ -135,7 +135,7 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
     return (engine_steps if which == "ours" else reference_steps)(cfg, model, batch, device)
 
 
-def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
+def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Time bench.steps network evaluations of a batch; to its end, where the sampler reads predictions and decides by
     them how many there are."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
@@ -143,7 +143,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
     began = time.perf_counter()
-    engine.network.warm_up(length, least=batch // 2)  # some sequences of an evaluation may have nothing to reveal
+    engine.evaluator.warm_up(length, least=batch // 2)  # some sequences of an evaluation may have nothing to reveal
     synchronize(device)
     warm_up = time.perf_counter() - began
     for seed in range(batch):
@@ -176,7 +176,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
 
 
 @torch.inference_mode()
-def reference_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
+def reference_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Time steps of the reference from the middle of the process."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_plan(s, schedule)

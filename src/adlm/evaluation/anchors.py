@@ -22,7 +22,7 @@ from adlm.api import LanguageModel
 from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
-from adlm.models import LanguageModel as Network
+from adlm.models import Network
 from adlm.objectives import Rows
 from adlm.objectives.anchors import AnchorRule
 
