@@ -1,9 +1,11 @@
-"""Is the fast step's loss curve the dense twin's? Same starting weights, same text (GPT-2 tokens), same noise.
+"""Is the loss curve of the fast step that of the dense reference implementation?
 
-    python benchmarks/loss_parity.py ROWS [steps=200] [out=FILE] [key=value ...]     # ROWS: made by `adlm data prepare`
+Both have the same starting weights, the same text (GPT-2 tokens) and the same noise.
+
+    python benchmarks/loss_parity.py FOLDER [steps=200] [out=FILE] [key=value ...]     # FOLDER: of `adlm data prepare`
 
 Dropout and rounding make two runs of one step differ too, so the fast step is also run with another seed: the
-difference between the twins must stay below the difference between the seeds. The rate rises over the first steps:
+difference between the two must stay below the difference between the seeds. The rate rises over the first steps:
 without that all curves spike early, and a spike multiplies every difference. One JSON document: the root mean square
 of both differences in the first ten steps and over the last half; FILE also has all losses.
 """
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> None:
     settings = ["model=small", *(f"{key}={value}" for key, value in options.items())]
     settings += ["bench.warmup=0", f"bench.steps={steps}", f"bench.dense_steps={steps}"]
     batch = int(config.load(settings).bench.batches)
-    require(len(blocks) >= steps * batch, f"{folder} has {len(blocks)} rows, {steps} steps of {batch} need more")
+    require(len(blocks) >= steps * batch, f"{folder} has {len(blocks)} sequences, {steps} steps of {batch} need more")
     tokens = torch.from_numpy(np.asarray(blocks.rows(np.arange(steps * batch)))).long().view(steps, batch, -1)
     curves: dict[str, list[float]] = {}
     for name, which, seed in (("fast", "ours", 1), ("dense", "dense", 1), ("fast, another seed", "ours", 2)):
@@ -48,7 +50,7 @@ def main(argv: list[str]) -> None:
     half = slice(steps // 2, None)
     found = {
         f"{name}, {where}": float(np.sqrt(np.mean((fast - b)[part] ** 2)))
-        for name, b in (("twin", dense), ("seed", other))
+        for name, b in (("reference", dense), ("seed", other))
         for where, part in (("first ten", slice(10)), ("last half", half))
     }
     line = {"benchmark": "loss parity", "steps": steps, "batch": batch, "torch": torch.__version__, "rms": found}

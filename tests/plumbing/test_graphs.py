@@ -11,9 +11,8 @@ from adlm.objectives import loss, make_objective
 from adlm.objectives.base import only_rows
 from adlm.schema import TrainConfig
 from adlm.training import optim, parallel
-from adlm.training.draw import draw_tasks
-from adlm.training.graphs import Replays
-from adlm.training.parallel import Step, World
+from adlm.training.batches import corrupt
+from adlm.training.parallel import GraphedModel, Step, World
 
 
 def record_on_a_cpu(module, example, **options):
@@ -49,26 +48,26 @@ def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record_on_a_cpu)
     cfg = run_config(tmp_path, algo="adlm", train__steps=12, train__cuda_graphs=True, optim__lr=1e-2, optim__warmup=0)
-    weights, read = [], set()
+    weights, read, ranks = [], set(), World(0, 1, torch.device("cpu"), "fp32", "none")
     for replayed in (False, True):
         torch.manual_seed(0)
         model = tiny_model(dropout=0.0).train()
         step = Step(model)
-        step.replays = Replays(model) if replayed else None
+        step.graphed = GraphedModel(model) if replayed else None
         objective = make_objective(cfg.objective, cfg.noise, model.mask_id, 1)
         update = optim.Updater(cfg.optim, step)
         for i in range(12):
             batch = Batch(random_tokens(8, 12, 10, seed=i).numpy(), None, np.arange(8))
-            (task,) = draw_tasks(objective, batch, i, 1, cfg)
+            (task,) = corrupt(objective, batch, i, cfg, ranks)
             read.add(None if only_rows(task) is None else len(only_rows(task)))
             (step(task).total / task.count).backward()
             update()
         weights.append([p.detach().clone() for p in model.parameters()])
-        if step.replays is not None:
-            assert len(step.replays.recorded) == len(read) > 1, "one recording for each number of positions"
+        if step.graphed is not None:
+            assert len(step.graphed.recorded) == len(read) > 1, "one recording for each number of positions"
             with torch.no_grad():
                 step(task)
-            assert len(step.replays.recorded) == len(read), "a validation is not a training pass"
+            assert len(step.graphed.recorded) == len(read), "a validation is not a training pass"
     for a, b in zip(*weights):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

@@ -441,7 +441,6 @@ def test_any_number_of_ranks_gives_the_same_number(trained, tmp_path, ranks):
         "eval.draws=2",
         "eval.estimator=both",
         "eval.chain_sequences=3",
-        "train.valid_batch_size=2",
         "train.device=cpu",
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -23,7 +23,6 @@ from adlm.schema import Config
 from adlm.training import setup
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import World
-from adlm.training.sizes import rows_before
 
 COLUMNS = (
     "algorithm", "nats per token", "95% over rows", "perplexity", "minus {reference}, paired 95%", "parameters",
@@ -58,7 +57,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
     run = Path(cfg.out)
     data = setup.prepare_data(cfg, ranks)
     loaded = load_checkpoint(run, cfg.eval.ema, ranks.device)
-    ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks, cfg.train.valid_batch_size).items()
+    ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks).items()
     assert estimate.row_nats is not None
     counts_N = token_counts(data.valid, estimate.rows) - (kind == "exact")
     flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
@@ -72,7 +71,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
         setup.parameter_count(loaded.model),
         flops,
         max(speeds, default=math.nan),
-        rows_before(cfg.train, cfg.train.steps) * cfg.model.length,
+        cfg.train.steps * cfg.train.global_batch_size * cfg.model.length,
         asdict(cfg),
     )
 
@@ -204,7 +203,7 @@ class Comparison:
         lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
         lines += [f"| {' | '.join(line)} |" for line in self.rows()]
         t, m = self.cfg.train, self.cfg.model
-        tokens = rows_before(t, t.steps) * m.length
+        tokens = t.steps * t.global_batch_size * m.length
         alike = all(e.training_tokens == tokens and "seed=" not in e.name for e in self.entries)
         budget = (
             f"Budget of each{'' if alike else ', unless its name says otherwise'}: {t.steps:,} steps of"

@@ -34,12 +34,12 @@ from adlm.objectives.exact_count import draw_exact_count
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.objectives.times import draw_times
 from adlm.schema import Config, DataConfig, EvalConfig
-from adlm.training.draw import rows_on
+from adlm.training.batches import sequences_on
 from adlm.training.parallel import World, world
 
 ESTIMATORS = ("continuous", "exact-count")
 CHOICES_OF_ESTIMATORS = (*ESTIMATORS, "both")
-# Tokens of one forward pass when train.valid_batch_size does not say how many rows.
+# Tokens of one forward pass.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 # Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
 BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_sequences")
@@ -55,7 +55,7 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
         with ranks.main_first():
             data = own_data(loaded, cfg.data)
             blocks = prepare(data, loaded.tokenizer, loaded.model.config.length, "valid")
-        estimates = measure(loaded, blocks, cfg.eval, ranks, cfg.train.valid_batch_size)
+        estimates = measure(loaded, blocks, cfg.eval, ranks)
         per_byte = {name: bits_per_byte(e, blocks, loaded.tokenizer, name) for name, e in estimates.items()}
         result = {
             **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
@@ -239,7 +239,7 @@ def my_batches(n: int, size: int, ranks: World) -> Iterator[np.ndarray]:
 
 
 def read_rows(blocks: Blocks, indices: np.ndarray, n: int, ranks: World) -> Rows:
-    return rows_on(ranks.device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+    return sequences_on(ranks.device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
 
 
 def token_counts(blocks: Blocks, n: int) -> np.ndarray:

@@ -50,7 +50,7 @@ def run_profile(cfg: Config) -> dict[str, Any]:
         with ranks.main_first():
             blocks = prepare(own_data(loaded, cfg.data), loaded.tokenizer, model.config.length, "valid")
         n = min(len(blocks), cfg.eval.sequences or ROWS)
-        size = cfg.train.valid_batch_size or max(1, BATCH_TOKENS[ranks.device.type] // blocks.length)
+        size = max(1, BATCH_TOKENS[ranks.device.type] // blocks.length)
         share_K = (torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS
         values_NK, batches = np.zeros((n, LEVELS)), list(my_batches(n, size, ranks))
         with progress("profile", len(batches) * LEVELS, ranks) as advance:

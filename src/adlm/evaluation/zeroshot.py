@@ -59,7 +59,7 @@ def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
                 if ranks.is_main:
                     print(f"{name}: {result['sets'][name]['error']}", file=sys.stderr)
             else:
-                found[name] = measure(loaded, blocks, cfg.eval, ranks, cfg.train.valid_batch_size)
+                found[name] = measure(loaded, blocks, cfg.eval, ranks)
                 result["sets"][name] = {
                     **{kind: estimate.as_dict() for kind, estimate in found[name].items()},
                     "paper_perplexity": paper.get(name),

@@ -36,7 +36,7 @@ def load_checkpoint(
 ) -> Loaded:
     """Ready for inference, in float32.
 
-    A run folder gives its export if it has finished, else its newest sound checkpoint; `ema=False` always takes the
+    A run folder gives its export if it has finished, else its newest valid checkpoint; `ema=False` always takes the
     checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help a release checkpoint that
     does not carry its own.
     """
@@ -58,7 +58,7 @@ def load_checkpoint(
 
 
 def load_newest(run: Path, ema: bool, device: torch.device | str) -> Loaded:
-    """The newest sound checkpoint of a run, which may still be training."""
+    """The newest valid checkpoint of a run, which may still be training."""
     weights, state = read_weights(run, ema)
     cfg = Config(
         algo=state["config"]["algo"],
