@@ -193,7 +193,8 @@ class Checkpoints:
         if "progress" in info:  # a reasoning run of an earlier version
             progress = info.pop("progress")
             info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
-            info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
+            if info["config"]["reason"]["method"] == "acot":
+                info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
         return info | {"config": migrated(info["config"], str(path))}
 
     def load(self, step: int, state: State) -> None:
