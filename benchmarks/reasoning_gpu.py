@@ -10,9 +10,8 @@ DATA holds the published files: prosqa/prosqa_test.json, prontoqa/prontoqa_test.
 The base is a GGUF file or the folder of a causal Hugging Face model. Questions are generated once, by all cores, for
 all methods, as many as are read: none is repeated, and an epoch is only the unit in which stages share them. From
 scratch the vocabulary is a BPE of the training questions, and stories (reason.story_steps) are learned once for all
-methods.
-Some steps are timed, and then all runs train on that fraction of the examples with which they end in `minutes`. A run that
-is late all the same is tested as it stands, and says so; those after it that share its budget get as many examples as
+methods. Some steps are timed, and then all runs train on that fraction of the examples with which they end in
+`minutes`. A run that is late all the same is tested as it stands, and says so; those after it that share its budget get as many examples as
 it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json (accuracies, intervals, tokens, times) and,
 with matplotlib, curves.png. What has results is not repeated: the same command goes on after an interruption, and
 minutes=0 only writes the report. Two processes with different `runs` may share a GPU and `out`, but not REPORT; `load`

@@ -11,7 +11,6 @@ import torch
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io import export
-from adlm.migration import migrate
 from adlm.reasoning.examples import Example, written_answer
 from adlm.reasoning.methods import StagePlan, encode, lay_out, markers_of
 from adlm.reasoning.networks import (
@@ -171,11 +170,7 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
     folder = Path(path) / EXPORT if (Path(path) / EXPORT).is_dir() else Path(path)
     require((folder / SETTINGS).is_file(), f"{path} is not a finished reasoning run: {folder / SETTINGS} is missing")
     settings = json.loads((folder / SETTINGS).read_text())
-    stored = {f"reason.{key}": value for key, value in settings["reason"].items()}
-    current = migrate(stored, str(folder / SETTINGS))
-    reason = export.section(
-        ReasonConfig, {key.removeprefix("reason."): x for key, x in current.items() if key.startswith("reason.")}
-    )
+    reason = export.section(ReasonConfig, settings["reason"], str(folder / SETTINGS))
     if reason.base:
         from transformers import AutoModelForCausalLM
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from adlm.data.loader import RowOrder
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
-from adlm.models.attention import choose_attention
+from adlm.models.backends import choose_attention
 from adlm.reasoning import generators
 from adlm.reasoning.answers import Accuracy, Answerer, export_run, write_results
 from adlm.reasoning.methods import (
@@ -123,7 +123,7 @@ class ReasoningSetup:
         positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
         self.multiple = math.gcd(GPU_LENGTH_MULTIPLE if ranks.device.type == "cuda" else 1, positions)
         if isinstance(network, OwnNetwork) and ranks.device.type == "cuda":
-            choose_attention("auto", cfg.train.global_batch_size, cfg.model, ranks.device)
+            choose_attention(cfg.train.global_batch_size, cfg.model, ranks.device)
         if ranks.compile != "none":
             network.compile_blocks()
         self.schedule = StageSchedule(cfg, len(self.splits.train))

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import require
-from adlm.models import LanguageModel
-from adlm.models.attention import choose_attention
-from adlm.models.compiling import allow_variants, training_options
-from adlm.models.language_model import Hidden
+from adlm.io.paths import pick_device
+from adlm.models import Network
+from adlm.models.backends import allow_variants, choose_attention, training_options
+from adlm.models.network import Hidden
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 
@@ -118,26 +118,10 @@ def world(cfg: TrainConfig) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda":
-        require(
-            torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu"
-        )
-        if device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return device
-
-
 class TensorsOnly(nn.Module):
     """A model as torch's recorder wants it: tensors in, tensors out."""
 
-    def __init__(self, model: LanguageModel, names: list[str]):
+    def __init__(self, model: Network, names: list[str]):
         super().__init__()
         self.model, self.names = model, names
 
@@ -158,7 +142,7 @@ class GraphedModel:
     and have to be used before the next step: no accumulation over micro-batches. Losses and update stay outside.
     """
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: Network):
         self.model = model
         self.recorded: dict[tuple, Any] = {}
         self.pool: Any = None
@@ -171,8 +155,8 @@ class GraphedModel:
     def anchor_head(self) -> nn.Linear | None:
         return self.model.anchor_head
 
-    def __call__(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at: Tensor | None = None) -> Hidden:
-        given = {name: x for name, x in (("sigma_B", sigma_B), ("at", at)) if x is not None}
+    def __call__(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
+        given = {name: x for name, x in (("sigma_B", sigma_B), ("at_N", at_N)) if x is not None}
         key = (tokens_BL.shape, *((name, x.shape) for name, x in given.items()))
         if key not in self.recorded:
             self.recorded[key] = self.record(tokens_BL, given)
@@ -183,7 +167,7 @@ class GraphedModel:
         """Run both passes a few times, which also compiles them, and then once more for the recorder."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         own = tuple(x.clone() for x in (tokens_BL, *given.values()))  # where later batches are copied to
-        if "at" in given:  # compiled once for all numbers
+        if "at_N" in given:  # compiled once for all numbers
             torch._dynamo.maybe_mark_dynamic(own[-1], 0)
         device = tokens_BL.device.type
         precision = torch.get_autocast_dtype(device)
@@ -221,7 +205,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         model.residual_dtype = torch.bfloat16
     if world.device.type == "cuda":
         at_once = cfg.batch_size or cfg.global_batch_size // world.size
-        choose_attention("auto", at_once, model.config, world.device)
+        choose_attention(at_once, model.config, world.device)
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
@@ -249,8 +233,8 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         return step
     if world.size == 1:
         return step
-    # without a bridge the anchor head is only reached by the anchor loss, which may be off
-    unused = model.config.anchored and model.config.bridge == "none"
+    # some parameters may only be reached by the anchor loss, which may be off
+    unused = model.bridge is not None and bool(model.bridge.unused)
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
         step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True
