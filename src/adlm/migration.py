@@ -61,7 +61,10 @@ value may be dropped (it never touched what a model computes)."""
 
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
-TASKS = {(2, 6, 8, 4, True, True): "prosqa-2hop", (0, 0, 0, 0, True, False): "prosqa-balanced"}
+TASKS: dict[tuple[Any, ...], str] = {
+    (2, 6, 8, 4, True, True): "prosqa-2hop",
+    (0, 0, 0, 0, True, False): "prosqa-balanced",
+}
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
 
 

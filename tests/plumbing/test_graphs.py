@@ -48,7 +48,7 @@ def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record_on_a_cpu)
     cfg = run_config(tmp_path, algo="adlm", train__steps=12, train__cuda_graphs=True, optim__lr=1e-2, optim__warmup=0)
-    weights, read, ranks = [], set(), World(0, 1, torch.device("cpu"), "fp32", "none")
+    weights, read = [], set()
     for replayed in (False, True):
         torch.manual_seed(0)
         model = tiny_model(dropout=0.0).train()
@@ -58,7 +58,7 @@ def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
         update = optim.Updater(cfg.optim, step)
         for i in range(12):
             batch = Batch(random_tokens(8, 12, 10, seed=i).numpy(), None, np.arange(8))
-            (task,) = corrupt(objective, batch, i, cfg, ranks)
+            (task,) = corrupt(objective, batch, i, 1, cfg)
             read.add(None if only_rows(task) is None else len(only_rows(task)))
             (step(task).total / task.count).backward()
             update()

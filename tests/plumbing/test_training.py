@@ -175,7 +175,7 @@ def test_corrupted_batches_are_the_same_drawn_ahead(tmp_path):
     cfg.train.global_batch_size, cfg.train.batch_size = 4, 2
     for i, (batch, tasks) in enumerate(read_ahead(corrupted_batches(objective, iter(batches), 2, cfg, ALONE))):
         assert batch is batches[i] and len(tasks) == 2
-        for task, again in zip(tasks, corrupt(objective, batch, 2 + i, cfg, ALONE)):
+        for task, again in zip(tasks, corrupt(objective, batch, 2 + i, 2, cfg)):
             copied = on_device(task, torch.device("cpu"))
             for one in (task, copied):
                 assert torch.equal(one.tokens_BL, again.tokens_BL) and one.count == again.count
@@ -462,7 +462,7 @@ def test_speed_leaves_out_what_is_no_training(monkeypatch):
     window = LogWindow(None, ALONE)
     for i in range(10):
         window.add({"nelbo": torch.tensor(100.0)})
-        window.end_step(torch.tensor(100.0))
+        window.count = window.count + torch.tensor(100.0)
         if i == 5:
             window.restart()
     values = window.read(torch.tensor(1.0), 0.1, optim.GradientGuard(0.0, torch.device("cpu")))

@@ -19,8 +19,6 @@ from adlm.objectives.base import rounded
 from adlm.schema import Config, TrainConfig
 from adlm.training.parallel import World
 
-HOST = torch.device("cpu")
-
 
 def sequences_on(
     device: torch.device, tokens: np.ndarray, mask: np.ndarray | None, examples: np.ndarray, total: int
@@ -49,16 +47,16 @@ def shortened(batch: Batch, pieces: int) -> Batch:
     return Batch(batch.tokens.reshape(B * pieces, L // pieces), mask, examples)
 
 
-def corrupt(objective: Objective, batch: Batch, step: int, cfg: Config, ranks: World) -> list[Task]:
-    """The corrupted micro-batches of one rank in optimizer step `step`, on the host."""
-    in_warmup = step < math.ceil(cfg.train.length_warmup_fraction * cfg.train.steps)
-    pieces = cfg.train.length_warmup if in_warmup else 1
-    batch, total = shortened(batch, pieces), cfg.train.global_batch_size * pieces
+def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Config) -> list[Task]:
+    """One rank's batch of optimizer step `step` as corrupted micro-batches, `parts` of them, on the host."""
+    total = cfg.train.global_batch_size
+    if step < math.ceil(cfg.train.length_warmup_fraction * cfg.train.steps) and cfg.train.length_warmup > 1:
+        batch, total = shortened(batch, cfg.train.length_warmup), total * cfg.train.length_warmup
     corrupted = []
-    for part in np.array_split(np.arange(len(batch.tokens)), micro_batches(cfg.train, ranks)):
-        mask = None if batch.attention_mask is None else batch.attention_mask[part]
-        clean = sequences_on(HOST, batch.tokens[part], mask, batch.examples[part] % total, total)
-        micro_batch = objective.draw(clean, step, step / cfg.train.steps)
+    for part in np.array_split(np.arange(len(batch.tokens)), parts):
+        mask = None if batch.attention_mask is None else torch.from_numpy(batch.attention_mask[part])
+        tokens, examples = torch.from_numpy(batch.tokens[part]), torch.from_numpy(batch.examples[part] % total)
+        micro_batch = objective.draw(Rows(tokens, examples, total, mask), step, step / cfg.train.steps)
         corrupted.append(rounded(micro_batch) if cfg.train.cuda_graphs else micro_batch)
     return corrupted
 
@@ -67,7 +65,8 @@ def corrupted_batches(
     objective: Objective, batches: Iterator[Batch], first: int, cfg: Config, ranks: World
 ) -> Iterator[tuple[Batch, list[Task]]]:
     """Batches with their corrupted micro-batches, from optimizer step `first` on; beside a GPU a thread draws ahead."""
-    steps = ((batch, corrupt(objective, batch, i, cfg, ranks)) for i, batch in enumerate(batches, first))
+    parts = micro_batches(cfg.train, ranks)
+    steps = ((batch, corrupt(objective, batch, i, parts, cfg)) for i, batch in enumerate(batches, first))
     return read_ahead(steps) if ranks.device.type == "cuda" else steps
 
 

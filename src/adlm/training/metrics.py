@@ -136,11 +136,9 @@ class LogWindow:
         self.restart()
 
     def add(self, terms: dict[str, Tensor]) -> None:
+        """Add the sums of a micro-batch; the loop adds the tokens of a step to `count`."""
         for name, value in terms.items():
             self.terms[name] = self.terms[name] + value if name in self.terms else value
-
-    def end_step(self, count: Tensor | float) -> None:
-        self.count = self.count + count  # not in place: `restart` keeps what it was
 
     def read(self, norm: Tensor, learning_rate: float, guard: GradientGuard) -> dict[str, float]:
         names = sorted(self.terms, key=lambda name: (name == "anchor", name))

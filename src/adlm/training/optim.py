@@ -76,22 +76,24 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]
         for group, params in self.stacks():
-            self.step_stacked(params, group["lr"], group["momentum"], group["weight_decay"])
-
-    def step_stacked(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
-        buffers = [state_of(self, p)["momentum"] for p in params]
-        grads = [p.grad for p in params if p.grad is not None]
-        keep = 1.0
-        if self.found_inf is not None:
-            keep = 1.0 - self.found_inf
-            grads = [torch.where(self.found_inf > 0, buffer, grad) for buffer, grad in zip(buffers, grads)]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)  # a skipped step moves the buffer towards itself
-        nesterov = torch._foreach_lerp(grads, buffers, momentum)
-        update_KRC = orthogonalise(torch.stack([whole(g) for g in nesterov]))
-        if weight_decay:
-            torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
-        updates = (update_KRC * (-lr * self.scale(update_KRC.shape) * keep)).unbind(0)
-        torch._foreach_add_(params, [like(update, p) for update, p in zip(updates, params)])
+            lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+            buffers = [state_of(self, p)["momentum"] for p in params]
+            grads = [p.grad for p in params if p.grad is not None]
+            keep = 1.0
+            if self.found_inf is not None:
+                keep = 1.0 - self.found_inf
+                grads = [torch.where(self.found_inf > 0, buffer, grad) for buffer, grad in zip(buffers, grads)]
+            torch._foreach_lerp_(buffers, grads, 1 - momentum)  # a skipped step moves the buffer towards itself
+            nesterov = torch._foreach_lerp(grads, buffers, momentum)
+            update_KRC = orthogonalise(torch.stack([whole(g) for g in nesterov]))
+            if weight_decay:
+                torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
+            updates = (update_KRC * (-lr * self.scale(update_KRC.shape) * keep)).unbind(0)
+            sharded = [
+                distribute_tensor(update, p.device_mesh, p.placements) if isinstance(p, DTensor) else update
+                for update, p in zip(updates, params)
+            ]
+            torch._foreach_add_(params, sharded)
 
 
 def state_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
@@ -108,10 +110,6 @@ def state_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
 def whole(x: Tensor) -> Tensor:
     """The full matrix of a sharded tensor: orthogonalising needs all of it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def like(x: Tensor, p: Tensor) -> Tensor:
-    return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
 
 
 def is_block_matrix(name: str, parameter: Tensor) -> bool:

@@ -126,39 +126,31 @@ class Run:
     # Per step
 
     def update(self, rate: float, count: Tensor | float) -> None:
-        """Update the weights, at this fraction of the peak learning rate. `count`: tokens of the step, of all ranks."""
+        """Update the weights, at this fraction of the peak learning rate, and answer what it is time for. `count`:
+        tokens of the step, of all ranks."""
         self.norm, self.learning_rate = self.updater(rate), rate * self.cfg.optim.lr
-        self.window.end_step(count)
+        self.window.count = self.window.count + count  # not in place: the window keeps what it was
         self.step += 1
         self.out_of_time = 0 < 60 * self.minutes <= time.monotonic() - self.started
+        cfg, step = self.cfg.train, self.step
+        self.is_last = step == cfg.steps
+        self.is_time_to_log = self.is_last or step % cfg.log_every == 0
+        self.is_time_to_validate = self.is_last or (cfg.valid_every > 0 and step % cfg.valid_every == 0)
+        self.is_time_to_sample = cfg.sample_every > 0 and step % cfg.sample_every == 0
 
     def reset_optimizer(self) -> None:
         """Forget all moments."""
         self.updater = Updater(self.cfg.optim, self.module, self.ema, self.guard)
 
     @property
-    def is_last(self) -> bool:
-        return self.step == self.cfg.train.steps
-
-    @property
     def ends(self) -> bool:
         """No further step is to be taken."""
         return self.step >= self.cfg.train.steps or self.stopped or self.out_of_time
 
-    @property
-    def is_time_to_validate(self) -> bool:
-        every = self.cfg.train.valid_every
-        return self.is_last or (every > 0 and self.step % every == 0)
-
-    @property
-    def is_time_to_sample(self) -> bool:
-        every = self.cfg.train.sample_every
-        return every > 0 and self.step % every == 0
-
     def log_if_due(self, **more: float) -> None:
         """Write the means since the last log line, with `more` behind them."""
         assert self.log is not None
-        if self.step % self.cfg.train.log_every == 0 or self.is_last:
+        if self.is_time_to_log:
             values = self.window.read(self.norm, self.learning_rate, self.guard) | more
             self.log.write("train", self.step, values)
             self.log.line(self.step, self.cfg.train.steps, values)
