@@ -48,6 +48,8 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.words": (0,),
+    "serve.max_body": (),
+    "serve.read_timeout": (),
     "track.name": (),
     "track.project": (),
     "train.attention": (),

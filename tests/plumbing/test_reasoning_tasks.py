@@ -298,12 +298,12 @@ def test_statistics_table():
     assert header == ["", "a", "b"]
     assert all(len(row) == 3 for row in rows)
     labels = [row[0] for row in rows]
-    assert labels.index("share with 3 steps") + 1 == labels.index("share with 4 steps")
+    assert labels.index("with 3 steps") + 1 == labels.index("with 4 steps")
     example = Example("one two", ("three", "four five"), "six", ("three",))
     rows = describe([example, example], is_logic=False)
     assert rows["question, words"] == "2.00 ± 0.00 (2-2)"
     assert rows["trace, words"] == "3.00 ± 0.00 (3-3)"
-    assert rows["share with 2 steps"] == "100.0 %"
+    assert rows["with 2 steps"] == "100.0 %"
     rows = describe([example], is_logic=False, tokenizer=load_tokenizer("bytes"))
     assert [rows[f"{part}, tokens"].split()[0] for part in ("question", "trace", "answer")] == ["8.00", "16.00", "7.00"]
 

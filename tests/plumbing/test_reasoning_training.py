@@ -365,7 +365,7 @@ def test_commands(tmp_path, capsys):
     status, printed, _ = run(capsys, "data", *TINY, str(file))
     assert status == 0
     assert "published_test" in printed
-    assert "share with 2 steps" in printed
+    assert "with 2 steps" in printed
 
 
 @pytest.mark.parametrize(

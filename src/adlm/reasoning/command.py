@@ -165,7 +165,7 @@ def describe(examples: list[Example], is_logic: bool, tokenizer: Tokenizer | Non
     rows["steps"] = spread([len(e.steps) for e in examples])
     steps = Counter(len(e.steps) for e in examples)
     for n in sorted(steps):
-        rows[f"share with {n} steps"] = percent(steps[n], len(examples))
+        rows[f"with {n} steps"] = percent(steps[n], len(examples))
     rows["anchors"] = spread([len(e.anchors) for e in examples])
     if is_logic:
         rows |= describe_facts(examples)
@@ -258,11 +258,11 @@ def side_by_side(
     """Header and rows of a table, one column per set."""
     columns = {name: describe(examples, is_logic, tokenizer) for name, examples in sets.items()}
     labels = list(dict.fromkeys(label for rows in columns.values() for label in rows))
-    shares = sorted(label for label in labels if label.startswith("share with"))
+    by_steps = sorted(label for label in labels if label.startswith("with "))
     ordered = []
     for label in labels:
-        if label in shares:
-            ordered += shares if label == min(shares, key=labels.index) else []
+        if label in by_steps:
+            ordered += by_steps if label == min(by_steps, key=labels.index) else []
         else:
             ordered.append(label)
     return ["", *columns], [[label, *(rows.get(label, "0.0 %") for rows in columns.values())] for label in ordered]
