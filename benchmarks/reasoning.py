@@ -6,7 +6,8 @@ The questions are those of task=prosqa-2hop: two chains of two statements, shuff
 so that only who is asked about tells which one is right. They are generated once for all methods. Every method has the
 same settings and begins with the same steps on stories (reason.story_steps), which its time includes. Accuracies are
 on 500 test questions that share nothing with the training set; the goal is above 95 % for every method
-(docs/reasoning.md has the results). Rules that do not look at the name are scored beside them. The last line of stdout is one JSON document.
+(docs/reasoning.md has the results). Rules that do not look at the name are scored beside them. The last line of stdout
+is one JSON document.
 """
 
 import json

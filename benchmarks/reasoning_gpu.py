@@ -11,11 +11,11 @@ The base is a GGUF file or the folder of a causal Hugging Face model. Questions 
 all methods, as many as are read: none is repeated, and an epoch is only the unit in which stages share them. From
 scratch the vocabulary is a BPE of the training questions, and stories (reason.story_steps) are learned once for all
 methods. Some steps are timed, and then all runs train on that fraction of the examples with which they end in
-`minutes`. A run that is late all the same is tested as it stands, and says so; those after it that share its budget get as many examples as
-it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json (accuracies, intervals, tokens, times) and,
-with matplotlib, curves.png. What has results is not repeated: the same command goes on after an interruption, and
-minutes=0 only writes the report. Two processes with different `runs` may share a GPU and `out`, but not REPORT; `load`
-is how much longer a step then takes than when it was timed.
+`minutes`. A run that is late all the same is tested as it stands, and says so; those after it that share its budget get
+as many examples as it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json (accuracies, intervals,
+tokens, times) and, with matplotlib, curves.png. What has results is not repeated: the same command resumes after an
+interruption, and minutes=0 only writes the report. Two processes with different `runs` may share a GPU and `out`, but
+not REPORT; `load` is how much longer a step then takes than when it was timed.
 """
 
 import json

@@ -156,6 +156,7 @@ class ReasoningSetup:
         return Answerer(self.network, self.tokenizer, self.task, plan, self.max_new_tokens, batch_size)
 
     def facts(self) -> dict[str, float | int | str]:
+        """What the run is going to be, for its first lines and its results."""
         reason, splits = self.cfg.reason, self.splits
         return {
             "task": reason.task,

@@ -80,7 +80,7 @@ class Checkpoints:
         """Write the checkpoint of info["step"]; all ranks call it. Raises OSError, leaving older ones as they were.
 
         `wait=False` returns when everything is copied to the host's memory, and a thread does the rest, which takes
-        many times as long; what fails there is told at the next call. (Only where there is one process: a checkpoint of
+        many times as long; what fails there is reported at the next call. (Only with one process: a checkpoint of
         several is complete when all say so.)
         """
         self.finish_writing()
@@ -95,6 +95,7 @@ class Checkpoints:
         self.writing.start()
 
     def write(self, state: State, final: Path, info: dict[str, Any]) -> None:
+        """Write under another name, rename when complete, remove what need not be kept; all ranks call it."""
         partial = self.folder / f"partial-{final.name}"
 
         def clear() -> None:

@@ -113,6 +113,7 @@ def _move_all(
     addresses, numbers, chunks, clip, ema_weight, T,
     WITH_EMA: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A program per chunk: find its tensor, and move it as its kind asks."""
     chunk = chunks + 3 * tl.program_id(0)
     tensor, start, n = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     kind = tl.load(numbers + KIND * T + tensor).to(tl.int32)

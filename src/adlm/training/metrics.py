@@ -82,10 +82,12 @@ class RunLog:
             self.say(f"step {step}/{steps}  {text}")
 
     def advance(self, step: int) -> None:
+        """Move the progress bar."""
         if self.progress:
             self.progress.update(self.task, completed=step)
 
     def say(self, message: str) -> None:
+        """Print a line beside the live one."""
         if self.active:
             self.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
@@ -99,7 +101,7 @@ class RunLog:
 
 
 class LogWindow:
-    """Sums since the last log line: on the device until they are read."""
+    """Sums since the last log line, on the device until they are read."""
 
     def __init__(self, flops_per_token: float | None, ranks: World, graphs: bool = False):
         self.ranks, self.graphs = ranks, graphs
@@ -141,6 +143,7 @@ class LogWindow:
             self.terms[name] = self.terms[name] + value if name in self.terms else value
 
     def read(self, norm: Tensor, learning_rate: float, guard: GradientGuard) -> dict[str, float]:
+        """The values of a log line; the window starts anew."""
         names = sorted(self.terms, key=lambda name: (name == "anchor", name))
         sums = self.ranks.sum(torch.stack([self.terms[name].float() for name in names]))
         per_token = (sums / self.count).tolist()  # the one place where the host waits for the device

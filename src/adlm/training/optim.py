@@ -75,6 +75,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]
+        """One update of all matrices with a gradient; none where `found_inf` is 1."""
         for group, params in self.stacks():
             lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
             buffers = [state_of(self, p)["momentum"] for p in params]

@@ -198,7 +198,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint; beside training, unless the run ends: then a failure is raised and not only told."""
+        """Write a checkpoint; beside training, unless the run ends: then a failure is raised and not only reported."""
         info = {
             "step": self.step,
             "best": None if math.isinf(self.best) else self.best,
