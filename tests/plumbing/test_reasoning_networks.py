@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.tiny import MODERN, tiny_model
+from tiny import MODERN, tiny_model
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning.answers import Score, evaluate, generate, wilson

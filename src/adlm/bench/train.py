@@ -17,7 +17,8 @@ from torch import Tensor
 from adlm.bench.dense import dense_loss
 from adlm.data.loader import Batch
 from adlm.models import Network, build_model
-from adlm.models.flops import count_flops, peak_flops
+from adlm.models.backends import peak_flops
+from adlm.models.network import count_flops
 from adlm.objectives import make_objective
 from adlm.schema import Config
 from adlm.training.draw import drawn, on_device
