@@ -33,6 +33,8 @@ REMOVED_VALUES = {("model.bridge", "residual")}
 REMOVED: dict[str, tuple[Any, ...]] = {
     "model.skips": (False,),
     "model.value_residual": (False,),
+    "serve.max_body": (),
+    "serve.read_timeout": (),
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""

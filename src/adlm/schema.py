@@ -358,22 +358,22 @@ class SamplingConfig:
     batch_size: Count = 16
     """Rows that share a network call."""
     seed: Seed = 0
-    """Sample i uses seed + i."""
-    temperature: NotNegative = 1.0
-    """Divides the logits."""
+    """Decides every random choice; sample i uses seed + i."""
+    temperature: Annotated[float, Range("in [0, 3e38]", low=0, high=3e38)] = 1.0
+    """Divides the logits; 0 is greedy."""
     top_p: PositiveFraction = 1.0
     """Nucleus: keep the smallest set of tokens with at least this probability."""
-    top_k: WholeNumber = 0
+    top_k: Annotated[int, Range("in [0, 2^31)", low=0, high=(1 << 31) - 1)] = 0
     """Keep the k most probable tokens (0: all)."""
     min_p: FractionBelowOne = 0.0
     """Keep tokens with at least this share of the most probable one's probability."""
     eta: Fraction = 0.02
     """Remasking strength in [0, 1] (remdm-cap, -rescale, -loop)."""
-    t_on: Fraction = 0.55
+    t_on: InnerFraction = 0.55
     """remdm-loop: time at which the remasking phase starts."""
-    t_off: Fraction = 0.05
+    t_off: InnerFraction = 0.05
     """remdm-loop: time at which it ends."""
-    alpha_on: Fraction = 0.9
+    alpha_on: InnerFraction = 0.9
     """remdm-loop: share of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
     threshold: NotNegative = 0.9
     """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
@@ -381,7 +381,7 @@ class SamplingConfig:
     """File of `adlm profile`: short steps where predictions change fast (mdlm, remdm-cap, remdm-rescale)."""
     parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus cut, step grid and final argmax; empty: ours."""
-    guidance: NotNegative = 0.0
+    guidance: Annotated[float, Range("in [0, 100]", low=0, high=100)] = 0.0
     """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: WholeNumber = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
@@ -486,21 +486,17 @@ class ServeConfig:
     cors: str = ""
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
     slots: Count = 32
-    """Rows of a model that share network calls."""
+    """Sequences of a model that share network calls."""
     queue: Count = 256
-    """Rows that may wait for a slot; beyond, requests are answered 429."""
+    """Sequences that may wait for a slot; beyond, requests are answered 429."""
     max_length: WholeNumber = 0
-    """Longest row of a request in tokens; 0: the model's length."""
+    """Longest sequence of a request in tokens; 0: the model's length."""
     max_steps: Count = 4096
     """Most steps of a request."""
     max_n: Count = 16
-    """Most rows of a request (n times prompts)."""
-    max_body: Count = 1_000_000
-    """Largest request body in bytes."""
+    """Most sequences of a request (n times prompts)."""
     timeout: Positive = 300.0
     """Seconds a request may take, waiting included."""
-    read_timeout: Positive = 10.0
-    """Seconds a client may take to send a request."""
     grace: NotNegative = 30.0
     """Seconds that running requests get to finish after SIGTERM or Ctrl-C, before they are cancelled."""
 
