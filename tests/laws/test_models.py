@@ -17,7 +17,7 @@ from adlm.models import build_model, layers, transformer
 from adlm.models.bridge import Bridge
 from adlm.models.layers import Norm, normalise
 from adlm.models.network import count_flops
-from adlm.models.transformer import Context, Stream, draw_keys
+from adlm.models.transformer import Context, ResidualStream, draw_keys
 from adlm.objectives import Rows, loss, make_objective
 from adlm.objectives.base import Task, Term, only_rows, rounded, score_terms
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
@@ -62,7 +62,7 @@ def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant
     target = torch.randn_like(x)
     leaves = [x, *block.parameters()]
     results = []
-    ours = lambda: block(Stream(x), Context(cos, sin, c)).total()  # noqa: E731
+    ours = lambda: block(ResidualStream(x), Context(cos, sin, c)).total()  # noqa: E731
     for function in (ours, lambda: plain_block(block, x, c, cos, sin)):
         y = function()
         gradients = torch.autograd.grad((y * target).sum(), leaves, retain_graph=True)
