@@ -25,10 +25,7 @@ RENAMED = {
     "reason.eval_batch_size": "eval.batch_size",  # on a command line; stored settings hold both
     "reason.gamma": "objective.gamma",  # likewise
     "reason.recite": "reason.story_steps",
-<<<<<<< HEAD
     "sampling.out": "out",
-=======
->>>>>>> h-training
     "train.row_pieces": "train.length_warmup",
     "train.row_pieces_share": "train.length_warmup_fraction",
     "train.valid_rows": "train.valid_sequences",
@@ -59,9 +56,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.top_ps": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
-<<<<<<< HEAD
     "sampling.out": (),
-=======
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
     "reason.easier": (0.0,),
@@ -76,7 +71,6 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.words": (0,),
->>>>>>> h-training
     "serve.max_body": (),
     "serve.read_timeout": (),
     "track.name": (),

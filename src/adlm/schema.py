@@ -24,7 +24,6 @@ from adlm.rules import (
     Range,
     Seed,
     WholeNumber,
-    check_fields,
 )
 
 CORPORA = (
@@ -79,8 +78,7 @@ class ModelConfig:
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
 
     def check(self) -> None:
-        """Refuse values, alone or together, that no network can be built from."""
-        check_fields(self, "model")
+        """Refuse values that do not fit together."""
         require(
             self.hidden_size % (2 * self.n_heads) == 0,
             f"model.n_heads={self.n_heads} must split model.hidden_size={self.hidden_size} into heads of even width",

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from adlm.api import LanguageModel
 from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Request
-from adlm.engine.windows import end_of_text
+from adlm.engine.request import end_of_text
 from adlm.errors import require
 from adlm.samplers import make_plan
 from adlm.serving.bodies import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Problem, Usage

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from adlm.io.paths import write_atomically
-from adlm.models.flops import peak_flops
+from adlm.models.backends import peak_flops
 from adlm.schema import Config
 from adlm.training.optim import GradientGuard
 from adlm.training.parallel import World

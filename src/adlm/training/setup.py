@@ -13,7 +13,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.export import load_folder
 from adlm.models import Network, build_model
-from adlm.models.flops import count_flops
+from adlm.models.network import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
