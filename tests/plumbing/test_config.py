@@ -183,7 +183,7 @@ BAD = [
     ("optim.lr=fast", "optim.lr=fast is not a number"),
     ("optim.lr=nan", "optim.lr=nan must be above 0"),
     ("optim.lr=inf", "optim.lr=inf must be finite and above 0"),
-    ("eval.temperatures=1,inf", "eval.temperatures: inf must be finite and at least 0"),
+    ("eval.temperatures=1,inf", "eval.temperatures=inf must be finite and in [0, 3e38]"),
     ("sampling.parity=ours", "choose one of '', release"),
     ("model.anchored=maybe", "is not true or false"),
     ("train.steps=0", "train.steps=0 must be at least 1"),
