@@ -27,7 +27,12 @@ RENAMED = {
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
+REMOVED_VALUES = {("model.bridge", "residual")}
+"""(today's key, old value) that no version of today can read."""
+
 REMOVED: dict[str, tuple[Any, ...]] = {
+    "model.skips": (False,),
+    "model.value_residual": (False,),
     "serve.max_body": (),
     "serve.read_timeout": (),
 }
@@ -47,5 +52,9 @@ def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
             )
             continue
         key = RENAMED.get(key, key)
+        require(
+            not isinstance(value, str) or (key, value) not in REMOVED_VALUES,
+            f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
+        )
         current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current

@@ -10,7 +10,7 @@ are generated from them.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from adlm.errors import choose, require
 
@@ -47,6 +47,14 @@ class Choices:
 
 
 Rule = Range | Choices
+
+
+def check_fields(section: Any, name: str) -> None:
+    """Check every field of one section of the schema, called `name`, by its own rule."""
+    for field, kind in get_type_hints(type(section), include_extras=True).items():
+        for rule in getattr(kind, "__metadata__", ()):
+            rule.check(f"{name}.{field}", getattr(section, field))
+
 
 Count = Annotated[int, Range("at least 1", low=1)]
 WholeNumber = Annotated[int, Range("at least 0", low=0)]

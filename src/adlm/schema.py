@@ -9,6 +9,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
+from adlm import tables
+from adlm.errors import require
 from adlm.rules import (
     AtLeastOne,
     Choices,
@@ -22,6 +24,7 @@ from adlm.rules import (
     Range,
     Seed,
     WholeNumber,
+    check_fields,
 )
 
 CORPORA = (
@@ -44,14 +47,14 @@ class ModelConfig:
     n_denoiser_blocks: WholeNumber = 6
     """Blocks after the anchors are read; ignored when not anchored. The paper uses half of n_blocks."""
     length: Annotated[int, Range("at least 4", low=4)] = 1024
-    """Longest row in tokens."""
+    """Longest sequence in tokens."""
     dropout: FractionBelowOne = 0.1
     """Dropout probability on the output of attention and MLP, in training."""
     anchored: bool = True
     """Two stages: an anchor network whose prediction feeds a denoiser."""
-    bridge: Annotated[str, Choices(("linear", "residual", "none"))] = "linear"
-    """How anchors reach the denoiser: collapsed (the paper's, residual stream cut), residual (stream kept, prediction
-    added through a zero-initialised map), none (stream kept, anchors only in the loss)."""
+    bridge: Annotated[str, Choices(tables.BRIDGES)] = "linear"
+    """How anchors reach the denoiser: linear (the paper's: the denoiser reads a linear map of the anchor logits), none
+    (it continues the residual stream, anchors only appear in the loss)."""
     causal: bool = False
     """Attention to the past only (AR, A2R)."""
     adaln: bool = True
@@ -64,11 +67,6 @@ class ModelConfig:
     """layernorm or rmsnorm."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
-    value_residual: bool = False
-    """Blocks attend to a learned mixture of their own values and those of the first block of the residual stream."""
-    skips: bool = False
-    """The last block also reads the residual stream as it was after the first, the second to last as it was after the
-    second, and so on, each times a learned factor that starts at 0."""
     activation: Annotated[str, Choices(("gelu", "relu2"))] = "gelu"
     """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
     bias: bool = True
@@ -79,6 +77,26 @@ class ModelConfig:
     """Width of the MLP over hidden_size."""
     init: Annotated[str, Choices(("torch", "normal"))] = "torch"
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
+
+    def check(self) -> None:
+        """Refuse values, alone or together, that no network can be built from."""
+        check_fields(self, "model")
+        require(
+            self.hidden_size % (2 * self.n_heads) == 0,
+            f"model.n_heads={self.n_heads} must split model.hidden_size={self.hidden_size} into heads of even width",
+        )
+        require(
+            not self.anchored or self.n_denoiser_blocks >= 1,
+            "model.n_denoiser_blocks=0 leaves no denoiser: give at least 1, or model.anchored=false",
+        )
+        require(
+            self.adaln or not self.time_conditioning,
+            "model.time_conditioning=true needs model.adaln=true, through which the noise level enters",
+        )
+        require(
+            not (self.causal and self.time_conditioning),
+            "model.causal=true has no noise level: set model.time_conditioning=false",
+        )
 
 
 @dataclass

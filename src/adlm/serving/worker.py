@@ -243,7 +243,7 @@ class Worker:
         """The engine, after one sequence: on a GPU this is where the compiling is done."""
         engine = self.lm.engine(self.slots)
         if isinstance(engine, Engine):
-            engine.network.warm_up()
+            engine.evaluator.warm_up()
         request = self.lm.request(steps=2) if not self.lm.model.config.causal else self.lm.request(length=2)
         list(engine.run([request]))
         return engine
