@@ -7,6 +7,7 @@ The command line, the Python API and the server check values by these rules; `--
 are generated from them.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,9 +53,15 @@ Rule = Range | Choices
 
 def check_fields(section: Any, name: str) -> None:
     """Check every field of one section of the schema, called `name`, by its own rule."""
-    for field, kind in get_type_hints(type(section), include_extras=True).items():
-        for rule in getattr(kind, "__metadata__", ()):
-            rule.check(f"{name}.{field}", getattr(section, field))
+    for field, rule in field_rules(type(section)):
+        rule.check(f"{name}.{field}", getattr(section, field))
+
+
+@functools.cache
+def field_rules(kind: type) -> list[tuple[str, Rule]]:
+    """(field, rule) of a class of the schema, where a field has one."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(field, rule) for field, hint in hints.items() for rule in getattr(hint, "__metadata__", ())]
 
 
 Count = Annotated[int, Range("at least 1", low=1)]
