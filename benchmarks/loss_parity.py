@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from adlm import config
-from adlm.bench.train import measure
+from adlm.bench.measure import time_training
 from adlm.data.blocks import Blocks
 from adlm.errors import require
 from adlm.training.parallel import world
@@ -34,7 +34,6 @@ def main(argv: list[str]) -> None:
     steps, out = int(options.pop("steps", 200)), options.pop("out", "")
     blocks = Blocks(Path(folder))
     settings = ["model=small", *(f"{key}={value}" for key, value in options.items())]
-    settings += ["bench.warmup=0", f"bench.steps={steps}", f"bench.dense_steps={steps}"]
     batch = int(config.load(settings).bench.batches)
     require(len(blocks) >= steps * batch, f"{folder} has {len(blocks)} sequences, {steps} steps of {batch} need more")
     tokens = torch.from_numpy(np.asarray(blocks.rows(np.arange(steps * batch)))).long().view(steps, batch, -1)
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> None:
     for name, which, seed in (("fast", "ours", 1), ("dense", "dense", 1), ("fast, another seed", "ours", 2)):
         cfg = config.load([*settings, f"seed={seed}", f"model.length={tokens.shape[-1]}"])
         with world(cfg.train) as ranks:
-            result = measure(cfg, batch, which, ranks, tokens, WARMUP)
+            result = time_training(cfg, which, ranks, tokens, (0, steps), WARMUP)
         curves[name] = result["losses"]
         print(f"{name}: {result['losses'][0]:.4f} .. {np.mean(result['losses'][-10:]):.4f} (last ten)", file=sys.stderr)
         torch._dynamo.reset()

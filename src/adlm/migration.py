@@ -11,19 +11,27 @@ from adlm.errors import require
 RENAMED = {
     "data.max_rows": "data.max_sequences",
     "data.valid_share": "data.valid_fraction",
-    "eval.chain_rows": "eval.chain_sequences",
+    "bench.out": "out",
+    "eval.out": "out",
     "eval.perplexity_batch_size": "eval.batch_size",
+    "eval.release_json": "out",
     "eval.rows": "eval.sequences",
+    "eval.samplers": "sampling.sampler",
+    "eval.steps": "sampling.steps",
+    "eval.temperatures": "sampling.temperature",
+    "eval.top_ps": "sampling.top_p",
     "objective.anchor_share": "objective.anchor_fraction",
     "optim.final": "optim.min_lr_ratio",
-    "reason.eval_batch_size": "eval.batch_size",  # on a command line; stored settings hold both
-    "reason.gamma": "objective.gamma",  # likewise
+    "reason.eval_batch_size": "eval.batch_size",
+    "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
+    "sampling.out": "out",
     "train.row_pieces": "train.length_warmup",
     "train.row_pieces_share": "train.length_warmup_fraction",
     "train.valid_rows": "train.valid_sequences",
 }
-"""Old key -> today's."""
+"""Old key -> today's. One that is also in REMOVED is renamed on the command line, where the user asked for it, and
+dropped from saved settings: there it belonged to the command that wrote them."""
 
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
@@ -32,6 +40,20 @@ REMOVED_VALUES = {("model.bridge", "residual")}
 """(today's key, old value) that no version of today can read."""
 
 REMOVED: dict[str, tuple[Any, ...]] = {
+    "bench.dense_steps": (),
+    "bench.evaluations": (),
+    "bench.out": (),
+    "bench.warmup": (),
+    "eval.chain_rows": (),
+    "eval.chain_sequences": (),
+    "eval.features": (),
+    "eval.out": (),
+    "eval.reference": (),
+    "eval.release_json": (),
+    "eval.samplers": (),
+    "eval.steps": (),
+    "eval.temperatures": (),
+    "eval.top_ps": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
     "optim.muon_momentum": (),
@@ -48,6 +70,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.words": (0,),
+    "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),
     "track.name": (),
