@@ -56,10 +56,6 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.top_ps": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
-<<<<<<< HEAD
-    "sampling.out": (),
-=======
->>>>>>> h-training
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
     "reason.easier": (0.0,),
@@ -74,10 +70,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.words": (0,),
-<<<<<<< HEAD
-=======
     "sampling.out": (),
->>>>>>> h-training
     "serve.max_body": (),
     "serve.read_timeout": (),
     "track.name": (),

@@ -289,7 +289,7 @@ class EvalConfig:
     judge_rule: Annotated[str, Choices(("text", "tokens", "release"))] = "text"
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     batch_size: WholeNumber = 0
-    """Sequences per forward pass; 0: as many as fit easily (ppl), 8 texts (the judge of evaluate), 128 questions (reason)."""
+    """Sequences per forward pass; 0: as many as fit easily (ppl, zeroshot), 8 (evaluate's judge), 128 (reason)."""
     mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
     """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
 
