@@ -26,7 +26,8 @@ from adlm.engine import Engine, Request
 from adlm.errors import require
 from adlm.io.paths import pick_device
 from adlm.models import Network, build_model
-from adlm.models.flops import count_flops, peak_flops
+from adlm.models.backends import peak_flops
+from adlm.models.network import count_flops
 from adlm.objectives import make_objective
 from adlm.samplers import make_plan
 from adlm.samplers.scheduled import Scheduled
