@@ -22,8 +22,8 @@ RENAMED = {
     "eval.top_ps": "sampling.top_p",
     "objective.anchor_share": "objective.anchor_fraction",
     "optim.final": "optim.min_lr_ratio",
-    "reason.eval_batch_size": "eval.batch_size",  # on a command line; stored settings hold both
-    "reason.gamma": "objective.gamma",  # likewise
+    "reason.eval_batch_size": "eval.batch_size",
+    "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
     "sampling.out": "out",
     "train.row_pieces": "train.length_warmup",
@@ -56,7 +56,6 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.top_ps": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
-    "sampling.out": (),
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
     "reason.easier": (0.0,),
@@ -71,6 +70,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.words": (0,),
+    "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),
     "track.name": (),
