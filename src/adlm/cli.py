@@ -15,14 +15,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from adlm import compat, config
-from adlm.config.keys import GROUPS, Key, group_choices, group_help, keys
+from adlm import config
+from adlm.compat.command_lines import release_line
+from adlm.config.keys import Key, group_choices, group_help, keys
 from adlm.errors import choose, require
+from adlm.rules import Range
 from adlm.schema import Config, as_yaml
+from adlm.tables import GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
+    """One line of the table: the function that does the work, and what the command line hands to it."""
+
     target: str
     """`module:function`. Called with the Config, then one keyword argument per flag given, and `args` if `rest`."""
     help: str
@@ -38,37 +43,47 @@ class Command:
     """`--name` -> what it does; handed over as name=True."""
     defaults: tuple[str, ...] = ()
     """Overrides that the command line may override again."""
-    out: str = "out"
-    """The key that `out=` stands for: where this command writes."""
+    out: str = ""
+    """What `out=` is: the file or folder that this command writes, for --help."""
+    run_folder: bool = False
+    """Works in a run folder: an empty `out` becomes one below runs/."""
+    sweeps: bool = False
+    """Numbers and names of `sampling` may be lists; the settings they make are handed over as sweep=[...]."""
     short: str = ""
     """Section whose keys may be typed without its name: `adlm serve port=8000`."""
     sections: tuple[str, ...] = ()
     """Parts of the schema that --help shows."""
 
 
+RUN_FOLDER = "run folder; by default runs/<algo>-<data>-<model>, or runs/<experiment>"
+
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "adlm.demo:run_demo",
         "train a nano model on this CPU in minutes, nothing downloaded, and write a report for the browser",
         defaults=("experiment=demo",),
+        out=RUN_FOLDER,
+        run_folder=True,
         sections=("train", "sampling"),
     ),
     "train": Command(
         "adlm.training.loop:run_train",
-        "train a model, or go on with the run in `out`; under torchrun on many devices",
+        "train a model, or resume the run in `out`; under torchrun on many devices",
         flags={"dry-run": "print model, tokens and memory, then stop"},
+        out=RUN_FOLDER,
+        run_folder=True,
         sections=("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track"),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",
-        "draw texts from a model: free, after a prompt or into a template; a rerun goes on with the file",
+        "draw texts from a model: free, after a prompt or into a template; a rerun continues the file",
         words=("eval.checkpoint",),
         flags={"watch": "show one text appearing, live in the terminal"},
-        out="sampling.out",
+        out="file (jsonl) that samples are appended to as they are drawn; a rerun continues it; by default none",
         sections=("sampling", "eval"),
     ),
     "data": Command(
-        "adlm.data.command:run_data",
+        "adlm.data.preparation:run_data",
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
         rest=True,
         sections=("data",),
@@ -78,7 +93,7 @@ COMMANDS: dict[str, Command] = {
         "perplexity of a checkpoint with confidence intervals, on its own validation split or on data=NAME",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint",),
-        out="eval.out",
+        out="file (json) of the results; by default beside the checkpoint",
         sections=("eval", "data", "train"),
     ),
     "compare": Command(
@@ -89,13 +104,15 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("experiment=compare",),
         short="compare",
+        out="folder of the runs and the table; by default runs/compare",
+        run_folder=True,
         sections=("compare", "", "model", "data", "optim", "train", "eval"),
     ),
     "bench": Command(
         "adlm.bench.command:run_bench",
-        "train | sample: how fast this machine is, beside a dense twin that computes the same",
+        "train | sample: how fast this machine is, beside a dense reference implementation",
         rest=True,
-        out="bench.out",
+        out="file that the JSON line is appended to; by default none",
         sections=("bench", "model", "train", "sampling"),
     ),
     "zeroshot": Command(
@@ -103,7 +120,7 @@ COMMANDS: dict[str, Command] = {
         "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",
         words=("eval.checkpoint",),
         rest=True,
-        out="eval.out",
+        out="file (json) of the results; by default beside the checkpoint",
         sections=("eval", "data", "train"),
     ),
     "profile": Command(
@@ -112,7 +129,7 @@ COMMANDS: dict[str, Command] = {
         " matter",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint",),
-        out="eval.out",
+        out="file (json) of the results; by default beside the checkpoint",
         sections=("eval", "data", "train"),
     ),
     "anchors": Command(
@@ -122,7 +139,7 @@ COMMANDS: dict[str, Command] = {
         words=("eval.checkpoint",),
         required=1,
         rest=True,
-        out="eval.out",
+        out="file (html or json) of the report; by default none",
         sections=("eval",),
     ),
     "evaluate": Command(
@@ -131,21 +148,23 @@ COMMANDS: dict[str, Command] = {
         " report of frontiers. A rerun does only what is missing",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint", "sampling.n=128"),
-        out="eval.out",
+        out="folder of samples, results and report; by default beside the checkpoint",
         sections=("eval", "sampling", "data", "train"),
     ),
     "import": Command(
-        "adlm.compat.release:run_import",
+        "adlm.compat.checkpoints:run_import",
         "a checkpoint of the public release -> an exported folder of ours: adlm import FILE.ckpt FOLDER",
         words=("eval.checkpoint", "out"),
         required=2,
+        out="exported folder",
         sections=("eval", "data"),
     ),
     "export": Command(
-        "adlm.compat.release:run_export",
+        "adlm.compat.checkpoints:run_export",
         "an exported folder -> a checkpoint the public release loads: adlm export FOLDER FILE.ckpt",
         words=("eval.checkpoint", "out"),
         required=2,
+        out="checkpoint file",
     ),
     "reason": Command(
         "adlm.reasoning.command:run_reason",
@@ -153,6 +172,8 @@ COMMANDS: dict[str, Command] = {
         " the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
+        out="train: run folder; by default runs/<method>-<task>-<model>",
+        run_folder=True,
         sections=("reason", "optim", "train"),
     ),
     "serve": Command(
@@ -165,9 +186,16 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "adlm.cli:run_config",
         "print the resolved settings; `key=list` prints what a group or key may be",
+        run_folder=True,
         sections=tuple(dict.fromkeys(key.rpartition(".")[0] for key in keys())),
     ),
 }
+
+# Until these commands read `out` itself.
+OLD_OUT = {
+    "sample": "sampling.out", "bench": "bench.out", "ppl": "eval.out", "zeroshot": "eval.out", "profile": "eval.out",
+    "anchors": "eval.out", "evaluate": "eval.out",
+}  # fmt: skip
 
 # What is typed as a command, and where it is.
 ELSEWHERE = {
@@ -176,9 +204,6 @@ ELSEWHERE = {
     "generate": "adlm sample",
     "eval": "adlm evaluate, adlm ppl",
 }
-
-# Commands that the release's `mode=` stands for.
-MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "evaluate"}
 
 # Optional packages and the extra that brings them.
 EXTRAS = {
@@ -224,14 +249,11 @@ def _fail(message: str, status: int) -> int:
 
 def release_main(program: str, argv: Sequence[str] | None = None) -> int:
     """`python -m adlm_main mode=... ...` and `python -m main ...`, as the public release's users type them."""
-    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        ours = compat.release_argv(program, given)
-        mode = [text.partition("=")[2] for text in given if text.startswith("mode=")]
-        command = MODES[choose("mode", mode[-1] if mode else "train", MODES)]
+        line = release_line(program, list(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
         return _fail(str(error), 1)
-    return main([command, *ours])
+    return main(line)
 
 
 def _run(argv: list[str]) -> int:
@@ -251,7 +273,8 @@ def _run(argv: list[str]) -> int:
         raise UsageError(str(error)) from None
     command = COMMANDS[name]
     overrides, words, flags = _sort(command, argv[1:])
-    overrides = [command.out + o[3:] if o.startswith("out=") else o for o in overrides]
+    if OLD_OUT.get(name) in keys():
+        overrides = [OLD_OUT[name] + o[3:] if o.startswith("out=") else o for o in overrides]
     overrides = [f"{command.short}.{o}" if f"{command.short}.{o.partition('=')[0]}" in keys() else o for o in overrides]
     if "help" in flags:
         print_help(name, command)
@@ -266,10 +289,13 @@ def _run(argv: list[str]) -> int:
         raise UsageError(f"adlm {name} needs {' and '.join(command.words[: command.required])}")
     if rest and not command.rest:
         raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
-    # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
     line = [*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
-    cfg = config.load(line)
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
+    # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
+    if command.sweeps:
+        cfg, arguments["sweep"] = config.load_sweep(line)
+    else:
+        cfg = config.load(line, run_folder=command.run_folder)
     if command.rest:
         arguments["args"] = rest
     if command.line:
@@ -323,9 +349,9 @@ def print_choices(key: str) -> None:
             print(f"{name:<18} {group_help(key, name)}")
         return
     choose("key", key, [*keys(), *GROUPS])
-    allowed = config.choices(key)
-    require(allowed is not None, f"{key} takes any {keys()[key].kind.__name__}: {keys()[key].help}")
-    for name in allowed or ():
+    setting = keys()[key]
+    require(setting.choices is not None, f"{key} takes any {setting.kind.__name__}: {setting.help}")
+    for name in setting.choices or ():
         print(name or "''")
 
 
@@ -338,12 +364,16 @@ def print_overview(out: TextIO | None = None) -> None:
 
 
 def print_help(name: str, command: Command) -> None:
-    """Usage, flags, groups and the keys of the command's sections, with meaning and default."""
+    """Usage, flags, groups and the keys of the command's sections, with default, meaning and what is allowed."""
     words = "".join(f" [{key.rsplit('.', 1)[-1]}]" for key in command.words) + (" [word ...]" if command.rest else "")
     print(f"usage: adlm {name}{words} [key=value ...]{''.join(f' [--{f}]' for f in command.flags)} [--json]\n")
     print(f"{command.help}\n")
     for flag, text in (*command.flags.items(), ("json", "the last line of stdout is one JSON document")):
         print(f"  --{flag:<22} {text}")
+    if command.out:
+        print(f"  {'out=':<24} {command.out}")
+    if command.sweeps:
+        print(f"  {'sampling.steps=64,128':<24} lists of numbers and names of sampling: every combination is measured")
     print("\nGroups (a name stands for several settings):")
     for group in GROUPS:
         _print_entry(group, "", ", ".join(group_choices(group)))
@@ -351,14 +381,20 @@ def print_help(name: str, command: Command) -> None:
         print(f"\n{section or 'General'}:")
         for key in keys().values():
             if key.name.rpartition(".")[0] == section:
-                default = repr(key.default) if key.kind is str else str(key.default).lower()
-                _print_entry(key.name, default, key.help + _unsaid_choices(key))
+                _print_entry(key.name, default_text(key), f"{key.help} {allowed_text(key)}")
 
 
-def _unsaid_choices(key: Key) -> str:
-    """The names a key may take, unless its help already says them."""
-    allowed = [name for name in config.choices(key.name) or () if name]
-    return "" if all(name in key.help for name in allowed) else f" One of: {', '.join(allowed)}."
+def default_text(key: Key) -> str:
+    """A default as it would be typed."""
+    return repr(key.default) if key.kind is str else str(key.default).lower()
+
+
+def allowed_text(key: Key) -> str:
+    """The values a key may take, unless its help already says them."""
+    if isinstance(key.rule, Range):
+        return f"[{key.rule}]"
+    unsaid = key.choices is not None and not all(name in key.help for name in key.choices)
+    return f"[{key.rule}]" if unsaid else ""
 
 
 def _print_entry(key: str, default: str, text: str) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from adlm.api import LanguageModel, load
-from adlm.data import prepare
+from adlm.data.preparation import prepare
 from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.evaluation.anchor_levels import NETWORKS, SHARES, Level, anchors_of, read_level

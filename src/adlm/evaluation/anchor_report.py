@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from adlm.data import Blocks, Tokenizer
+from adlm.data.blocks import Blocks
+from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.evaluation.anchors import Reading, hide, read_hidden
 from adlm.io.export import Loaded

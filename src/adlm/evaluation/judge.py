@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.data import Tokenizer
+from adlm.data.tokenizers import Tokenizer
 from adlm.errors import choose, require
 from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS
 from adlm.io.load import load_checkpoint

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from adlm.api import LanguageModel
-from adlm.data import prepare
 from adlm.data.blocks import write_atomically
+from adlm.data.preparation import prepare
 from adlm.evaluation import mauve, quality
 from adlm.evaluation.bootstrap import Interval, bootstrap_ratio
 from adlm.evaluation.generation import Setting

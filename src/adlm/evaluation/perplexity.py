@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from adlm.data import Blocks, Tokenizer, prepare
+from adlm.data.blocks import Blocks
+from adlm.data.preparation import prepare
+from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import Schedule, make_schedule, noise_level
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import choose, require

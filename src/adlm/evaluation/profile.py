@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adlm.data import prepare
+from adlm.data.preparation import prepare
 from adlm.diffusion.schedules import make_schedule, parallel_cost, profile_grid, uniform_grid
 from adlm.errors import require
 from adlm.evaluation.perplexity import (

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from adlm.data import Blocks
-from adlm.data.blocks import write_atomically
+from adlm.data.blocks import Blocks, write_atomically
 from adlm.io.export import Loaded
 from adlm.training.setup import parameter_count
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from adlm.data import Tokenizer
+from adlm.data.tokenizers import Tokenizer
 from adlm.evaluation.judge import Judge, Scored, check_rule, identity, locate, read_row, score_rows
 from adlm.evaluation.perplexity import progress
 from adlm.training.parallel import World

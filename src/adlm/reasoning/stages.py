@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from adlm.data.loader import RowOrder
+from adlm.data.loader import SequenceOrder
 from adlm.errors import require
 from adlm.reasoning.methods import Plan, plans_of
 from adlm.schema import Config
@@ -42,7 +42,7 @@ class Schedule:
         self.per_epoch = math.ceil(self.n / self.size)
         self.steps = self.per_epoch * cfg.reason.epochs
         self.per_stage = self.per_epoch * cfg.reason.epochs_per_stage
-        self.order = RowOrder(n_examples, cfg.seed)
+        self.order = SequenceOrder(n_examples, cfg.seed)
 
     @property
     def last_stage(self) -> int:

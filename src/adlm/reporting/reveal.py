@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from adlm.api import Generation, LanguageModel
-from adlm.data import Tokenizer
+from adlm.data.tokenizers import Tokenizer
 from adlm.engine import Request, Result
 from adlm.reporting.html import Html, asset, tag
 
