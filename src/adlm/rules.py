@@ -8,18 +8,20 @@ The command line, the Python API and the server check values by these rules; `--
 server's request model are generated from them.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from adlm.errors import choose, require
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Range:
     """Finite numbers from `low` to `high`; `open_low` and `open_high` leave out the end. nan is never inside."""
 
+    wanted: str = ""
     low: float = -math.inf
     high: float = math.inf
     open_low: bool = False
@@ -45,7 +47,8 @@ class Range:
 
 
 def _short(number: float) -> str:
-    return f"2^{int(number).bit_length() - 1}" if 2**20 < number < math.inf else f"{number:g}"
+    power = 2**20 <= number < math.inf and int(number) & (int(number) - 1) == 0
+    return f"2^{int(number).bit_length() - 1}" if power else f"{number:g}"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,20 @@ class Location:
 
 
 Rule = Range | Choices | Location
+
+
+def check_fields(section: Any, name: str) -> None:
+    """Check every field of one section of the schema, called `name`, by its own rule."""
+    for field, rule in rules_of(type(section)).items():
+        rule.check(f"{name}.{field}" if name else field, getattr(section, field))
+
+
+@functools.cache
+def rules_of(section: type) -> dict[str, Rule]:
+    """Field -> its rule, of a section of the schema."""
+    hints = get_type_hints(section, include_extras=True)
+    return {field: kind.__metadata__[-1] for field, kind in hints.items() if hasattr(kind, "__metadata__")}
+
 
 Place = Annotated[str, Location()]
 Count = Annotated[int, Range(low=1)]

@@ -15,22 +15,26 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
-from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adlm.errors import choose
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 
 @functools.cache
-def installed(group: str) -> tuple[EntryPoint, ...]:
+def installed(group: str) -> tuple["EntryPoint", ...]:
     """Entry points `adlm.<group>` of other packages."""
     return tuple(e for e in _ours() if e.group == f"adlm.{group}")
 
 
 @functools.cache
-def _ours() -> tuple[EntryPoint, ...]:
-    # Read once for all groups: a search of the whole environment takes some 20 ms.
+def _ours() -> tuple["EntryPoint", ...]:
+    # Read once for all groups, and not for `adlm --help`: a search of the whole environment takes some 20 ms.
+    from importlib.metadata import distributions
+
     return tuple(e for d in distributions() for e in d.entry_points if e.group.startswith("adlm."))
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
 from release import load
 
 from adlm.diffusion.categorical import filter_logits
@@ -14,13 +13,10 @@ from adlm.samplers.looking import conf_remask
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import SamplingConfig
 
-FIXTURE = SHARED / "parity" / "fixture_mini.pt"
-needs_fixture = pytest.mark.skipif(not FIXTURE.exists(), reason=f"{FIXTURE.name} is not here")
-
 
 @pytest.fixture(scope="module")
-def fixture():
-    return torch.load(FIXTURE, weights_only=True)
+def fixture(parity):
+    return torch.load(parity / "fixture_mini.pt", weights_only=True)
 
 
 def release_rates(step: dict) -> rates.Rates:
@@ -42,7 +38,6 @@ def release_rates(step: dict) -> rates.Rates:
     }[name]()
 
 
-@needs_fixture
 def test_one_step_of_every_sampler_equals_the_releases(fixture):
     """Normalised q of all recorded steps, within 1e-6."""
     x_t, p_x0, mask = fixture["samplers"]["x_t"], fixture["samplers"]["p_x0"], fixture["mask_index"]
@@ -82,7 +77,6 @@ def test_one_step_of_every_sampler_equals_the_releases(fixture):
     }  # fmt: skip
 
 
-@needs_fixture
 def test_the_releases_nucleus_cut(fixture):
     """p(x0) of the release at p=0.9 from its own uncut prediction."""
     p_x0, x_t, mask = fixture["samplers"]["p_x0"], fixture["samplers"]["x_t"], fixture["mask_index"]
@@ -92,7 +86,6 @@ def test_the_releases_nucleus_cut(fixture):
         torch.testing.assert_close(cut, p_x0[f"{t}/0.9"][masked], rtol=0, atol=1e-6)
 
 
-@needs_fixture
 def test_release_dfm_takes_the_releases_times(fixture):
     for step in fixture["samplers"]["steps"]:
         if step["sampler"] == "dfm":

@@ -199,7 +199,10 @@ BAD = [
     ("train.batch_size=100", "train.batch_size=100 must divide the 512 sequences per rank"),
     ("train.batch_parts=7", "train.batch_parts=7 must divide the 512 sequences per rank"),
     ("train.length_warmup=3", "train.length_warmup=3 must divide model.length=1024"),
-    ("train.length_warmup=1024 algo=ar", "cuts model.length=1024 into sequences of 1; they must be at least 4 tokens long"),
+    (
+        "train.length_warmup=1024 algo=ar",
+        "cuts model.length=1024 into sequences of 1; they must be at least 4 tokens long",
+    ),
     ("train.cuda_graphs=true train.device=cpu", "train.cuda_graphs=true needs a GPU"),
     ("train.cuda_graphs=true train.batch_size=4", "all sequences of a step at once: train.batch_size=512, not 4"),
     ("train.cuda_graphs=true train.strategy=fsdp", "needs whole weights in one place"),

@@ -16,11 +16,11 @@ from adlm.bench.train import synchronize
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Engine, Request
 from adlm.errors import require
+from adlm.io.paths import pick_device
 from adlm.models import LanguageModel, build_model
 from adlm.samplers import make_plan
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
-from adlm.training.parallel import pick_device
 
 
 def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:

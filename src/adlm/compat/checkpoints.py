@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adlm.compat.pickles import Checkpoint, Inert, TensorRef, plain
 from adlm.data.corpora import ALIASES
 from adlm.errors import choose, require
+from adlm.io.paths import write_atomically
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def read_release(path: str | Path, ema: bool = True) -> Release:
             raise ValueError(f"{path} is not a checkpoint of the release: it has no state_dict")
         refs = {_modern(name): ref for name, ref in refs.items()}
         hyper = _mapping(file.tree, "hyper_parameters")
-        settings = plain(hyper.get("config"))
-        settings = settings if isinstance(settings, dict) else {}
+        settings = _mapping({"config": plain(hyper.get("config"))}, "config")
         model = _shape_of(path, refs, settings)
         algo, objective = _objective_of(path, model, settings)
         names = [name for name in release_names(model) if not name.endswith("inv_freq")]
@@ -381,15 +381,14 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    torch.save(checkpoint, draft)
-    return draft.replace(path)
+    write_atomically(path, lambda file: torch.save(checkpoint, file))
+    return path
 
 
 def _check_exportable(m: ModelConfig) -> None:
     """The release has one block and two shapes of model: anything else has no name there."""
     published = {"norm": "layernorm", "activation": "gelu", "qk_norm": False, "bias": True, "mlp_ratio": 4}
-    published |= {"value_residual": False, "skips": False}
+    published |= {key: False for key in ("value_residual", "skips") if hasattr(m, key)}
     if m.anchored:
         published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
     published["adaln"] = not m.causal

@@ -27,7 +27,7 @@ from adlm.data import corpora
 from adlm.errors import choose, require
 from adlm.io.paths import expanded
 from adlm.migration import RENAMED, migrate
-from adlm.rules import Location
+from adlm.rules import Location, check_fields
 from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from adlm.tables import GROUPS, config_folders
 
@@ -248,15 +248,12 @@ def check(cfg: Config, world_size: int = 1) -> None:
     corpora.check(cfg.data)
 
 
-def check_values(settings: Any, section: str = "") -> None:
-    """Hold every value of a Config, or of one section of it by name, to the rule beside its field."""
-    prefix = f"{section}." if section else ""
-    for key in keys().values():
-        if key.rule is not None and key.name.startswith(prefix):
-            value = settings
-            for part in key.name.removeprefix(prefix).split("."):
-                value = getattr(value, part)
-            key.rule.check(key.name, value)
+def check_values(cfg: Config) -> None:
+    """Hold every value to the rule beside its field."""
+    check_fields(cfg, "")
+    for section in dataclasses.fields(cfg):
+        if dataclasses.is_dataclass(section.type):
+            check_fields(getattr(cfg, section.name), section.name)
 
 
 def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:

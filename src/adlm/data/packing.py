@@ -10,7 +10,6 @@ There are three ways to pack them into sequences of length L, all pure functions
   unwrapped  one document a sequence: [BOS] document [EOS], truncated to L or padded on the right; its length is kept.
 """
 
-import os
 import sys
 import zipfile
 from collections import deque
@@ -27,6 +26,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
+from adlm.io.paths import write_atomically
 
 RELEASE_BATCH = 1000
 # A shard is what a kill can lose: a few seconds of one core, and a few hundred MB of memory while it is tokenised.
@@ -212,10 +212,7 @@ class Shards:
         if kept := _load_shard(path, len(texts)):
             return kept
         batch = flatten(self.tokenizer.encode_batch(texts), self.dtype)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
-            np.savez(file, flat=batch.flat, lengths=batch.lengths)
-        os.replace(temporary, path)
+        write_atomically(path, lambda file: np.savez(file, flat=batch.flat, lengths=batch.lengths))
         return batch
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from adlm.api import LanguageModel
-from adlm.data.blocks import write_atomically
 from adlm.data.preparation import prepare
 from adlm.evaluation import mauve, quality
 from adlm.evaluation.bootstrap import Interval, bootstrap_ratio
@@ -25,6 +24,7 @@ from adlm.evaluation.judge import Judge, Scored, open_judge
 from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.results import data_facts, write_result
 from adlm.evaluation.scores import digest, judge_key, judge_samples
+from adlm.io.paths import write_atomically
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World
 

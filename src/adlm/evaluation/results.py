@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from adlm.data.blocks import Blocks, write_atomically
+from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
+from adlm.io.paths import write_atomically
 from adlm.training.setup import parameter_count
 
 PACKAGES = (

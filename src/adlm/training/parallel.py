@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import choose, require
+from adlm.io.paths import pick_device
 from adlm.models.attention import choose_attention
 from adlm.models.compiling import allow_variants, training_options
 from adlm.objectives import LossOutput, loss
@@ -119,22 +120,6 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     finally:
         if joins:
             dist.destroy_process_group()
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda":
-        require(
-            torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu"
-        )
-        if device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return device
 
 
 class Step(nn.Module):
