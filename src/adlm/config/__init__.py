@@ -29,7 +29,7 @@ from adlm.io.paths import expanded
 from adlm.migration import RENAMED, migrate
 from adlm.rules import Location, check_fields
 from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
-from adlm.tables import GROUPS, config_folders
+from adlm.tables import CORPORA, GROUPS, config_folders
 
 # These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
@@ -142,9 +142,9 @@ def _compose(groups: tuple[tuple[str, str], ...]) -> tuple[Config, dict[str, str
 
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    for name in group_choices("data"):
-        if name not in GROUPS["data"]:
-            store.store(group="data", name=name, node=corpora.group(name), package="_global_")
+    # A corpus of another package is loaded only if it is asked for: a broken one must not stop everything else.
+    for name in {*CORPORA.entries, dict(groups).get("data", "")} & {*CORPORA} - {*GROUPS["data"]}:
+        store.store(group="data", name=name, node=corpora.group(name), package="_global_")
     ours, *foreign = config_folders()
     overrides = [f"{group}={name}" for group, name in groups]
     if foreign:
