@@ -28,8 +28,15 @@ RENAMED = {
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
+REMOVED_VALUES = {("model.bridge", "residual")}
+"""(today's key, old value) that no version of today can read."""
+
 REMOVED: dict[str, tuple[Any, ...]] = {
     "mode": (),
+    "model.skips": (False,),
+    "model.value_residual": (False,),
+    "serve.max_body": (),
+    "serve.read_timeout": (),
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
@@ -51,6 +58,10 @@ def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
         require(
             key != old or old not in REMOVED,
             f"{source}: {old}={value} is not supported any more: {INSTEAD.get(old, 'it showed no gain (docs/LOG.md)')}",
+        )
+        require(
+            not isinstance(value, str) or (key, value) not in REMOVED_VALUES,
+            f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
         )
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value

@@ -17,11 +17,10 @@ from typing import Annotated, Any, get_type_hints
 from adlm.errors import choose, require
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Range:
     """Finite numbers from `low` to `high`; `open_low` and `open_high` leave out the end. nan is never inside."""
 
-    wanted: str = ""
     low: float = -math.inf
     high: float = math.inf
     open_low: bool = False

@@ -199,6 +199,14 @@ TOKENIZERS = Table(
 """Name -> a function root -> `Tokenizer`; `root` is data.root, a folder that may hold vocabulary files. Beside these,
 data.tokenizer may be bpe-N, a tokenizer.json or a folder."""
 
+BRIDGES = Table(
+    "bridges",
+    {
+        "linear": "adlm.models.bridge:LinearBridge",
+        "none": "adlm.models.bridge:NoBridge",
+    },
+)
+
 OBJECTIVES = Table(
     "objectives",
     {

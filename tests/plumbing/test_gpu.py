@@ -2,14 +2,13 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
 from dense import dense_anelbo
 from draw_cases import check_draws
 from runs import start, wait_for_step
-from tiny import HARD, MODERN, random_tokens, tiny_model
+from tiny import MODERN, random_tokens, tiny_model
 
 from adlm import config
 from adlm.bench.train import measure, text_like
@@ -35,14 +34,11 @@ def test_counter_based_uniforms_have_the_same_bits():
         assert torch.equal(cpu, gpu.cpu())
 
 
-@pytest.mark.parametrize("hard", [None, HARD])
-@pytest.mark.parametrize("bridge", ["linear", "residual", "none"])
-def test_fast_loss_equals_dense_loss(bridge, hard):
+@pytest.mark.parametrize("bridge", ["linear", "none"])
+def test_fast_loss_equals_dense_loss(bridge):
     model = tiny_model(bridge=bridge, dtype=torch.float64).cuda()
     x0 = random_tokens(6, 12, 10).cuda()
     cfg = ObjectiveConfig(gamma=0.3, gamma_warmup=0.0, tau=2)
-    if hard is not None:
-        cfg = replace(cfg, anchor_rule="loss", hard=hard)
     objective = make_objective(cfg, NoiseConfig(), 10, seed=5)
     rows = Rows(x0, torch.arange(6).cuda(), 6)
     task = objective.draw(rows, 3, 1.0)
@@ -50,7 +46,7 @@ def test_fast_loss_equals_dense_loss(bridge, hard):
     fast = loss(model, task).total
     model.cpu()
     on_cpu = task._replace(tokens_BL=task.tokens_BL.cpu(), sigma_B=None)
-    slow = dense_anelbo(model, on_cpu, x0.cpu(), weight.cpu(), 0.3, 2, hard=hard).sum()
+    slow = dense_anelbo(model, on_cpu, x0.cpu(), weight.cpu(), 0.3, 2).sum()
     torch.testing.assert_close(fast.cpu().double(), slow.double(), rtol=1e-6, atol=0)
 
 
@@ -72,18 +68,16 @@ def test_a_step_never_waits_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("floor", [0.0, 19.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_kernel_equals_the_plain_chunk(dtype, floor):
+def test_the_loss_kernel_equals_the_plain_chunk(dtype):
     from adlm.models.kernels import cross_entropy_rows
 
     torch.manual_seed(0)
     z = (4 * torch.randn(33, 50304, device="cuda")).to(dtype)
     z[:, 50257:] = -torch.inf
     target, weight = torch.randint(0, 50257, (33,), device="cuda"), torch.rand(33, device="cuda")
-    expected = cross_entropy_chunk(z.float().clone(), target, weight, floor)  # which works in place
-    loss_n, gradient = cross_entropy_rows(z.clone(), target, weight, floor)
-    assert (loss_n > 0).all() if floor == 0 else 5 < (loss_n > 0).sum() < 28
+    expected = cross_entropy_chunk(z.float().clone(), target, weight)  # which works in place
+    loss_n, gradient = cross_entropy_rows(z.clone(), target, weight)
     torch.testing.assert_close(loss_n, expected[0], rtol=1e-5, atol=1e-5)
     rough = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
     torch.testing.assert_close(gradient.float(), expected[1], **rough)
@@ -125,8 +119,8 @@ def test_the_draw_kernel_draws_what_the_plain_draw_draws(vocab_size):
 
 @pytest.mark.parametrize(
     "variant",
-    [{}, MODERN, MODERN | {"bridge": "none", "value_residual": True, "skips": True}],
-    ids=["published", "modern", "shortcuts"],
+    [{}, MODERN, MODERN | {"bridge": "none"}],
+    ids=["published", "modern", "no bridge"],
 )
 def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
     cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=128, cond_dim=16, **variant)

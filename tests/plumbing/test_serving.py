@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from served import load_tiny, serving
 
 from adlm.samplers import SAMPLERS
-from adlm.schema import SamplingConfig
 
 openai = pytest.importorskip("openai", reason="the official client (extra 'test')")
 # Built once and not by a fixture: hypothesis calls its test many times.
@@ -208,13 +207,13 @@ def test_logprobs_are_the_shares_of_the_bound(http, lm):
     ],
 )
 def test_tokens_of_one_character_begin_where_it_begins(drawn, cut, offsets):
-    from adlm.serving.openai import Text
+    from adlm.serving.openai import CompletionText
 
     tokens = list(drawn if isinstance(drawn, bytes) else drawn.encode())
     row, mask = [256, 97, *tokens], TINY_LM.tokenizer.mask_id
     request = dataclasses.replace(TINY_LM.request(length=4, stop=False), tokens=[256, 97, *[mask] * len(tokens)])
-    completion = Text(TINY_LM, request, [])
-    text = completion.read(row, final=True).text if cut is None else cut
+    completion = CompletionText(TINY_LM, request, [])
+    text = completion.grow(row, final=True).text if cut is None else cut
     assert completion.offsets(row, text) == offsets
 
 
@@ -227,13 +226,13 @@ def test_tokens_of_one_character_begin_where_it_begins(drawn, cut, offsets):
 @settings(max_examples=150, deadline=None)
 def test_text_that_settles_bit_by_bit_adds_up_to_the_whole(tokens, stops, cut, data):
     """Half characters, stops across pieces, ends of text: in whatever order positions are filled."""
-    from adlm.serving.openai import Text
+    from adlm.serving.openai import CompletionText
 
     mask, row = TINY_LM.tokenizer.mask_id, [256, 97, *tokens]
     request = dataclasses.replace(TINY_LM.request(length=4, stop=cut), tokens=[256, 97, *[mask] * len(tokens)])
-    whole = Text(TINY_LM, request, stops).grow(row, final=True)
+    whole = CompletionText(TINY_LM, request, stops).grow(row, final=True)
     assert whole.reason is not None
-    growing, told, canvas = Text(TINY_LM, request, stops), "", list(request.tokens)
+    growing, told, canvas = CompletionText(TINY_LM, request, stops), "", list(request.tokens)
     for position in data.draw(st.permutations(range(2, len(row)))):
         canvas[position] = row[position]
         part = growing.grow(canvas, final=False)
@@ -250,13 +249,13 @@ def test_text_that_settles_bit_by_bit_adds_up_to_the_whole(tokens, stops, cut, d
     ("text", "stops"), [("xab\u20acy", ["ab\u20ac", "b"]), ("xaby", ["ab\u20ac", "b"]), ("\u00c2", ["\ufffd"])]
 )
 def test_a_stop_is_not_taken_before_an_earlier_one_is_ruled_out(text, stops):
-    from adlm.serving.openai import Text
+    from adlm.serving.openai import CompletionText
 
     tokens = list(text.encode())
     row, mask = [256, 97, *tokens], TINY_LM.tokenizer.mask_id
     request = dataclasses.replace(TINY_LM.request(length=4, stop=False), tokens=[256, 97, *[mask] * len(tokens)])
-    whole = Text(TINY_LM, request, stops).grow(row, final=True)
-    growing, told = Text(TINY_LM, request, stops), ""
+    whole = CompletionText(TINY_LM, request, stops).grow(row, final=True)
+    growing, told = CompletionText(TINY_LM, request, stops), ""
     for n in range(1, len(tokens) + 1):
         part = growing.grow([*row[: 2 + n], *[mask] * (len(tokens) - n)], final=n == len(tokens))
         told += part.text
@@ -344,28 +343,6 @@ def test_what_is_left_out_is_within_the_limits(lm):
             assert by_windows["usage"]["total_tokens"] == allowed
             too_long = http.post("/v1/completions", json={"prompt": "x" * length})
             assert too_long.status_code == 400 and str(length) in too_long.json()["error"]["message"]
-
-
-def test_a_grid_of_the_server_is_for_the_samplers_that_take_one(lm, tmp_path):
-    from adlm.api import LanguageModel
-
-    grid = tmp_path / "profile.json"
-    grid.write_text(json.dumps({"share": [0.1, 0.5, 1.0], "nats": [1.0, 1.1, 6.0]}))
-    sampling = SamplingConfig(steps=8, grid=str(grid))
-    with (
-        serving({"tiny": LanguageModel(lm.loaded)}, sampling=sampling) as running,
-        httpx.Client(base_url=running.url) as http,
-    ):
-        asked = {"length": 32, "seed": 1}
-        drawn = {
-            name: ok(http.post("/v1/infill", json={**asked, "sampler": name}))["choices"][0]["tokens"]
-            for name in ("mdlm", "remdm-loop")
-        }
-        release = ok(http.post("/v1/infill", json={**asked, "parity": "release"}))["choices"][0]["tokens"]
-    assert drawn["mdlm"] == lm.generate(**asked, steps=8, grid=str(grid))[0].tokens
-    assert drawn["mdlm"] != lm.generate(**asked, steps=8)[0].tokens
-    assert drawn["remdm-loop"] == lm.generate(**asked, steps=8, sampler="remdm-loop")[0].tokens
-    assert release == lm.generate(**asked, steps=8, parity="release")[0].tokens
 
 
 def test_infill_templates_tokens_and_words(http, lm):
@@ -470,15 +447,6 @@ def test_metrics_speak_prometheus(http, server):
     ]  # fmt: skip
     assert buckets == sorted(buckets) and 'le="+Inf"' in text
     assert f'adlm_request_seconds_count{{path="/v1/infill"}} {buckets[-1]:g}' in text
-
-
-def test_every_sampling_setting_can_be_set_per_request():
-    from adlm.serving.models import NOT_FOR_SERVERS
-    from adlm.serving.schemas import Settings
-
-    fields = {f.name for f in dataclasses.fields(SamplingConfig)}
-    # stop means more to completions, and a file of the server's is not for clients to choose
-    assert fields == set(Settings.model_fields) | set(NOT_FOR_SERVERS) | {"stop", "grid"}
 
 
 @pytest.mark.parametrize("sampler", ["mdlm", "autoregressive"])

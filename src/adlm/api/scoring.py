@@ -18,7 +18,7 @@ import torch
 from adlm.api.results import Score
 from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
-from adlm.models import LanguageModel as Network
+from adlm.models import Network
 from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, make_objective
 from adlm.objectives.base import term_losses
 from adlm.objectives.exact_count import draw_exact_count

@@ -388,7 +388,6 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
 def _check_exportable(m: ModelConfig) -> None:
     """The release has one block and two shapes of model: anything else has no name there."""
     published = {"norm": "layernorm", "activation": "gelu", "qk_norm": False, "bias": True, "mlp_ratio": 4}
-    published |= {key: False for key in ("value_residual", "skips") if hasattr(m, key)}
     if m.anchored:
         published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
     published["adaln"] = not m.causal

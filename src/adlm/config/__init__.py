@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from adlm.compat.command_lines import RELEASE_KEYS, rewrite
-from adlm.config.checks import check_model, check_noise, check_objective, check_sampling
+from adlm.config.checks import check_noise, check_objective, check_sampling
 from adlm.config.keys import group_choices, keys, nearest
 from adlm.data import corpora
 from adlm.errors import choose, require
@@ -240,7 +240,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 def check(cfg: Config, world_size: int = 1) -> None:
     """Raise a one-line ValueError for the first setting that cannot work, alone or with the others."""
     check_values(cfg)
-    check_model(cfg.model)
+    cfg.model.check()
     check_noise(cfg.noise)
     check_objective(cfg.objective, cfg.model)
     check_train(cfg.train, cfg.model, world_size)

@@ -30,7 +30,7 @@ from adlm.evaluation.intervals import Estimate, summarise
 from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
-from adlm.models import LanguageModel
+from adlm.models import Network
 from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, Term, make_objective, row_bounds
 from adlm.objectives.exact_count import draw_exact_count
 from adlm.objectives.nelbo import VALIDATION_SEED
@@ -151,7 +151,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     return found
 
 
-def uniform_shares(model: LanguageModel) -> Tensor:
+def uniform_shares(model: Network) -> Tensor:
     """The bound holds no anchor term; a rule that needs corpus shares only has to be built."""
     return torch.full((model.vocab_size,), 1 / model.vocab_size)
 
@@ -200,9 +200,7 @@ def exact(score: Score, blocks: Blocks, n: int, size: int, ranks: World) -> Esti
 
 
 @torch.no_grad()
-def left_to_right(
-    model: LanguageModel, schedule: Schedule, blocks: Blocks, n: int, size: int, ranks: World
-) -> Estimate:
+def left_to_right(model: Network, schedule: Schedule, blocks: Blocks, n: int, size: int, ranks: World) -> Estimate:
     """-sum_l log p(x^l | x^1 .. x^(l-1), masks): the exact likelihood of revealing one token at a time in that order.
 
     Another model of the same weights, usually a better one: report it beside the bound, never instead.

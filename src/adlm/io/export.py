@@ -23,7 +23,7 @@ from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io.paths import digest
 from adlm.migration import migrate
-from adlm.models import LanguageModel, build_model
+from adlm.models import Network, build_model
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
 
 FORMAT = 1
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Loaded(NamedTuple):
     """A model ready for inference, with what it was trained with."""
 
-    model: LanguageModel
+    model: Network
     tokenizer: Tokenizer
     noise: NoiseConfig
     objective: ObjectiveConfig

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adlm.models import LanguageModel, linear_cross_entropy, linear_row_losses
+from adlm.models import Network, linear_cross_entropy, linear_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
 from adlm.schema import ModelConfig
 
@@ -83,10 +83,10 @@ class Objective(Protocol):
         ...
 
 
-def loss(model: LanguageModel, task: Task) -> LossOutput:
+def loss(model: Network, task: Task) -> LossOutput:
     """Run the network once and score every term of the task."""
     at_N = only_rows(task)
-    hidden = model(task.tokens_BL, task.sigma_B, at=at_N)
+    hidden = model(task.tokens_BL, task.sigma_B, at_N=at_N)
     return score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task, picked=at_N is not None)
 
 
@@ -115,21 +115,14 @@ def rounded(task: Task) -> Task:
 
 
 @torch.no_grad()
-def term_losses(model: LanguageModel, task: Task) -> Tensor:
+def term_losses(model: Network, task: Task) -> Tensor:
     """The loss of every position of a task's only term, without gradients: [N]."""
     (term,) = task.terms.values()
     at_N = only_rows(task)
-    hidden_ND = model(task.tokens_BL, task.sigma_B, at=at_N).denoiser_BLD.flatten(0, 1)
+    hidden_ND = model(task.tokens_BL, task.sigma_B, at_N=at_N).denoiser_BLD.flatten(0, 1)
     hidden_ND = hidden_ND.index_select(0, term.rows_N) if at_N is None else hidden_ND[: len(term.rows_N)]
-    return linear_row_losses(
-        hidden_ND,
-        model.head.weight,
-        model.head.bias,
-        term.targets_N,
-        term.weights_N,
-        exclude=term.exclude,
-        chunk_loss=term.chunk_loss,
-        floor=term.floor,
+    return linear_losses(
+        hidden_ND, model.head, term.targets_N, term.weights_N, exclude=term.exclude, chunk_loss=term.chunk_loss
     )
 
 
@@ -154,14 +147,7 @@ def score_terms(
         hidden_ND, there = hidden_BLD.flatten(0, 1), picked and term.head == "denoiser"
         hidden_ND = hidden_ND[: len(term.rows_N)] if there else hidden_ND.index_select(0, term.rows_N)
         value = linear_cross_entropy(
-            hidden_ND,
-            head.weight,
-            head.bias,
-            term.targets_N,
-            term.weights_N,
-            exclude=term.exclude,
-            chunk_loss=term.chunk_loss,
-            floor=term.floor,
+            hidden_ND, head, term.targets_N, term.weights_N, exclude=term.exclude, chunk_loss=term.chunk_loss
         )
         total = total + term.scale * value
         terms[name] = value.detach()
@@ -169,7 +155,7 @@ def score_terms(
 
 
 @torch.no_grad()
-def row_bounds(model: LanguageModel, task: Task) -> Tensor:
+def row_bounds(model: Network, task: Task) -> Tensor:
     """The bound of every row of a validation task, nats summed over the row, float64: [B]."""
     (term,) = task.terms.values()
     loss_N = term_losses(model, task)

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import choose, require
 from adlm.io.paths import pick_device
-from adlm.models.attention import choose_attention
-from adlm.models.compiling import allow_variants, training_options
+from adlm.models.backends import allow_variants, choose_attention, training_options
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 from adlm.training.graphs import Replays
@@ -154,7 +153,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         model.residual_dtype = torch.bfloat16
     if world.device.type == "cuda":
         rows = cfg.batch_size or cfg.global_batch_size // world.size
-        choose_attention(cfg.attention, rows, model.config, world.device)
+        choose_attention(rows, model.config, world.device)
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
@@ -182,8 +181,8 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         return step
     if world.size == 1:
         return step
-    # without a bridge the anchor head is only reached by the anchor loss, which may be off
-    unused = model.config.anchored and model.config.bridge == "none"
+    # some parameters may only be reached by the anchor loss, which may be off
+    unused = model.bridge is not None and bool(model.bridge.unused)
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
         step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True

@@ -1,6 +1,6 @@
 """The device side of the engine: canvases of all slots, and one evaluation of a group of them.
 
-`Network.evaluate` masks what was masked again, reads the rows, runs the network once, draws at the chosen positions
+`Evaluator.evaluate` masks what was masked again, reads the rows, runs the network once, draws at the chosen positions
 only and writes the tokens back. Where they are few, the network's last block is finished at those positions only, too.
 Nothing comes to the host unless asked for. Guidance needs no second head: heads are linear, so
 (1+w) logits - w logits' is the head of (1+w) h - w h'.
@@ -20,9 +20,9 @@ from adlm.engine.graphs import Fixed, Graphs
 from adlm.engine.prepare import autocast, compile_blocks, prepare
 from adlm.engine.uploads import Uploads
 from adlm.errors import choose
-from adlm.models import LanguageModel
-from adlm.models.attention import choose_attention
-from adlm.models.language_model import at_least_float32
+from adlm.models import Network
+from adlm.models.backends import choose_attention
+from adlm.models.network import at_least_float32
 from adlm.samplers import Look
 from adlm.schema import ObjectiveConfig
 
@@ -53,10 +53,10 @@ class Batch(NamedTuple):
     draws: Draws
 
 
-class Network:
+class Evaluator:
     def __init__(
         self,
-        model: LanguageModel,
+        model: Network,
         schedule: Schedule,
         slots: int,
         device: str | torch.device = "cpu",
@@ -79,7 +79,7 @@ class Network:
         self.spare = slots
         self.upload = Uploads(self.device)
         if cuda and self.bf16:
-            choose_attention("auto", slots, model.config, self.device, backward=False)
+            choose_attention(slots, model.config, self.device, backward=False)
         compiled = compile == "true" or (compile == "auto" and cuda)
         self.graphs = Graphs(on=cuda and compile != "false")
         if compiled and self.graphs.on:
@@ -90,7 +90,7 @@ class Network:
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         with autocast(self.device, self.bf16):
-            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at=at_BQ)
+            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at_BQ=at_BQ)
         return h.denoiser_BLD, h.anchor_BLD
 
     def head(self, hidden_ND: Tensor) -> Tensor:
