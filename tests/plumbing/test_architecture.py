@@ -1,5 +1,5 @@
-"""Imports point one way: a module may import its own layer and the layers below it, nothing above. Modules and functions
-stay small, names are used once, and each choice has one table."""
+"""Imports point one way: a module may import its own layer and the layers below it, nothing above. Modules and
+functions stay small, names are used once, and each choice has one table."""
 
 import ast
 from pathlib import Path
