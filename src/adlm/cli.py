@@ -44,9 +44,7 @@ class Command:
     defaults: tuple[str, ...] = ()
     """Overrides that the command line may override again."""
     out: str = ""
-    """What `out=` is: the file or folder that this command writes, for --help."""
-    run_folder: bool = False
-    """Works in a run folder: an empty `out` becomes one below runs/."""
+    """What `out` is, where that is no run folder (for --help); it then stays empty unless it is given."""
     sweeps: bool = False
     """Numbers and names of `sampling` may be lists; the settings they make are handed over as sweep=[...]."""
     short: str = ""
@@ -55,23 +53,19 @@ class Command:
     """Parts of the schema that --help shows."""
 
 
-RUN_FOLDER = "run folder; by default runs/<algo>-<data>-<model>, or runs/<experiment>"
+RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint)"
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "adlm.demo:run_demo",
         "train a nano model on this CPU in minutes, nothing downloaded, and write a report for the browser",
         defaults=("experiment=demo",),
-        out=RUN_FOLDER,
-        run_folder=True,
         sections=("train", "sampling"),
     ),
     "train": Command(
         "adlm.training.loop:run_train",
         "train a model, or resume the run in `out`; under torchrun on many devices",
         flags={"dry-run": "print model, tokens and memory, then stop"},
-        out=RUN_FOLDER,
-        run_folder=True,
         sections=("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track"),
     ),
     "sample": Command(
@@ -79,7 +73,7 @@ COMMANDS: dict[str, Command] = {
         "draw texts from a model: free, after a prompt or into a template; a rerun continues the file",
         words=("eval.checkpoint",),
         flags={"watch": "show one text appearing, live in the terminal"},
-        out="file (jsonl) that samples are appended to as they are drawn; a rerun continues it; by default none",
+        out="jsonl file that samples are appended to as they are drawn; a rerun continues it (empty: only shown)",
         sections=("sampling", "eval"),
     ),
     "data": Command(
@@ -93,7 +87,7 @@ COMMANDS: dict[str, Command] = {
         "perplexity of a checkpoint with confidence intervals, on its own validation split or on data=NAME",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint",),
-        out="file (json) of the results; by default beside the checkpoint",
+        out=RESULT,
         sections=("eval", "data", "train"),
     ),
     "compare": Command(
@@ -104,15 +98,13 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("experiment=compare",),
         short="compare",
-        out="folder of the runs and the table; by default runs/compare",
-        run_folder=True,
         sections=("compare", "", "model", "data", "optim", "train", "eval"),
     ),
     "bench": Command(
         "adlm.bench.command:run_bench",
-        "train | sample: how fast this machine is, beside a dense reference implementation",
+        "train | sample: how fast this machine is, beside a reference implementation of the same",
         rest=True,
-        out="file that the JSON line is appended to; by default none",
+        out="file that the JSON line is appended to (empty: only printed)",
         sections=("bench", "model", "train", "sampling"),
     ),
     "zeroshot": Command(
@@ -120,26 +112,17 @@ COMMANDS: dict[str, Command] = {
         "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",
         words=("eval.checkpoint",),
         rest=True,
-        out="file (json) of the results; by default beside the checkpoint",
-        sections=("eval", "data", "train"),
-    ),
-    "profile": Command(
-        "adlm.evaluation.profile:run_profile",
-        "what a masked token costs at each share of masks; sampling.grid=FILE then puts a sampler's steps where they"
-        " matter",
-        words=("eval.checkpoint",),
-        defaults=("data=checkpoint",),
-        out="file (json) of the results; by default beside the checkpoint",
+        out=RESULT,
         sections=("eval", "data", "train"),
     ),
     "anchors": Command(
-        "adlm.evaluation.anchor_command:run_anchors",
+        "adlm.evaluation.anchor_report:run_anchors",
         "which tokens of a text are anchors, and how both networks predict them when hidden: adlm anchors CHECKPOINT"
         " 'some words' (or a file, @file, or standard input)",
         words=("eval.checkpoint",),
         required=1,
         rest=True,
-        out="file (html or json) of the report; by default none",
+        out=RESULT,
         sections=("eval",),
     ),
     "evaluate": Command(
@@ -148,7 +131,8 @@ COMMANDS: dict[str, Command] = {
         " report of frontiers. A rerun does only what is missing",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint", "sampling.n=128"),
-        out="folder of samples, results and report; by default beside the checkpoint",
+        out="folder of samples, results and report (empty: evaluate/ in the checkpoint's folder)",
+        sweeps=True,
         sections=("eval", "sampling", "data", "train"),
     ),
     "import": Command(
@@ -172,8 +156,6 @@ COMMANDS: dict[str, Command] = {
         " the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
-        out="train: run folder; by default runs/<method>-<task>-<model>",
-        run_folder=True,
         sections=("reason", "optim", "train"),
     ),
     "serve": Command(
@@ -186,16 +168,9 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "adlm.cli:run_config",
         "print the resolved settings; `key=list` prints what a group or key may be",
-        run_folder=True,
         sections=tuple(dict.fromkeys(key.rpartition(".")[0] for key in keys())),
     ),
 }
-
-# Until these commands read `out` itself.
-OLD_OUT = {
-    "sample": "sampling.out", "bench": "bench.out", "ppl": "eval.out", "zeroshot": "eval.out", "profile": "eval.out",
-    "anchors": "eval.out", "evaluate": "eval.out",
-}  # fmt: skip
 
 # What is typed as a command, and where it is.
 ELSEWHERE = {
@@ -273,8 +248,6 @@ def _run(argv: list[str]) -> int:
         raise UsageError(str(error)) from None
     command = COMMANDS[name]
     overrides, words, flags = _sort(command, argv[1:])
-    if OLD_OUT.get(name) in keys():
-        overrides = [OLD_OUT[name] + o[3:] if o.startswith("out=") else o for o in overrides]
     overrides = [f"{command.short}.{o}" if f"{command.short}.{o.partition('=')[0]}" in keys() else o for o in overrides]
     if "help" in flags:
         print_help(name, command)
@@ -295,7 +268,7 @@ def _run(argv: list[str]) -> int:
     if command.sweeps:
         cfg, arguments["sweep"] = config.load_sweep(line)
     else:
-        cfg = config.load(line, run_folder=command.run_folder)
+        cfg = config.load(line, run_folder=not command.out)
     if command.rest:
         arguments["args"] = rest
     if command.line:
@@ -371,9 +344,11 @@ def print_help(name: str, command: Command) -> None:
     for flag, text in (*command.flags.items(), ("json", "the last line of stdout is one JSON document")):
         print(f"  --{flag:<22} {text}")
     if command.out:
-        print(f"  {'out=':<24} {command.out}")
+        _print_entry("out", "", command.out)
     if command.sweeps:
-        print(f"  {'sampling.steps=64,128':<24} lists of numbers and names of sampling: every combination is measured")
+        _print_entry(
+            "sampling.KEY=64,128", "", "numbers and names of sampling may be lists: every combination is measured"
+        )
     print("\nGroups (a name stands for several settings):")
     for group in GROUPS:
         _print_entry(group, "", ", ".join(group_choices(group)))

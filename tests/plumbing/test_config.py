@@ -38,7 +38,7 @@ def test_every_choice_of_a_sampler_a_noise_and_a_corpus_is_a_group():
 
 @pytest.mark.parametrize("key", [key.name for key in keys().values() if isinstance(key.rule, Location)])
 def test_home_is_home_wherever_the_tilde_stands(key, monkeypatch):
-    """Shells expand `out=~/x`, some of them, and `sampling.out=~/x` never: samples went to a folder called ~."""
+    """Some shells expand `out=~/x`, others do not: samples went to a folder called ~."""
     monkeypatch.setenv("HOME", "/home/someone")
     assert config.flatten(config.load([f"{key}=~/x"]))[key] == "/home/someone/x"
     assert config.flatten(config.load([f"{key}=a/~/x"]))[key] == "a/~/x"
@@ -156,7 +156,7 @@ BAD = [
     ("modl=small", "did you mean 'model'?"),
     ("model.hiden_size=3", "did you mean 'model.hidden_size'?"),
     ("stepz=3", "unknown key 'stepz'"),
-    ("steps=3", "'train.steps' or 'eval.steps' or 'sampling.steps'"),
+    ("steps=3", "'train.steps' or 'sampling.steps' or 'bench.steps'"),
     ("trainer.max_step=3", "did you mean 'trainer.max_steps'?"),
     ("loader.global_batchsize=3", "did you mean 'loader.global_batch_size'?"),
     ("+foo.bar=3", "unknown key 'foo.bar'"),

@@ -76,12 +76,12 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{text!r} is not of the form key=value")
         key, value = match["key"], match["value"]
         require(match["sign"] != "~", f"{text!r}: a setting cannot be removed; give {key} a value")
-        given[key] = value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
         if key in RENAMED:
             notes.append(f"{key} is now {RENAMED[key]}")
+        value = value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
+        given[RENAMED.get(key, key)] = value
     today = migrate(given, "command line")
-    gone = [key for key in given if RENAMED.get(key, key) not in today]
-    notes += [f"{key}={given[key]} ignored: the key is gone" for key in gone]
+    notes += [f"{key}={value} ignored: the key is gone" for key, value in given.items() if key not in today]
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"adlm: note: {note}", file=sys.stderr)

@@ -17,7 +17,7 @@ import torch
 from adlm.api import LanguageModel
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
 from adlm.engine.drawing import LOGITS_AT_ONCE
-from adlm.evaluation.sweep import STEPLESS
+from adlm.evaluation.evaluate import STEPLESS
 from adlm.serving.bodies import Problem
 from adlm.serving.metrics import ServerMetrics
 
