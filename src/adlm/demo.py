@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from adlm.api import LanguageModel, load
-from adlm.data import Blocks, prepare
+from adlm.data.blocks import Blocks
+from adlm.data.preparation import prepare
 from adlm.evaluation.anchor_report import anchors_section
 from adlm.io.paths import write_atomically
 from adlm.reporting.chart import Series, line_chart

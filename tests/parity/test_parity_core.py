@@ -5,7 +5,7 @@ import torch
 from dense import dense_anelbo
 from release import MASK, V, load
 
-from adlm.compat.names import from_release
+from adlm.compat.checkpoints import from_release
 from adlm.objectives import Rows, Task, Term, loss, make_objective
 from adlm.objectives.anchors import counts_in_row
 from adlm.objectives.anelbo import gamma_at

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.data import Tokenizer
+from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.evaluation.results import progress
 from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from adlm.api import LanguageModel
-from adlm.data import prepare
+from adlm.data.preparation import prepare
 from adlm.errors import require
 from adlm.evaluation.intervals import RESAMPLES, Interval, bootstrap_mean, bootstrap_ratio, student
 from adlm.evaluation.judge import Judge, ReadingRule, Scored, digest, judge_key, judge_samples, open_judge

@@ -71,8 +71,8 @@ def setting(key: Key) -> tuple[Any, Any]:
     if isinstance(key.rule, Range):
         assert key.rule.also is None
         marks.append(Field(**limits(key.rule)))
-    elif key.rule is not None:
-        marks.append(OneOf(key.rule.names))
+    elif key.choices is not None:
+        marks.append(OneOf(key.choices))
     if key.kind is int:
         marks.append(WHOLE)
     return Annotated[key.kind, *marks] | None, Field(None, description=key.help)  # type: ignore[return-value]
