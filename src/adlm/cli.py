@@ -106,15 +106,6 @@ COMMANDS: dict[str, Command] = {
         out="eval.out",
         sections=("eval", "data", "train"),
     ),
-    "profile": Command(
-        "adlm.evaluation.profile:run_profile",
-        "what a masked token costs at each share of masks; sampling.grid=FILE then puts a sampler's steps where they"
-        " matter",
-        words=("eval.checkpoint",),
-        defaults=("data=checkpoint",),
-        out="eval.out",
-        sections=("eval", "data", "train"),
-    ),
     "anchors": Command(
         "adlm.evaluation.anchor_command:run_anchors",
         "which tokens of a text are anchors, and how both networks predict them when hidden: adlm anchors CHECKPOINT"

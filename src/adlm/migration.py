@@ -15,6 +15,7 @@ RENAMED = {
     "eval.perplexity_batch_size": "eval.batch_size",
     "eval.rows": "eval.sequences",
     "objective.anchor_share": "objective.anchor_fraction",
+    "objective.time_density_a": "objective.time_density",
     "optim.final": "optim.min_lr_ratio",
     "reason.recite": "reason.story_steps",
     "reason.recite_rate": "reason.story_lr_ratio",
@@ -27,13 +28,24 @@ RENAMED = {
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
-REMOVED: dict[str, tuple[Any, ...]] = {}
+REMOVED: dict[str, tuple[Any, ...]] = {
+    "objective.hard": (),  # a threshold of anchor_rule=loss alone, which is refused by name
+    "objective.rarity": (),  # a threshold of anchor_rule=rarity alone, likewise
+    "objective.time_density_b": (),  # see `migrate`
+    "sampling.grid": ("",),
+}
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
 
 def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages."""
+    a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
+    require(
+        a == b,
+        f"{source}: objective.time_density_a={a} and time_density_b={b} differ: today times are drawn from"
+        " Beta(a, a), objective.time_density=a",
+    )
     current = {}
     for key, value in settings.items():
         if key in REMOVED:

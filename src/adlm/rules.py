@@ -7,10 +7,11 @@ The command line, the Python API and the server check values by these rules; `--
 are generated from them.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from adlm.errors import choose, require
 
@@ -58,3 +59,17 @@ Fraction = Annotated[float, Range("in [0, 1]", low=0, high=1)]
 FractionBelowOne = Annotated[float, Range("in [0, 1)", low=0, high=1, open_high=True)]
 PositiveFraction = Annotated[float, Range("in (0, 1]", low=0, high=1, open_low=True)]
 InnerFraction = Annotated[float, Range("in (0, 1)", low=0, high=1, open_low=True, open_high=True)]
+
+
+@functools.cache
+def rules_of(kind: type) -> dict[str, Rule]:
+    """The rules beside the fields of a section of the schema, by field."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {name: getattr(hint, "__metadata__", (None,))[-1] for name, hint in hints.items()}
+    return {name: rule for name, rule in found.items() if rule is not None}
+
+
+def check_fields(section: Any, name: str) -> None:
+    """Check every field of one section of the schema, called `name`, by the rule beside it."""
+    for field, rule in rules_of(type(section)).items():
+        rule.check(f"{name}.{field}", getattr(section, field))

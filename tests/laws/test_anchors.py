@@ -15,8 +15,9 @@ from adlm.evaluation import anchor_levels
 from adlm.evaluation.anchor_command import read_text
 from adlm.evaluation.anchor_levels import Level, read_level, windows
 from adlm.evaluation.anchors import Guess, Reading
-from adlm.objectives.anchors import ANCHOR_RULES, describe_anchors, describe_rule, for_texts, make_anchor_rule
+from adlm.objectives.anchors import describe_anchors, describe_rule, for_texts
 from adlm.schema import ObjectiveConfig
+from adlm.tables import ANCHOR_RULES
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
@@ -42,7 +43,7 @@ def test_tallies_of_networks_that_are_known(monkeypatch):
     monkeypatch.setattr(anchor_levels, "read_hidden", read)
     tokens = torch.tensor([0, 1, 1, 2, 3, 3, 4, 5])  # anchors at tau=1: 0 (not maskable), 2, 4, 5
     maskable = torch.tensor([False, *[True] * 7])
-    rule = make_anchor_rule(ObjectiveConfig(tau=1))
+    rule = ObjectiveConfig(tau=1)
     one, all_ = Level(1 / 7), Level(1.0)
     for level in (one, all_):
         read_level(level, None, None, rule, tokens, maskable, 0, seed=0, turn=0)  # type: ignore[arg-type]
@@ -82,9 +83,9 @@ def test_the_command_tells_and_writes(folder, tmp_path, capsys):
     assert "b" not in document.tags
 
 
-@pytest.mark.parametrize("rule", sorted(set(ANCHOR_RULES) - {"rarity"}))  # which needs the corpus of the training
+@pytest.mark.parametrize("rule", sorted(ANCHOR_RULES.entries))
 def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
-    """What no text tells by itself (hard for a network in training, none) is answered by the paper's rule."""
+    """Where the rule chooses no tokens (all, none), the paper's rule is shown."""
     folder = export(tmp_path / "export")
     info = json.loads((folder / "config.json").read_text())
     info["objective"] |= {"anchor_rule": rule, "tau": 1}
@@ -92,7 +93,7 @@ def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
     assert cli.main(["anchors", str(folder), "hello", f"eval.out={tmp_path / 'a.json'}"]) == 0
     result = json.loads((tmp_path / "a.json").read_text())
     often, anchors = ("more than", 2) if rule == "common" else ("at most", 3)
-    assert result["anchors"] == anchors and result["rule"] == f"tokens that occur {often} 1 time in their row"
+    assert result["anchors"] == anchors and result["rule"] == f"tokens that occur {often} 1 time in their sequence"
 
 
 def test_text_comes_from_words_files_or_standard_input(tmp_path, monkeypatch):
@@ -119,7 +120,7 @@ def test_models_without_an_anchor_network_are_refused(tmp_path, capsys):
 
 def test_a_model_of_common_anchors_shows_those():
     cfg = ObjectiveConfig(anchor_rule="common", tau=2)
-    assert for_texts(cfg) is cfg and describe_rule(cfg) == "tokens that occur more than 2 times in their row"
+    assert for_texts(cfg) is cfg and describe_rule(cfg) == "tokens that occur more than 2 times in their sequence"
     assert for_texts(replace(cfg, anchor_rule="all")).anchor_rule == "count"
 
 
@@ -130,6 +131,6 @@ def test_anchors_in_words():
     assert describe_anchors(replace(cfg, gamma=0.0)) == "none"
     assert describe_anchors(replace(cfg, gamma=0.0, gamma_end=0.1)) == describe_anchors(cfg)
     everywhere = ObjectiveConfig(tau=1)
-    assert describe_anchors(everywhere) == "tokens that occur at most 1 time in their row"
-    for rule in ANCHOR_RULES:
+    assert describe_anchors(everywhere) == "tokens that occur at most 1 time in their sequence"
+    for rule in ANCHOR_RULES.entries:
         assert describe_rule(replace(cfg, anchor_rule=rule))

@@ -13,7 +13,7 @@ from adlm.data.tokenizers import load_tokenizer
 from adlm.engine.prepare import compile_blocks, fold, to_bfloat16
 from adlm.io.export import describe, load_folder, save_folder
 from adlm.models import build_model
-from adlm.objectives import Rows, loss, make_objective
+from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import Config, NoiseConfig, ObjectiveConfig, OptimConfig
 from adlm.training.optim import Muon, build_optimizers
 
@@ -46,8 +46,8 @@ def gradients(model, task):
 
 def drawn(model):
     cfg = ObjectiveConfig(name="anelbo" if model.config.anchored else "nelbo", gamma=0.3)
-    rows = Rows(random_tokens(4, 12, 10), torch.arange(4), 4)
-    return make_objective(cfg, NoiseConfig(), model.mask_id, 1).draw(rows, 0, 0.5)
+    rows = Sequences(random_tokens(4, 12, 10), torch.arange(4), 4)
+    return make_objective(cfg, NoiseConfig(), model.mask_id, 1).corrupt(rows, 0, 0.5)
 
 
 every_shortcut = pytest.mark.parametrize("shortcuts", SHORTCUTS)

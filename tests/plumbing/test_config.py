@@ -205,7 +205,6 @@ BAD = [
     ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
     ("algo=d3pm objective.T=0", "set objective.T"),
     ("objective.T=1000", "needs objective.T=0"),
-    ("objective.anchor_rule=loss objective.hard=0", "objective.hard=0.0 must be above 0"),
     ("objective.gamma_end=-2", "objective.gamma_end=-2.0 must be at least 0, or -1"),
     ("objective.gamma_end=0 objective.gamma_warmup=1", "leaves nothing of the run for objective.gamma_end"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),

@@ -27,8 +27,7 @@ from adlm.io.export import Loaded
 from adlm.io.load import load_checkpoint
 from adlm.models import Hidden
 from adlm.models.layers import activations_at
-from adlm.objectives import Rows, make_objective, row_bounds
-from adlm.objectives.exact_count import draw_exact_count
+from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.schema import EvalConfig, NoiseConfig, ObjectiveConfig
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
@@ -39,7 +38,7 @@ LINEAR = NoiseConfig(name="linear")
 
 
 class Table:
-    """Rows in memory, behind the interface of prepared blocks."""
+    """Sequences in memory, behind the interface of prepared blocks."""
 
     def __init__(self, tokens: torch.Tensor, lengths: np.ndarray | None = None):
         self.tokens, self.lengths, self.length = tokens.numpy(), lengths, tokens.shape[1]
@@ -63,6 +62,11 @@ def weights_of_patterns(L: int, eps: float) -> np.ndarray:
     t = np.linspace(eps, 1, 200_001)
     t = (t[1:] + t[:-1]) / 2
     return np.array([0.0] + [(t ** (k - 1) * (1 - t) ** (L - k)).mean() for k in range(1, L + 1)])
+
+
+def exact_count(sequences, mask_id):
+    objective = make_objective(ObjectiveConfig(name="nelbo"), NoiseConfig(), mask_id, seed=0)
+    return objective.corrupt_exact_count(sequences, 0)
 
 
 def exact_nelbo(model, x: tuple[int, ...], eps: float = 0.0) -> float:
@@ -114,8 +118,8 @@ def test_exact_count_is_the_bound_by_enumeration(toy, n_real):
     n = 40_000
     x = sequences[3].repeat(n, 1)
     mask = None if n_real == 3 else torch.tensor([True, True, False]).repeat(n, 1)
-    rows = Rows(x, torch.arange(n), n, mask)
-    values = row_bounds(model, draw_exact_count(rows, 0, model.mask_id, LogLinear()))
+    rows = Sequences(x, torch.arange(n), n, mask)
+    values = sequence_bounds(model, exact_count(rows, model.mask_id))
     if n_real == 3:
         expected = bounds[0.0][3]
     else:
@@ -141,7 +145,7 @@ def padded_nelbo(model, x: torch.Tensor) -> float:
 
 def test_exact_count_masks_exactly_k_and_weighs_them():
     x = random_tokens(64, 12, 10)
-    task = draw_exact_count(Rows(x, torch.arange(64), 64), 0, 10, LogLinear())
+    task = exact_count(Sequences(x, torch.arange(64), 64), 10)
     masked = task.tokens_BL == 10
     k = masked.sum(1)
     assert torch.equal(task.tokens_BL[~masked], x[~masked])
@@ -203,8 +207,8 @@ def test_two_seeds_agree_within_the_interval(toy):
 def test_seed_0_and_one_draw_is_the_validation_of_training(toy):
     model, sequences, _ = toy
     objective = ObjectiveConfig(name="nelbo")
-    rows = Rows(sequences, torch.arange(8), 8)
-    same = row_bounds(model, make_objective(objective, LINEAR, 2, 0).draw_bound(rows, 0)).sum().item() / 24
+    rows = Sequences(sequences, torch.arange(8), 8)
+    same = sequence_bounds(model, make_objective(objective, LINEAR, 2, 0).corrupt_for_bound(rows, 0)).sum().item() / 24
     assert measure_toy(model, sequences, EvalConfig(draws=1))["continuous"].nats == pytest.approx(same, rel=1e-12)
 
 
@@ -260,7 +264,7 @@ def test_batch_size_does_not_matter(toy):
     results = []
     for size in (1, 3, 8):
         objective = make_objective(ObjectiveConfig(name="nelbo"), LINEAR, 2, 0)
-        score = lambda rows, draw: row_bounds(model, objective.draw_bound(rows, draw))  # noqa: E731, B023
+        score = lambda rows, draw: sequence_bounds(model, objective.corrupt_for_bound(rows, draw))  # noqa: E731, B023
         results.append(stratified(score, Table(sequences), 8, 2, 0, size, ALONE, "").nats)  # type: ignore[arg-type]
     assert results == pytest.approx([results[0]] * 3, rel=1e-6)
 
@@ -337,31 +341,6 @@ def test_the_command_repeats_the_validation_of_training(trained, capsys):
     assert low < result["continuous"]["perplexity"] < high
 
 
-def test_the_profile_and_samples_along_it(trained, tmp_path, capsys):
-    """The area under the profile is the bound; a sampler takes the file, and what cannot says so."""
-    line = [str(trained / "run"), f"data.cache_dir={trained / 'cache'}"]
-    assert cli.main(["profile", *line, f"out={tmp_path / 'profile.json'}"]) == 0
-    found = json.loads((tmp_path / "profile.json").read_text())
-    assert (
-        cli.main([*ppl_line(trained), "eval.estimator=exact-count", "eval.draws=16", f"out={tmp_path / 'ppl.json'}"])
-        == 0
-    )
-    bound = json.loads((tmp_path / "ppl.json").read_text())["exact-count"]
-    assert np.mean(found["nats"]) == pytest.approx(bound["nats_per_token"], rel=0.02)
-    assert found["cost"]["32"]["profile"] <= found["cost"]["32"]["uniform"]
-    grid = f"sampling.grid={tmp_path / 'profile.json'}"
-    assert cli.main(["sample", line[0], grid, "sampling.steps=8"]) == 0
-    for more, message in (
-        (["sampling.sampler=remdm-loop"], "sampling.grid is for mdlm"),
-        (["sampling.parity=release"], "without parity"),
-        ([f"sampling.grid={tmp_path / 'ppl.json'}"], "not a file of `adlm profile`"),
-        ([f"sampling.grid={tmp_path / 'nothing'}"], "does not exist"),
-    ):
-        capsys.readouterr()
-        assert cli.main(["sample", line[0], grid, "sampling.steps=8", *more]) == 1
-        assert message in capsys.readouterr().err
-
-
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     """The same text and the same nats, in bytes and in larger pieces; the end of a text is no byte."""
     text = "naïve text, and naïve again. " * 8
@@ -376,7 +355,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
 
 
 def test_half_characters_at_the_edges_of_a_row_are_single_bytes():
-    """Rows are cut anywhere: both halves of a character count what they are, though neither is text."""
+    """Sequences are cut anywhere: both halves of a character count what they are, though neither is text."""
     text, tokenizer = "né à là où Ω" * 4, raw_bytes()
     ids = tokenizer.encode(text)
     row = torch.tensor(ids[2:-1])  # begins with the second byte of é, ends after the first of Ω

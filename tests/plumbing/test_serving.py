@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import load_tiny, serving
 
-from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig
+from adlm.tables import SAMPLERS
 
 openai = pytest.importorskip("openai", reason="the official client (extra 'test')")
 # Built once and not by a fixture: hypothesis calls its test many times.
@@ -346,28 +346,6 @@ def test_what_is_left_out_is_within_the_limits(lm):
             assert too_long.status_code == 400 and str(length) in too_long.json()["error"]["message"]
 
 
-def test_a_grid_of_the_server_is_for_the_samplers_that_take_one(lm, tmp_path):
-    from adlm.api import LanguageModel
-
-    grid = tmp_path / "profile.json"
-    grid.write_text(json.dumps({"share": [0.1, 0.5, 1.0], "nats": [1.0, 1.1, 6.0]}))
-    sampling = SamplingConfig(steps=8, grid=str(grid))
-    with (
-        serving({"tiny": LanguageModel(lm.loaded)}, sampling=sampling) as running,
-        httpx.Client(base_url=running.url) as http,
-    ):
-        asked = {"length": 32, "seed": 1}
-        drawn = {
-            name: ok(http.post("/v1/infill", json={**asked, "sampler": name}))["choices"][0]["tokens"]
-            for name in ("mdlm", "remdm-loop")
-        }
-        release = ok(http.post("/v1/infill", json={**asked, "parity": "release"}))["choices"][0]["tokens"]
-    assert drawn["mdlm"] == lm.generate(**asked, steps=8, grid=str(grid))[0].tokens
-    assert drawn["mdlm"] != lm.generate(**asked, steps=8)[0].tokens
-    assert drawn["remdm-loop"] == lm.generate(**asked, steps=8, sampler="remdm-loop")[0].tokens
-    assert release == lm.generate(**asked, steps=8, parity="release")[0].tokens
-
-
 def test_infill_templates_tokens_and_words(http, lm):
     body = {"template": "the [MASK:4] sat[MASK:2].", "seed": 3, "n": 3, "banned": ["a"], "required": ["zz"]}
     answer = ok(http.post("/v1/infill", json=body))
@@ -477,8 +455,8 @@ def test_every_sampling_setting_can_be_set_per_request():
     from adlm.serving.schemas import Settings
 
     fields = {f.name for f in dataclasses.fields(SamplingConfig)}
-    # stop means more to completions, and a file of the server's is not for clients to choose
-    assert fields == set(Settings.model_fields) | set(NOT_FOR_SERVERS) | {"stop", "grid"}
+    # stop means more to completions
+    assert fields == set(Settings.model_fields) | set(NOT_FOR_SERVERS) | {"stop"}
 
 
 @pytest.mark.parametrize("sampler", ["mdlm", "autoregressive"])

@@ -57,7 +57,6 @@ def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
             ["sampling.steps=100", "max_steps=50"],
             "sampling.steps=100 is more than serve.max_steps=50: every request without steps would be refused",
         ),
-        (["sampling.grid=nowhere.json"], "sampling.grid='nowhere.json' does not exist"),
     ],
 )
 def test_what_cannot_be_a_default_of_requests_is_refused(tmp_path, monkeypatch, capsys, typed, says):

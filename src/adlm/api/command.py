@@ -20,7 +20,6 @@ from adlm.engine import Request
 from adlm.errors import require
 from adlm.io.load import default_checkpoint
 from adlm.io.paths import writable_file
-from adlm.samplers import profile_of
 from adlm.schema import Config, SamplingConfig
 
 # Settings that do not change what sample i is.
@@ -84,8 +83,6 @@ def draw(lm: LanguageModel, request: Request, seeds: list[int], batch_size: int)
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """What must agree for two samples of one seed to be the same text."""
     settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
-    if c.grid:  # what it says, not where it lies
-        settings["grid"] = [column.tolist() for column in profile_of(c.grid)]
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

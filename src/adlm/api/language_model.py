@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adlm import tables
 from adlm.api.arguments import TYPES, as_path, as_settings, as_tokens, as_words, typed
 from adlm.api.results import Generation, Partial, Score
 from adlm.api.scoring import score_tokens
@@ -138,14 +139,9 @@ class LanguageModel:
         settings = as_settings(**settings)
         check_canvas(length, prompt=prompt, template=template)
         sampler = settings.setdefault("sampler", self.sampler_of(SamplingConfig.sampler))
-        require(
-            not causal or sampler == "autoregressive",
-            f"sampling.sampler={sampler!r} needs a diffusion model; a causal one has 'autoregressive'",
-        )
-        require(
-            sampler != "score" or self.loaded.objective.name == "score-entropy",
-            "sampling.sampler='score' needs a model that learned a score (algo=sedd); others have 'analytic'",
-        )
+        learns_score = tables.OBJECTIVES.load(self.loaded.objective.name).learns_score
+        misfit = tables.SAMPLERS.load(sampler, "sampling.sampler").misfit(self.model.config, learns_score)
+        require(not misfit, f"sampling.sampler={sampler!r} {misfit}")
         config = SamplingConfig(**settings)
         if template:
             limit = None if config.stride > 0 else Limit(self.length)

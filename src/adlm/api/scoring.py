@@ -9,19 +9,15 @@ Models of another kind (score entropy, D3PM) are scored at random times, by thei
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from adlm.api.results import Score
-from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.models import LanguageModel as Network
-from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, make_objective
-from adlm.objectives.base import term_losses
-from adlm.objectives.exact_count import draw_exact_count
+from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
 # Rows of 1024 tokens in one forward pass: memory is bounded, and a CPU gains nothing from more
@@ -60,13 +56,13 @@ def score_tokens(
     require(draws >= 1, f"draws must be at least 1, got {draws}")
     bad = [t for t in (*tokens, *context) if not 0 <= t < model.vocab_size or t == model.mask_id]
     require(not bad, f"token {bad[0] if bad else ''} cannot be scored: outside 0..{model.vocab_size - 1}, or the mask")
-    causal = model.config.causal
-    draws = 1 if causal else draws
+    draws = 1 if model.config.causal else draws
+    bound = make_objective(objective, noise, model.mask_id, seed=0)
     per_draw, per_token = np.zeros(draws), []
     for piece in pieces(tokens, context, bos_id, model.config.length):
         # a single token is masked in every draw: one draw says it all, unless its noise level is told
-        alike = len(piece.scored) == 1 and not model.config.time_conditioning and objective.name in SUBS_OBJECTIVES
-        share = row_shares(model, piece, noise, objective, 1 if alike else draws)
+        alike = len(piece.scored) == 1 and not model.config.time_conditioning and bound.subs
+        share = row_shares(model, piece, bound, 1 if alike else draws)
         per_draw += share.sum(1)
         per_token += share.mean(0)[len(piece.given) :].tolist()
     nll = float(per_draw.mean()) / len(tokens)
@@ -74,33 +70,22 @@ def score_tokens(
     return Score(nll, math.exp(min(nll, 700)), stderr, per_token, list(tokens))
 
 
-def row_shares(model: Network, piece: Piece, noise: NoiseConfig, objective: ObjectiveConfig, draws: int) -> np.ndarray:
+def row_shares(model: Network, piece: Piece, objective: Objective, draws: int) -> np.ndarray:
     """Nats of every position of the row in every draw: [draws, positions]."""
     causal = model.config.causal
     device = next(model.parameters()).device
     row = torch.tensor([*piece.given, *piece.scored], device=device)
-    plain, schedule = None, make_schedule(noise)
-    if objective.name not in SUBS_OBJECTIVES:
-        plain = make_objective(replace(objective, gamma=0.0, anchor_rule="none"), noise, model.mask_id, seed=0)
     share = np.zeros((draws, len(row)))
     at_once = max(1, TOKENS_AT_ONCE // len(row))
     for b in range(0, draws, at_once):
         example = torch.arange(b, min(b + at_once, draws), device=device)
         scored = torch.ones(len(example), len(row), dtype=torch.bool, device=device)
         scored[:, : len(piece.given)] = False
-        rows = Rows(row.expand(len(example), -1), example, draws, scored)
-        task = draw_exact_count(rows, 0, model.mask_id, schedule) if plain is None else plain.draw_bound(rows, 0)
+        sequences = Sequences(row.expand(len(example), -1), example, draws, scored)
+        corrupt = objective.corrupt_exact_count if objective.subs else objective.corrupt_for_bound
+        batch = corrupt(sequences, 0)
         if not causal:
-            task.tokens_BL[:, : len(piece.given)] = row[: len(piece.given)]
-        nats, at = losses_at(model, task)
+            batch.tokens_BL[:, : len(piece.given)] = row[: len(piece.given)]
         # a causal model's hidden state is one ahead of the token it predicts
-        np.add.at(share, (at[0] + b, at[1] + int(causal)), nats)
+        share[b : b + len(example), int(causal) :] = position_losses(model, batch).cpu().numpy()
     return share
-
-
-def losses_at(model: Network, task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """The weighted losses of a task's only term, and their (row, position)."""
-    (term,) = task.terms.values()
-    losses_N = term_losses(model, task)
-    at = np.stack(np.unravel_index(term.rows_N.cpu().numpy(), tuple(task.tokens_BL.shape)))
-    return losses_N.double().cpu().numpy(), at

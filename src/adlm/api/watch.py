@@ -11,7 +11,7 @@ from rich.text import Text
 from adlm.api.language_model import LanguageModel
 from adlm.api.results import Generation
 from adlm.engine import Request, Result
-from adlm.objectives.anchors import counts_in_row
+from adlm.objectives.anchors import counts_in_sequence
 
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
 
@@ -31,7 +31,7 @@ def watch_text(lm: LanguageModel, request: Request, console: Console | None = No
 def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, request: Request) -> Panel:
     """One frame: holes as dots, tokens just drawn lit up, anchors in colour."""
     tok, new = lm.tokenizer, set(drawn)
-    rare = (counts_in_row(torch.tensor([tokens])) <= lm.loaded.objective.tau)[0].tolist()
+    rare = (counts_in_sequence(torch.tensor([tokens])) <= lm.loaded.objective.tau)[0].tolist()
     text = Text()
     for l, token in enumerate(tokens):
         if token == tok.mask_id:

@@ -17,7 +17,7 @@ from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Engine, Request
 from adlm.errors import require
 from adlm.models import LanguageModel, build_model
-from adlm.samplers import make_plan
+from adlm.samplers.base import make_sampler
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
 from adlm.training.parallel import pick_device
@@ -44,9 +44,9 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
 def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
     """A batch of rows to the end, or for bench.evaluations network evaluations."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
-    length, plan = s.length or cfg.model.length, make_plan(s, schedule)
+    length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     require(
-        not plan.looks or not cfg.bench.evaluations,
+        not plan.reads or not cfg.bench.evaluations,
         f"sampling.sampler={s.sampler} decides as it goes how often it looks: whole rows, bench.evaluations=0",
     )
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
@@ -68,7 +68,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
     seconds = time.perf_counter() - began
     require(evaluations > 0, f"bench.warmup={cfg.bench.warmup} leaves no evaluation of {s.steps} steps to time")
     nfe = cfg.bench.warmup + evaluations
-    if not plan.looks:
+    if not plan.reads:
         nfe = sum(1 for _ in plan.trajectory(np.arange(length), 0))
     whole = seconds / evaluations * nfe
     result = {
@@ -85,7 +85,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
 def dense_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
     """Steps from the middle of the process."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
-    length, plan = s.length or cfg.model.length, make_plan(s, schedule)
+    length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     require(
         isinstance(plan, Scheduled),
         f"sampling.sampler={s.sampler!r} has no dense twin to compare with; use bench.dense=false",

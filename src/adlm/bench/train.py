@@ -78,7 +78,7 @@ def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor, war
         clock.lap()
     laps = clock.laps()
     seconds = statistics.median(laps)
-    scored = {name: len(term.rows_N) for name, term in next(tasks)[1][0].terms.items()}
+    scored = {name: len(term.positions_N) for name, term in next(tasks)[1][0].terms.items()}
     flops = training_flops(cfg, model, scored, batch)
     result = {
         "ms": 1e3 * seconds,

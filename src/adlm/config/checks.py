@@ -6,7 +6,9 @@ from adlm.config.keys import group_choices, keys
 from adlm.errors import choose, require
 from adlm.evaluation.sweep import settings_of
 from adlm.rules import Choices
-from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig, TrainConfig
+from adlm.samplers.rules import check_sampling
+from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, TrainConfig
+from adlm.tables import OBJECTIVES
 
 
 def choices(key: str) -> tuple[str, ...] | None:
@@ -74,6 +76,14 @@ def check_noise(n: NoiseConfig) -> None:
 
 
 def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
+    """The rules of our objectives. One of another package states its own: it is loaded, and asked."""
+    require(
+        o.gamma_end < 0 or o.gamma_warmup < 1,
+        "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
+    )
+    if o.name not in OBJECTIVES.entries:
+        OBJECTIVES.load(o.name, "objective.name").check(o, m)
+        return
     require(
         (o.name == "autoregressive") == m.causal,
         f"objective.name={o.name} does not fit model.causal={str(m.causal).lower()}: "
@@ -91,10 +101,6 @@ def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
     require(
         o.name != "autoregressive" or m.anchored or (o.gamma <= 0 and o.gamma_end <= 0),
         f"objective.gamma={o.gamma}, objective.gamma_end={o.gamma_end}: plain AR has no anchors (algo=a2r has)",
-    )
-    require(
-        o.gamma_end < 0 or o.gamma_warmup < 1,
-        "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
     )
     require(o.name != "d3pm" or o.T >= 1, "objective.name=d3pm is a discrete-time bound: set objective.T, e.g. 1000")
     require(
@@ -160,18 +166,3 @@ def check_sweep(cfg: Config) -> None:
             assert rule is not None
             rule.check(key, value)
         check_sampling(s)
-
-
-def check_sampling(s: SamplingConfig) -> None:
-    if s.sampler != "remdm-loop":
-        return
-    require(
-        0 < s.t_off < s.t_on < 1,
-        f"sampling.t_off={s.t_off} must lie below sampling.t_on={s.t_on}, both inside (0, 1), for remdm-loop",
-    )
-    require(0 < s.alpha_on < 1, f"sampling.alpha_on={s.alpha_on} must be in (0, 1) for remdm-loop")
-    require(
-        s.eta * s.alpha_on <= 1 - s.alpha_on + 1e-12,
-        f"sampling.eta={s.eta} re-masks more than is revealed: remdm-loop needs eta * alpha_on <= 1 - alpha_on, "
-        f"so sampling.eta <= {(1 - s.alpha_on) / s.alpha_on:.4g} at sampling.alpha_on={s.alpha_on}",
-    )

@@ -1,6 +1,6 @@
 """One engine for the command line, evaluation and the server: rows of any sampler share network calls.
 
-A slot holds one row: its canvas (on the device), its conversation of windows, and the trajectory of its plan. A step
+A slot holds one row: its canvas (on the device), its conversation of windows, and the trajectory of its sampler. A step
 of the engine evaluates the next event of every slot, whatever step of whatever sampler each is at. Rows of different
 length do not share a call: the network has no notion of padding, so results never depend on neighbours.
 """
@@ -19,8 +19,7 @@ from adlm.engine.rows import Row, Rows
 from adlm.engine.windows import Window, Windows, end_of_text, windows
 from adlm.errors import require
 from adlm.models import LanguageModel
-from adlm.samplers import RELEASE_WITHOUT_CUT, Event, Look, Plan, Trajectory, make_plan
-from adlm.samplers.plan import NOWHERE
+from adlm.samplers.base import NOWHERE, Event, Prediction, Sampler, Trajectory, make_sampler
 from adlm.schema import ObjectiveConfig
 
 IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
@@ -30,7 +29,7 @@ IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
 class Canvas(Row):
     """A row whose holes are being filled."""
 
-    plan: Plan = None  # type: ignore[assignment]
+    sampler: Sampler = None  # type: ignore[assignment]
     windows: Windows = None  # type: ignore[assignment]
     window: Window = None  # type: ignore[assignment]
     trajectory: Trajectory = None  # type: ignore[assignment]
@@ -62,14 +61,18 @@ class Engine(Rows[Canvas]):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        make_plan(request.settings, self.schedule)  # some settings only a plan's own formulas can refuse
+        sampler = make_sampler(request.settings, self.schedule)
+        misfit = sampler.misfit(self.model.config)
+        require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
 
     # A row's life: admit, then open - advance ... advance - close for each of its windows
 
     def admit(self, i: int, id: int, request: Request) -> None:
         conversation = windows(request, self.network.length, self.network.mask_id)
         window = next(conversation)
-        row = Canvas(id, request, plan=make_plan(request.settings, self.schedule), windows=conversation, window=window)
+        row = Canvas(
+            id, request, sampler=make_sampler(request.settings, self.schedule), windows=conversation, window=window
+        )
         self.slots[i] = row
         try:
             if request.required:
@@ -87,14 +90,14 @@ class Engine(Rows[Canvas]):
         holes = np.flatnonzero(np.array(window.tokens) == self.network.mask_id)
         # where nothing is fixed there is nothing to hide: the second row would be the first one again
         row.guided = row.request.settings.guidance > 0 and len(holes) < len(window.tokens)
-        row.trajectory = row.plan.trajectory(holes, window.seed)
+        row.trajectory = row.sampler.trajectory(holes, window.seed)
         self.advance(i, None)
 
-    def advance(self, i: int, look: Look | None) -> None:
-        """Ask the plan for the next event; at the end of the trajectory the window is done."""
+    def advance(self, i: int, prediction: Prediction | None) -> None:
+        """Ask the sampler for the next event; at the end of the trajectory the window is done."""
         row = self.row(i)
         try:
-            row.event = next(row.trajectory) if look is None else row.trajectory.send(look)
+            row.event = next(row.trajectory) if prediction is None else row.trajectory.send(prediction)
         except StopIteration:
             self.close(i, self.canvas(i))
 
@@ -130,8 +133,8 @@ class Engine(Rows[Canvas]):
 
     def evaluate_group(self, group: list[int], length: int) -> None:
         rows = [self.row(i) for i in group]
-        looks = frozenset(r.plan.looks for r in rows) - {""}
-        look = self.network.evaluate(self.batch(group, rows, length), looks)
+        reads = frozenset(r.sampler.reads for r in rows) - {""}
+        predicted = self.network.evaluate(self.batch(group, rows, length), reads)
         ended = self.ended(group, rows, length)
         drawn = [r.event.draw for r in rows]
         stop = np.cumsum([len(d) for d in drawn])
@@ -143,8 +146,8 @@ class Engine(Rows[Canvas]):
                 self.close(i, self.canvas(i))
                 continue
             seen = None
-            if row.plan.looks:
-                seen = Look(**{f: v[b - len(d) : b] for f, v in look._asdict().items() if v is not None})
+            if row.sampler.reads:
+                seen = Prediction(**{f: v[b - len(d) : b] for f, v in predicted._asdict().items() if v is not None})
             row.event = row.event._replace(mask=NOWHERE)
             before = len(row.window.before)  # of the window drawn in; the next may be open when the frame is made
             self.advance(i, seen)
@@ -154,7 +157,9 @@ class Engine(Rows[Canvas]):
     def batch(self, group: list[int], rows: list[Canvas], length: int) -> Batch:
         """The call as arrays: each row's settings repeated for each of its draws."""
         events, settings = [r.event for r in rows], [r.request.settings for r in rows]
-        uncut = [e.greedy or (c.parity != "" and c.sampler in RELEASE_WITHOUT_CUT) for e, c in zip(events, settings)]
+        uncut = [
+            r.event.greedy or (r.request.settings.parity != "" and not r.sampler.filtered_in_release) for r in rows
+        ]
         counts = [len(e.draw) for e in events]
         draws = Draws.of(
             counts,
@@ -185,8 +190,8 @@ class Engine(Rows[Canvas]):
 
     def ended(self, group: list[int], rows: list[Canvas], length: int) -> set[int]:
         """Slots whose text has ended: nothing before the end is open, and nothing there will be masked again."""
-        # Plans that look leave guesses on the canvas until they have chosen.
-        able = [r.request.stop_id is not None and r.plan.locks and not r.plan.looks for r in rows]
+        # Samplers that read predictions leave guesses on the canvas until they have chosen.
+        able = [r.request.stop_id is not None and r.sampler.writes_once and not r.sampler.reads for r in rows]
         may = [(i, r) for i, r, a in zip(group, rows, able) if a]
         if not may:
             return set()

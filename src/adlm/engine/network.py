@@ -23,7 +23,7 @@ from adlm.errors import choose
 from adlm.models import LanguageModel
 from adlm.models.attention import choose_attention
 from adlm.models.language_model import at_least_float32
-from adlm.samplers import Look
+from adlm.samplers.base import Prediction
 from adlm.schema import ObjectiveConfig
 
 # Static shapes: rows of a call, and positions masked again before it
@@ -192,8 +192,8 @@ class Network:
         return at_BQ, batch.source * wanted + column_N
 
     @torch.inference_mode()
-    def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Look:
-        """Run one batch; returns the fields of Look that were asked for, for all draws in order."""
+    def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Prediction:
+        """Run one batch; returns the fields of Prediction that were asked for, for all draws in order."""
         B, N, M = batch.rows.shape[1], batch.source.shape[1], batch.mask.shape[1]
         sizes = self.drawer.sizes(N)
         more, more_rows, more_masks = sum(sizes) - N, 0, 0
@@ -228,7 +228,7 @@ class Network:
             with autocast(self.device, self.bf16):
                 row_N = torch.from_numpy(batch.source[0]).to(self.device)
                 found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, row_N, ints[:, :N])
-        return Look(**found)
+        return Prediction(**found)
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
         """For each draw, the mean of e^logit over all tokens but the mask, before any cut."""

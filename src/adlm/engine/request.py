@@ -1,12 +1,10 @@
 """What goes into the engine and what comes out: one row each, with its own seed and settings."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from adlm.diffusion.categorical import check_drawing
 from adlm.errors import require
-from adlm.samplers import check_sampling
+from adlm.rules import check_fields
 from adlm.schema import SamplingConfig
 
 
@@ -57,11 +55,10 @@ class Result:
     """Why a row was given up."""
 
 
-def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchored: bool) -> None:
+def check_request(r: Request, vocab_size: int, mask_id: int, length: int) -> None:
     """Everything that can be wrong with a request, before it takes a slot."""
     s = r.settings
-    check_sampling(s)
-    check_drawing(s.temperature, s.top_k, s.top_p, s.min_p)
+    check_fields(s, "sampling")
     require(
         isinstance(r.seed, int) and not isinstance(r.seed, bool) and 0 <= r.seed < 2**63,
         f"sampling.seed must be an integer in [0, 2^63), got {r.seed!r}",
@@ -81,11 +78,6 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchor
     for word in r.required:
         require(mask_id not in word, "a required word holds the mask")
         require(len(word) <= holes, f"a required word of {len(word)} tokens does not fit into {holes} holes")
-    require(0 <= s.guidance < math.inf, f"sampling.guidance must be 0 or a positive number, got {s.guidance}")
-    require(
-        s.sampler != "anchor-first" or anchored,
-        "sampling.sampler='anchor-first' needs a model with an anchor network (model.anchored=true)",
-    )
 
 
 def check_length(positions: int, length: int, stride: int) -> None:

@@ -43,7 +43,7 @@ class Rows(Generic[R]):
     def check(self, request: Request) -> None:
         """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
         m = self.model
-        check_request(request, m.vocab_size, m.mask_id, m.config.length, m.anchor_head is not None)
+        check_request(request, m.vocab_size, m.mask_id, m.config.length)
 
     def submit(self, request: Request) -> int:
         """Queue a row; returns its id. Bad requests are refused here, not when a slot is free."""

@@ -15,17 +15,15 @@ from rich.table import Table
 from torch import Tensor
 
 from adlm.api import LanguageModel, load
-from adlm.data import prepare
 from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.evaluation.anchor_levels import NETWORKS, SHARES, Level, anchors_of, read_level
 from adlm.evaluation.anchor_report import pieces, visible
-from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.results import model_facts, result_path, versions, write_result
-from adlm.objectives.anchors import AnchorRule, describe_rule, for_texts, make_anchor_rule
+from adlm.objectives.anchors import describe_rule, for_texts
 from adlm.reporting.chart import Series, line_chart
 from adlm.reporting.html import Html, columns, legend, page, passage, section, table, tag, write
-from adlm.schema import Config, DataConfig, ObjectiveConfig
+from adlm.schema import Config
 
 # Anchors listed on the terminal; the page and the JSON file hold all.
 LISTED = 20
@@ -37,7 +35,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
     tokens = lm.tokenizer.encode(read_text(args))
     require(bool(tokens), "the text has no tokens")
-    schedule, (objective, rule) = make_schedule(lm.loaded.noise), rule_of(lm, cfg)
+    schedule, rule = make_schedule(lm.loaded.noise), for_texts(lm.loaded.objective)
     rows = list(cut(tokens, lm.tokenizer.bos_id, lm.length))
     levels = [Level(share) for share in SHARES]
     for level in levels:
@@ -52,7 +50,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     ]
     result = {
         **model_facts(lm.loaded, cfg.eval.checkpoint, cfg.eval.ema),
-        "rule": describe_rule(objective),
+        "rule": describe_rule(rule),
         "tokens": len(tokens),
         "anchors": sum(anchors),
         "levels": [level.as_dict() for level in levels],
@@ -81,17 +79,6 @@ def read_text(args: Sequence[str]) -> str:
         return Path(text).read_text(encoding="utf-8") if len(text) < 4096 and Path(text).is_file() else text
     except UnicodeDecodeError:
         raise ValueError(f"{text} is not UTF-8 text") from None
-
-
-def rule_of(lm: LanguageModel, cfg: Config) -> tuple[ObjectiveConfig, AnchorRule]:
-    """The rule the model was trained with, if it tells a text's anchors; else the paper's."""
-    objective, share_V = for_texts(lm.loaded.objective), None
-    if objective.anchor_rule == "rarity":
-        d = cfg.data
-        data = own_data(lm.loaded, DataConfig("checkpoint", cache_dir=d.cache_dir, num_proc=d.num_proc, root=d.root))
-        counts_V = prepare(data, lm.tokenizer, lm.length, "train").frequencies()
-        share_V = torch.from_numpy(counts_V / counts_V.sum())
-    return objective, make_anchor_rule(objective, share_V)
 
 
 def cut(tokens: Sequence[int], bos_id: int, length: int) -> list[Tensor]:

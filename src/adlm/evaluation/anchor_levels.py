@@ -22,8 +22,8 @@ from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.evaluation.anchors import Guess, Reading, read_hidden
 from adlm.models import LanguageModel
-from adlm.objectives import Rows
-from adlm.objectives.anchors import AnchorRule
+from adlm.objectives.anchors import find_anchors
+from adlm.schema import ObjectiveConfig
 
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 NETWORKS = ("anchor", "denoiser")
@@ -89,7 +89,7 @@ def windows(maskable_L: Tensor, share: float, seed: int, turn: int) -> Iterator[
 
 
 def read_level(
-    level: Level, model: LanguageModel, schedule: Schedule, rule: AnchorRule, tokens_L: Tensor, maskable_L: Tensor,
+    level: Level, model: LanguageModel, schedule: Schedule, rule: ObjectiveConfig, tokens_L: Tensor, maskable_L: Tensor,
     offset: int, seed: int, turn: int,
 ) -> None:  # fmt: skip
     """Hide every maskable position of one row at this share, and add what both networks say; `offset` is where the row
@@ -113,11 +113,11 @@ def read_level(
                 level.first.setdefault(offset + reading.position, reading)
 
 
-def anchors_of(rule: AnchorRule, tokens_L: Tensor) -> Tensor:
-    return rule(Rows(tokens_L[None], torch.zeros(1, dtype=torch.long), 1))[0]
+def anchors_of(rule: ObjectiveConfig, tokens_L: Tensor) -> Tensor:
+    return find_anchors(tokens_L[None], rule)[0]
 
 
-def claims(rule: AnchorRule, tokens_L: Tensor, network: str, readings: list[Reading]) -> Tensor:
+def claims(rule: ObjectiveConfig, tokens_L: Tensor, network: str, readings: list[Reading]) -> Tensor:
     """Anchors of the row in which the network's first guesses fill the holes."""
     filled_L = tokens_L.clone()
     for reading in readings:

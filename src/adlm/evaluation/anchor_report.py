@@ -7,8 +7,7 @@ from adlm.data import Blocks, Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.evaluation.anchors import Reading, hide, read_hidden
 from adlm.io.export import Loaded
-from adlm.objectives import Rows
-from adlm.objectives.anchors import describe_rule, for_texts, make_anchor_rule
+from adlm.objectives.anchors import describe_rule, find_anchors, for_texts
 from adlm.reporting.html import Html, Piece, join, legend, passage, section, table, tag
 
 # Held-out rows shown, the share of their anchors that is hidden, and hidden anchors listed below each row.
@@ -19,13 +18,11 @@ LISTED = 6
 
 def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
     """Held-out rows with their anchors, some of them hidden, and what both networks read there."""
-    share_V = torch.from_numpy(valid.frequencies() / valid.frequencies().sum())
     cfg = for_texts(loaded.objective)
-    rule = make_anchor_rule(cfg, share_V)
     blocks, found, total = [], 0, 0
     for number, index in enumerate(readable_rows(valid, loaded.tokenizer, EXAMPLES), start=1):
         tokens_L = torch.from_numpy(valid.rows(np.array([index]))[0])
-        anchors_L = rule(Rows(tokens_L[None], torch.tensor([index]), len(valid)))[0]
+        anchors_L = find_anchors(tokens_L[None], cfg)[0]
         # special tokens (the ends of a row) count like others for the loss, but there is nothing to see in them
         anchors_L &= torch.tensor([t not in loaded.tokenizer.special_ids for t in tokens_L.tolist()])
         hidden_L = hide(anchors_L, HIDDEN_SHARE, seed=index)

@@ -7,10 +7,10 @@ steps; and every measure against evaluations and seconds, one line per sampler.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adlm.evaluation.sweep import STEPLESS
 from adlm.reporting.chart import Series, line_chart
 from adlm.reporting.html import Html, columns, details, page, paragraph, section, table, tag, tiles
 from adlm.reporting.reveal import Frame, reveal, reveal_script
+from adlm.tables import SAMPLERS
 
 # measure -> (name, whether its axis is logarithmic)
 MEASURES = {
@@ -85,7 +85,11 @@ def swept(points: Sequence[Point], key: str) -> list[Any]:
 
 def steps_of(points: Sequence[Point]) -> list[int]:
     """The numbers of steps, without those that only label samplers without steps."""
-    return swept([p for p in points if p["sampler"] not in STEPLESS] or points, "steps")
+    return swept([p for p in points if steps_matter(p)] or points, "steps")
+
+
+def steps_matter(point: Point) -> bool:
+    return SAMPLERS.load(point["sampler"]).steps_matter
 
 
 def lines(points: Sequence[Point], keys: Sequence[str], name: Callable[[Point], str]) -> dict[str, list[Point]]:
@@ -113,7 +117,7 @@ def frontiers(points: Sequence[Point], data: dict[str, Any] | None) -> list[Html
     several = len(swept(points, other)) > 1
     charts = []
     for steps in steps_of(points):
-        here = [p for p in points if p["steps"] == steps or p["sampler"] in STEPLESS]
+        here = [p for p in points if p["steps"] == steps or not steps_matter(p)]
         series = []
         for name, group in lines(
             here, ("sampler", other), lambda p: p["sampler"] + (f", {other} {p[other]:g}" if several else "")
@@ -159,7 +163,7 @@ def knobs(points: Sequence[Point]) -> list[Html]:
 
 def line_name(points: Sequence[Point]) -> Callable[[Point], str]:
     several = len(steps_of(points)) > 1
-    return lambda p: p["sampler"] + (f", T={p['steps']}" if several and p["sampler"] not in STEPLESS else "")
+    return lambda p: p["sampler"] + (f", T={p['steps']}" if several and steps_matter(p) else "")
 
 
 def costs(points: Sequence[Point]) -> list[Html]:

@@ -17,8 +17,9 @@ from adlm.api.command import draw, fingerprint, read_samples, record, request_of
 from adlm.data.blocks import write_atomically
 from adlm.engine import Request
 from adlm.evaluation.perplexity import progress
-from adlm.evaluation.sweep import STEPLESS, label
+from adlm.evaluation.sweep import label
 from adlm.schema import SamplingConfig
+from adlm.tables import SAMPLERS
 from adlm.training.parallel import World
 
 
@@ -59,7 +60,7 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
     missing = [seed for seed in setting.seeds if seed not in have]
     mine = missing[ranks.rank :: ranks.size]
     size = setting.config.batch_size
-    if mine and ranks.device.type == "cuda" and setting.config.sampler not in STEPLESS:
+    if mine and ranks.device.type == "cuda" and SAMPLERS.load(setting.config.sampler).steps_matter:
         # compile and capture first: what follows is timed
         few = replace(setting.request, settings=replace(setting.request.settings, steps=2))
         for _ in draw(lm, few, list(range(min(size, len(mine)))), size):

@@ -26,8 +26,8 @@ from adlm.api import LanguageModel, load
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Request
 from adlm.errors import choose, require
-from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig
+from adlm.tables import SAMPLERS
 
 
 @register_model("adlm")

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from adlm.data import Blocks, Tokenizer, prepare
-from adlm.diffusion.schedules import Schedule, make_schedule, noise_level
+from adlm.diffusion.schedules import Schedule, draw_times, make_schedule, noise_level
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate, summarise
@@ -29,10 +29,8 @@ from adlm.evaluation.results import data_facts, model_facts, result_path, versio
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
 from adlm.models import LanguageModel
-from adlm.objectives import SUBS_OBJECTIVES, Rows, Task, Term, make_objective, row_bounds
-from adlm.objectives.exact_count import draw_exact_count
+from adlm.objectives import CorruptedBatch, Sequences, Term, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
-from adlm.objectives.times import draw_times
 from adlm.schema import Config, DataConfig, EvalConfig
 from adlm.training.draw import rows_on
 from adlm.training.parallel import World, world
@@ -43,7 +41,7 @@ CHOICES_OF_ESTIMATORS = (*ESTIMATORS, "both")
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 # Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
 BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_sequences")
-Score = Callable[[Rows, int], Tensor]
+Score = Callable[[Sequences, int], Tensor]
 """Rows and the number of the draw -> nats of each row."""
 
 
@@ -126,20 +124,20 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     budget = BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"])
     size = batch_size or max(1, budget // blocks.length)
     schedule = make_schedule(loaded.noise)
-    objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed, uniform_shares(model))
+    objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed)
 
-    def bound(rows: Rows, draw: int) -> Tensor:
-        return row_bounds(model, objective.draw_bound(rows, draw))
+    def bound(rows: Sequences, draw: int) -> Tensor:
+        return sequence_bounds(model, objective.corrupt_for_bound(rows, draw))
 
     if model.config.causal:
         return {"exact": exact(bound, blocks, n, size, ranks)}
     scores: dict[str, Score] = {
         "continuous": bound,
-        "exact-count": lambda rows, draw: row_bounds(model, draw_exact_count(rows, draw, model.mask_id, schedule)),
+        "exact-count": lambda rows, draw: sequence_bounds(model, objective.corrupt_exact_count(rows, draw)),
     }
     wanted = ESTIMATORS if cfg.estimator == "both" else (cfg.estimator,)
     require(
-        loaded.objective.name in SUBS_OBJECTIVES or (wanted == ("continuous",) and not cfg.chain_sequences),
+        objective.subs or (wanted == ("continuous",) and not cfg.chain_sequences),
         f"a model trained with objective.name={loaded.objective.name} has the continuous bound only:"
         " use eval.estimator=continuous eval.chain_sequences=0",
     )
@@ -147,11 +145,6 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World, batch
     if cfg.chain_sequences:
         found["left-to-right"] = left_to_right(model, schedule, blocks, min(n, cfg.chain_sequences), size, ranks)
     return found
-
-
-def uniform_shares(model: LanguageModel) -> Tensor:
-    """The bound holds no anchor term; a rule that needs corpus shares only has to be built."""
-    return torch.full((model.vocab_size,), 1 / model.vocab_size)
 
 
 def counter(seed: int, draw: int) -> int:
@@ -214,22 +207,22 @@ def left_to_right(
             # padding is never a target, but stands masked behind the text like everything that is yet to come
             for positions in torch.arange(int(counts_N[index]), device=ranks.device).split(size):
                 with ranks.autocast():
-                    nats_B = row_bounds(model, next_token_task(tokens_L, positions, model.mask_id, schedule))
+                    nats_B = sequence_bounds(model, next_token_task(tokens_L, positions, model.mask_id, schedule))
                 values_N1[index, 0] += nats_B.sum().item()
             advance()
     return summarise(over_ranks(values_N1, ranks), counts_N, None)
 
 
-def next_token_task(tokens_L: Tensor, positions_B: Tensor, mask_id: int, schedule: Schedule) -> Task:
+def next_token_task(tokens_L: Tensor, positions_B: Tensor, mask_id: int, schedule: Schedule) -> CorruptedBatch:
     """Predict each position from the tokens before it, everything from it on masked; one row per position."""
     L = len(tokens_L)
     later_BL = torch.arange(L, device=tokens_L.device) >= positions_B[:, None]
     z_BL = torch.where(later_BL, mask_id, tokens_L)
     sigma_B = noise_level(1 - positions_B / L, schedule)
-    rows_N = torch.arange(len(positions_B), device=tokens_L.device) * L + positions_B
+    positions_N = torch.arange(len(positions_B), device=tokens_L.device) * L + positions_B
     weights_N = torch.ones(len(positions_B), device=tokens_L.device)
-    term = Term("denoiser", rows_N, tokens_L[positions_B], weights_N, exclude=mask_id)
-    return Task(z_BL, sigma_B, len(positions_B), {"chain": term})
+    term = Term("denoiser", positions_N, tokens_L[positions_B], weights_N, exclude=mask_id)
+    return CorruptedBatch(z_BL, sigma_B, len(positions_B), {"chain": term})
 
 
 def my_batches(n: int, size: int, ranks: World) -> Iterator[np.ndarray]:
@@ -238,7 +231,7 @@ def my_batches(n: int, size: int, ranks: World) -> Iterator[np.ndarray]:
         yield np.arange(start, min(start + size, n))
 
 
-def read_rows(blocks: Blocks, indices: np.ndarray, n: int, ranks: World) -> Rows:
+def read_rows(blocks: Blocks, indices: np.ndarray, n: int, ranks: World) -> Sequences:
     return rows_on(ranks.device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
 
 

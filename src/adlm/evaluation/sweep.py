@@ -7,10 +7,8 @@ frontier. No tensors here: the command line checks every combination before torc
 import itertools
 from dataclasses import replace
 
+from adlm import tables
 from adlm.schema import EvalConfig, SamplingConfig
-
-# One evaluation per hole, whatever sampling.steps says.
-STEPLESS = ("first-hitting", "autoregressive")
 
 
 def settings_of(e: EvalConfig, base: SamplingConfig) -> list[SamplingConfig]:
@@ -23,7 +21,9 @@ def settings_of(e: EvalConfig, base: SamplingConfig) -> list[SamplingConfig]:
     )
     found = []
     for sampler, steps, temperature, top_p in itertools.product(*columns):
-        steps = columns[1][0] if sampler in STEPLESS else steps
+        # asked only where it matters: the sampler's class loads torch, and the command line comes here first
+        if len(columns[1]) > 1 and not tables.SAMPLERS.load(sampler, "eval.samplers").steps_matter:
+            steps = columns[1][0]
         c = replace(base, sampler=sampler, steps=steps, temperature=temperature, top_p=top_p)
         if c not in found:
             found.append(c)
@@ -44,7 +44,7 @@ def items(text: str, kind: type, key: str) -> list:
 
 def label(c: SamplingConfig) -> str:
     """What a setting is called in files and tables."""
-    steps = "" if c.sampler in STEPLESS else f"-T{c.steps}"
+    steps = f"-T{c.steps}" if tables.SAMPLERS.load(c.sampler).steps_matter else ""
     return f"{c.sampler}{steps}-temp{exact(c.temperature)}-p{exact(c.top_p)}"
 
 

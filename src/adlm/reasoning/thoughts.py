@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.objectives.base import LossOutput, Task, Term, score_terms
+from adlm.models import Hidden
+from adlm.objectives.base import CorruptedBatch, LossOutput, Term, sum_terms
 from adlm.reasoning.methods import IGNORE, Layout
 from adlm.reasoning.networks import Network
 from adlm.training.draw import put
@@ -31,7 +32,7 @@ class Batch(NamedTuple):
     """A batch with what its outputs are scored against."""
 
     rows: Rows
-    task: Task
+    task: CorruptedBatch
 
 
 def make_rows(
@@ -68,12 +69,12 @@ def make_batch(
             position_N, target_N = (put(torch.from_numpy(x), device) for x in (at_N, labels_N[at_N]))
             weight_N = torch.ones(len(at_N), device=device)
             terms[name] = Term("denoiser", position_N, target_N, weight_N, scale, exclude=mask_id)
-    return Batch(rows, Task(rows.tokens_BL, None, len(terms["nll"].rows_N), terms))
+    return Batch(rows, CorruptedBatch(rows.tokens_BL, None, len(terms["nll"].positions_N), terms))
 
 
 def batch_loss(network: Network, batch: Batch) -> LossOutput:
     hidden_BLD = read_rows(network, batch.rows)
-    return score_terms(network, hidden_BLD, None, batch.task)
+    return sum_terms(network, Hidden(hidden_BLD, None), batch.task)
 
 
 def read_rows(network: Network, rows: Rows, memory: Any = None) -> Tensor:

@@ -17,12 +17,12 @@ from adlm.api import LanguageModel
 from adlm.engine import Request
 from adlm.engine.template import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
-from adlm.samplers import SAMPLERS, takes_grid, times
 from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.metrics import Metrics
 from adlm.serving.problems import Problem
 from adlm.serving.schemas import AnchorsBody, Canvas, CompletionBody, Defaults, ModelCard, without_none
 from adlm.serving.worker import Job, Worker, within
+from adlm.tables import OBJECTIVES, SAMPLERS
 
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
@@ -45,13 +45,8 @@ class Served:
 
     @property
     def samplers(self) -> list[str]:
-        if self.lm.model.config.causal:
-            return ["autoregressive"]
-        able = {
-            "anchor-first": self.lm.model.anchor_head is not None,
-            "score": self.lm.loaded.objective.name == "score-entropy",
-        }
-        return [s for s in sorted(SAMPLERS) if able.get(s, True)]
+        model, learns_score = self.lm.model.config, OBJECTIVES.load(self.lm.loaded.objective.name).learns_score
+        return [s for s in sorted(SAMPLERS) if not SAMPLERS.load(s).misfit(model, learns_score)]
 
     @property
     def length(self) -> int:
@@ -103,8 +98,6 @@ class Served:
         settings = {**self.settings, **without_none(body)}
         steps = settings["steps"]
         require(steps <= self.cfg.max_steps, f"steps={steps}, allowed are {self.cfg.max_steps} (serve.max_steps)")
-        if not takes_grid(settings["sampler"], settings["parity"]):
-            settings["grid"] = ""
         return settings
 
     def row_of(self, text: str | None, tokens: Sequence[int | None] | None) -> list[int] | None:
@@ -188,7 +181,6 @@ def check_defaults(c: SamplingConfig, max_steps: int) -> None:
     given = [f"sampling.{name}" for name in NOT_FOR_SERVERS if getattr(c, name) != getattr(SamplingConfig, name)]
     names = " and ".join(given)
     require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many rows at once")
-    times(c)  # a sampling.grid that cannot be read is told now, not to every request
 
 
 def seed_of(given: int | None) -> int:

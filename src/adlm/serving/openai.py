@@ -18,7 +18,7 @@ from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Request
 from adlm.engine.windows import end_of_text
 from adlm.errors import require
-from adlm.samplers import make_plan
+from adlm.samplers.base import make_sampler
 from adlm.serving.models import Served
 from adlm.serving.problems import Problem
 from adlm.serving.schemas import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Usage
@@ -119,7 +119,7 @@ class Completion:
     def settles(self) -> bool:
         """Whether text is certain before the end: nothing is masked again, and decoding only appends."""
         r, lm = self.requests[0], self.served.lm
-        locks = lm.model.config.causal or make_plan(r.settings, make_schedule(lm.loaded.noise)).locks
+        locks = lm.model.config.causal or make_sampler(r.settings, make_schedule(lm.loaded.noise)).writes_once
         # A banned phrase, and an end of text before the last required word, are drawn again.
         early_end = bool(r.required) and r.stop_id is not None
         repaired = (early_end or any(len(word) > 1 for word in r.banned)) and not lm.model.config.causal

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from adlm.samplers import SAMPLERS
+from adlm.tables import SAMPLERS
 
 
 def encodable(text: Any) -> Any:

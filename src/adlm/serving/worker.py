@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
-from adlm.evaluation.sweep import STEPLESS
 from adlm.schema import SamplingConfig
 from adlm.serving.guesses import Guess, best_guesses
 from adlm.serving.metrics import Metrics
 from adlm.serving.problems import Problem
+from adlm.tables import SAMPLERS
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
@@ -325,4 +325,4 @@ class Worker:
 
 def expected_evaluations(settings: SamplingConfig, holes: int) -> int:
     """About how many frames a row will have."""
-    return holes if settings.sampler in STEPLESS else settings.steps
+    return settings.steps if SAMPLERS.load(settings.sampler).steps_matter else holes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adlm.data.loader import Batch, read_ahead
-from adlm.objectives import Objective, Rows, Task
+from adlm.objectives import CorruptedBatch, Objective, Sequences
 from adlm.objectives.base import rounded
 from adlm.schema import Config
 from adlm.training.sizes import pieces_at, rows_at
@@ -23,10 +23,10 @@ HOST = torch.device("cpu")
 
 def rows_on(
     device: torch.device, tokens: np.ndarray, mask: np.ndarray | None, examples: np.ndarray, total: int
-) -> Rows:
+) -> Sequences:
     """Rows as tensors of a device."""
     tokens_BL, example_B = (put(torch.from_numpy(x), device) for x in (tokens, examples))
-    return Rows(tokens_BL, example_B, total, None if mask is None else put(torch.from_numpy(mask), device))
+    return Sequences(tokens_BL, example_B, total, None if mask is None else put(torch.from_numpy(mask), device))
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ def in_pieces(batch: Batch, pieces: int) -> Batch:
     return Batch(batch.tokens.reshape(B * pieces, L // pieces), mask, examples)
 
 
-def draw_tasks(objective: Objective, batch: Batch, step: int, micro_batches: int, cfg: Config) -> list[Task]:
+def draw_tasks(objective: Objective, batch: Batch, step: int, micro_batches: int, cfg: Config) -> list[CorruptedBatch]:
     """The tasks of a rank's micro-batches of optimizer step `step`, on the host. `micro_batches`: of a whole batch."""
     pieces, rows = pieces_at(cfg.train, step), rows_at(cfg.train, step)
     micro_batches = math.ceil(micro_batches * rows / cfg.train.global_batch_size)
@@ -51,23 +51,23 @@ def draw_tasks(objective: Objective, batch: Batch, step: int, micro_batches: int
     for part in np.array_split(np.arange(len(batch.tokens)), micro_batches):
         mask = None if batch.attention_mask is None else batch.attention_mask[part]
         clean = rows_on(HOST, batch.tokens[part], mask, batch.examples[part] % total, total)
-        task = objective.draw(clean, step, step / cfg.train.steps)
+        task = objective.corrupt(clean, step, step / cfg.train.steps)
         tasks.append(rounded(task) if cfg.train.cuda_graphs else task)
     return tasks
 
 
 def drawn(
     objective: Objective, batches: Iterator[Batch], first: int, micro_batches: int, cfg: Config, device: torch.device
-) -> Iterator[tuple[Batch, list[Task]]]:
+) -> Iterator[tuple[Batch, list[CorruptedBatch]]]:
     """Every batch with its tasks, from optimizer step `first` on; beside a GPU a thread draws ahead."""
     steps = ((batch, draw_tasks(objective, batch, i, micro_batches, cfg)) for i, batch in enumerate(batches, first))
     return read_ahead(steps) if device.type == "cuda" else steps
 
 
-def on_device(task: Task, device: torch.device) -> Task:
+def on_device(task: CorruptedBatch, device: torch.device) -> CorruptedBatch:
     terms = {
         name: term._replace(
-            rows_N=put(term.rows_N, device),
+            positions_N=put(term.positions_N, device),
             targets_N=put(term.targets_N, device),
             weights_N=put(term.weights_N, device),
         )

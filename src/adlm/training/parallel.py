@@ -159,7 +159,7 @@ def expect_any_number(task: Any) -> None:
     """Tell the compiler that every batch scores another number of positions, which it would find out by compiling
     everything twice."""
     for term in getattr(task, "terms", {}).values():
-        torch._dynamo.maybe_mark_dynamic(term.rows_N, 0)
+        torch._dynamo.maybe_mark_dynamic(term.positions_N, 0)
 
 
 def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:

@@ -73,13 +73,7 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Languag
 
 
 def objective_for(cfg: Config, data: Data) -> Objective:
-    share_V = None
-    if cfg.objective.anchor_rule == "rarity":
-        counts = data.train.frequencies().astype(np.float64)
-        share_V = torch.from_numpy(counts / counts.sum())
-    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed, share_V)
-    objective.check(cfg.model)
-    return objective
+    return make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed)
 
 
 def scored_shares(objective: Objective, blocks: Blocks) -> tuple[float, float]:
@@ -87,10 +81,10 @@ def scored_shares(objective: Objective, blocks: Blocks) -> tuple[float, float]:
     n = min(SHARE_ROWS, len(blocks))
     indices = np.arange(n)
     rows = rows_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
-    task = objective.draw(rows, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
+    task = objective.corrupt(rows, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
     through = {"denoiser": 0, "anchor": 0}
     for term in task.terms.values():
-        through[term.head] += len(term.rows_N)
+        through[term.head] += len(term.positions_N)
     return through["denoiser"] / task.count, through["anchor"] / task.count
 
 

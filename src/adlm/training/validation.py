@@ -34,7 +34,7 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
         tokens, mask = valid.rows(indices), valid.attention_masks(indices)
         if not real.all():
             mask = (np.ones_like(tokens, dtype=bool) if mask is None else mask) & real[:, None]
-        task = objective.draw_bound(rows_on(ranks.device, tokens, mask, indices, n), 0)
+        task = objective.corrupt_for_bound(rows_on(ranks.device, tokens, mask, indices, n), 0)
         with ranks.autocast():
             output = wrapped(task)
         (bound,) = output.terms.values()
