@@ -314,7 +314,7 @@ class SamplingConfig:
     """Rows that share a network call."""
     seed: Seed = 0
     """Sample i uses seed + i."""
-    temperature: Annotated[float, Range("0 (greedy) or more, up to 3e38", low=0, high=3e38)] = 1.0
+    temperature: Annotated[float, Range("in [0, 3e38]", low=0, high=3e38)] = 1.0
     """Divides the logits (0: greedy). In float32: beyond its range every draw would be token 0."""
     top_p: PositiveFraction = 1.0
     """Nucleus: keep the smallest set of tokens with at least this probability."""

@@ -27,7 +27,7 @@ def as_settings(**values: Any) -> dict[str, Any]:
 
 def typed(what: str, value: Any, kind: type, more: str = "") -> Any:
     """The value, if it is of that kind; True is no number."""
-    if kind is str and isinstance(value, os.PathLike):  # of a file, such as sampling.grid
+    if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     allowed, said = KINDS[kind]
     fits = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
