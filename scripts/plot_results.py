@@ -76,7 +76,7 @@ def plot_evidence() -> None:
 
 def plot_compute() -> None:
     """Held-out bound against training compute, a point a run: recipe fast, three seeds of each."""
-    share = "adlm+recipe=fast+objective.anchor_rule=all+objective.anchor_fraction=0.25"
+    share = "adlm+recipe=fast+objective.anchor_rule=all+objective.anchor_share=0.25"
     kinds = {  # runs: colour, marker, label
         ("evidence", "mdlm-matched+recipe=fast"): ("#e08e45", "o", "no anchors: 2,200, 2,314 and 2,478 steps"),
         ("evidence-share", "mdlm-matched+recipe=fast+train.steps=2314"): ("#e08e45", "o", None),
@@ -147,6 +147,32 @@ def plot_time() -> None:
     save(figure, "time.png")
 
 
+def plot_controls() -> None:
+    """Paired differences to the run without anchors, equal tokens, one dot a continuation; and the bases themselves."""
+    lines = json.loads((RESULTS / "controls" / "continuations.json").read_text())
+    bound = {(e["base"], e["base_seed"], e["variant"], e["seed"]): e["bound"] for e in lines}
+    names = ["shuffled", "probe", "rare", "tied", "gamma-off", "random", "common", "anchors"]
+    figure, (early, late) = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(1, 2.2), layout="constrained")
+    bases = json.loads((RESULTS / "controls" / "bases.json").read_text())
+    for kind, colour, label in (("probe", "#e08e45", "without anchors"), ("anchors", OURS, "with anchors")):
+        early.plot(range(1, 4), bases[kind], "o", color=colour, label=label)
+    early.set(title="bound after the first 10M tokens", xlabel="seed", ylabel="nats per token", xticks=(1, 2, 3))
+    early.legend()
+    for base, seed, colour, label in (("probe", 1, "#e08e45", "without"), ("anchors", 2, OURS, "with")):
+        dots = [
+            (bound[base, seed, name, s] - bound[base, seed, "plain-equal-tokens", s], y)
+            for y, name in enumerate(names)
+            for s in (1, 2, 3)
+            if (base, seed, name, s) in bound
+        ]
+        late.plot(*zip(*dots), "o", color=colour, alpha=0.8, label=f"from a base {label} anchors")
+    late.axvline(0, color="#888888", linewidth=1)
+    late.set(title="the next 10M tokens: minus no anchors, equal tokens", xlabel="nats per token")
+    late.set_yticks(range(len(names)), names)
+    late.legend()
+    save(figure, "controls.png")
+
+
 def plot_reasoning() -> None:
     """Accuracy on the published test files with intervals, the paper's beside it, and training losses."""
     results = json.loads((RESULTS / "reasoning" / "results.json").read_text())
@@ -186,6 +212,7 @@ if __name__ == "__main__":
     plot_speed()
     plot_box()
     plot_evidence()
+    plot_controls()
     plot_compute()
     plot_quick()
     plot_time()

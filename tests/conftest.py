@@ -1,6 +1,7 @@
 """Shared by all tests: where real data may lie, and one thread per worker (the suite runs in parallel)."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ settings.register_profile("repeatable", derandomize=True, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 SHARED = Path(__file__).parents[1].parent / "shared"
+RELEASE = Path(__file__).parent / "parity" / "fixtures" / "release.tar.xz"
 
 
 def pytest_addoption(parser):
@@ -37,11 +39,11 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def parity(shared: Path) -> Path:
-    """Numbers computed by the public release."""
-    if not (shared / "parity").is_dir():
-        pytest.skip("no parity numbers of the public release beside this checkout")
-    return shared / "parity"
+def parity(tmp_path_factory) -> Path:
+    """Numbers and checkpoints of the public release (parity/fixtures/README.md), unpacked."""
+    folder = tmp_path_factory.mktemp("parity")
+    shutil.unpack_archive(RELEASE, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,10 @@ from rich.console import Console
 
 from adlm import config
 from adlm.config.keys import group_choices
-from adlm.data.blocks import write_atomically
 from adlm.errors import choose, require
 from adlm.evaluation.comparison import Comparison, Entry, measure_run
 from adlm.evaluation.results import write_result
-from adlm.io.paths import writable_folder
+from adlm.io.paths import writable_folder, write_atomically
 from adlm.schema import Config
 from adlm.training.loop import command_line, train
 from adlm.training.parallel import Interruption, world

@@ -28,11 +28,18 @@ RENAMED = {
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
+REMOVED_VALUES = {("model.bridge", "residual")}
+"""(today's key, old value) that no version of today can read."""
+
 REMOVED: dict[str, tuple[Any, ...]] = {
-    "objective.hard": (),  # a threshold of anchor_rule=loss alone, which is refused by name
-    "objective.rarity": (),  # a threshold of anchor_rule=rarity alone, likewise
+    "model.skips": (False,),
+    "model.value_residual": (False,),
+    "objective.hard": (),  # a threshold of anchor_rule=loss alone
+    "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
     "objective.time_density_b": (),  # see `migrate`
     "sampling.grid": ("",),
+    "serve.max_body": (),
+    "serve.read_timeout": (),
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
@@ -56,5 +63,9 @@ def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
             )
             continue
         key = RENAMED.get(key, key)
+        require(
+            not isinstance(value, str) or (key, value) not in REMOVED_VALUES,
+            f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
+        )
         current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current

@@ -49,17 +49,6 @@ class Choices:
 
 Rule = Range | Choices
 
-Count = Annotated[int, Range("at least 1", low=1)]
-WholeNumber = Annotated[int, Range("at least 0", low=0)]
-Seed = Annotated[int, Range("in [0, 2^63)", low=0, high=(1 << 63) - 1)]
-NotNegative = Annotated[float, Range("at least 0", low=0)]
-AtLeastOne = Annotated[float, Range("at least 1", low=1)]
-Positive = Annotated[float, Range("above 0", low=0, open_low=True)]
-Fraction = Annotated[float, Range("in [0, 1]", low=0, high=1)]
-FractionBelowOne = Annotated[float, Range("in [0, 1)", low=0, high=1, open_high=True)]
-PositiveFraction = Annotated[float, Range("in (0, 1]", low=0, high=1, open_low=True)]
-InnerFraction = Annotated[float, Range("in (0, 1)", low=0, high=1, open_low=True, open_high=True)]
-
 
 @functools.cache
 def rules_of(kind: type) -> dict[str, Rule]:
@@ -70,6 +59,18 @@ def rules_of(kind: type) -> dict[str, Rule]:
 
 
 def check_fields(section: Any, name: str) -> None:
-    """Check every field of one section of the schema, called `name`, by the rule beside it."""
+    """Check every field of one section of the schema, called `name`, by its own rule."""
     for field, rule in rules_of(type(section)).items():
         rule.check(f"{name}.{field}", getattr(section, field))
+
+
+Count = Annotated[int, Range("at least 1", low=1)]
+WholeNumber = Annotated[int, Range("at least 0", low=0)]
+Seed = Annotated[int, Range("in [0, 2^63)", low=0, high=(1 << 63) - 1)]
+NotNegative = Annotated[float, Range("at least 0", low=0)]
+AtLeastOne = Annotated[float, Range("at least 1", low=1)]
+Positive = Annotated[float, Range("above 0", low=0, open_low=True)]
+Fraction = Annotated[float, Range("in [0, 1]", low=0, high=1)]
+FractionBelowOne = Annotated[float, Range("in [0, 1)", low=0, high=1, open_high=True)]
+PositiveFraction = Annotated[float, Range("in (0, 1]", low=0, high=1, open_low=True)]
+InnerFraction = Annotated[float, Range("in (0, 1)", low=0, high=1, open_low=True, open_high=True)]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from adlm import tables
+from adlm.errors import require
 from adlm.rules import (
     AtLeastOne,
     Choices,
@@ -23,6 +24,7 @@ from adlm.rules import (
     Range,
     Seed,
     WholeNumber,
+    check_fields,
 )
 
 CORPORA = (
@@ -45,14 +47,14 @@ class ModelConfig:
     n_denoiser_blocks: WholeNumber = 6
     """Blocks after the anchors are read; ignored when not anchored. The paper uses half of n_blocks."""
     length: Annotated[int, Range("at least 4", low=4)] = 1024
-    """Longest row in tokens."""
+    """Longest sequence in tokens."""
     dropout: FractionBelowOne = 0.1
     """Dropout probability on the output of attention and MLP, in training."""
     anchored: bool = True
     """Two stages: an anchor network whose prediction feeds a denoiser."""
-    bridge: Annotated[str, Choices(("linear", "residual", "none"))] = "linear"
-    """How anchors reach the denoiser: collapsed (the paper's, residual stream cut), residual (stream kept, prediction
-    added through a zero-initialised map), none (stream kept, anchors only in the loss)."""
+    bridge: Annotated[str, Choices(tables.BRIDGES)] = "linear"
+    """How anchors reach the denoiser: linear (the paper's: the denoiser reads a linear map of the anchor logits), none
+    (it continues the residual stream, anchors only appear in the loss)."""
     causal: bool = False
     """Attention to the past only (AR, A2R)."""
     adaln: bool = True
@@ -65,11 +67,6 @@ class ModelConfig:
     """layernorm or rmsnorm."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
-    value_residual: bool = False
-    """Blocks attend to a learned mixture of their own values and those of the first block of the residual stream."""
-    skips: bool = False
-    """The last block also reads the residual stream as it was after the first, the second to last as it was after the
-    second, and so on, each times a learned factor that starts at 0."""
     activation: Annotated[str, Choices(("gelu", "relu2"))] = "gelu"
     """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
     bias: bool = True
@@ -80,6 +77,26 @@ class ModelConfig:
     """Width of the MLP over hidden_size."""
     init: Annotated[str, Choices(("torch", "normal"))] = "torch"
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
+
+    def check(self) -> None:
+        """Refuse values, alone or together, that no network can be built from."""
+        check_fields(self, "model")
+        require(
+            self.hidden_size % (2 * self.n_heads) == 0,
+            f"model.n_heads={self.n_heads} must split model.hidden_size={self.hidden_size} into heads of even width",
+        )
+        require(
+            not self.anchored or self.n_denoiser_blocks >= 1,
+            "model.n_denoiser_blocks=0 leaves no denoiser: give at least 1, or model.anchored=false",
+        )
+        require(
+            self.adaln or not self.time_conditioning,
+            "model.time_conditioning=true needs model.adaln=true, through which the noise level enters",
+        )
+        require(
+            not (self.causal and self.time_conditioning),
+            "model.causal=true has no noise level: set model.time_conditioning=false",
+        )
 
 
 @dataclass
@@ -313,28 +330,28 @@ class SamplingConfig:
     batch_size: Count = 16
     """Rows that share a network call."""
     seed: Seed = 0
-    """Sample i uses seed + i."""
+    """Decides every random choice; sample i uses seed + i."""
     temperature: Annotated[float, Range("in [0, 3e38]", low=0, high=3e38)] = 1.0
-    """Divides the logits (0: greedy). In float32: beyond its range every draw would be token 0."""
+    """Divides the logits; 0 is greedy."""
     top_p: PositiveFraction = 1.0
     """Nucleus: keep the smallest set of tokens with at least this probability."""
-    top_k: Annotated[int, Range("at least 0, and below 2^63", low=0, high=(1 << 63) - 1)] = 0
+    top_k: Annotated[int, Range("in [0, 2^31)", low=0, high=(1 << 31) - 1)] = 0
     """Keep the k most probable tokens (0: all)."""
     min_p: FractionBelowOne = 0.0
     """Keep tokens with at least this fraction of the most probable one's probability."""
     eta: Fraction = 0.02
     """Remasking strength in [0, 1] (remdm-cap, -rescale, -loop)."""
-    t_on: Fraction = 0.55
+    t_on: InnerFraction = 0.55
     """remdm-loop: time at which the remasking phase starts."""
-    t_off: Fraction = 0.05
+    t_off: InnerFraction = 0.05
     """remdm-loop: time at which it ends."""
-    alpha_on: Fraction = 0.9
+    alpha_on: InnerFraction = 0.9
     """remdm-loop: fraction of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
     threshold: NotNegative = 0.9
     """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
     parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
-    guidance: NotNegative = 0.0
+    guidance: Annotated[float, Range("in [0, 100]", low=0, high=100)] = 0.0
     """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: WholeNumber = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
@@ -439,21 +456,17 @@ class ServeConfig:
     cors: str = ""
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
     slots: Count = 32
-    """Rows of a model that share network calls."""
+    """Sequences of a model that share network calls."""
     queue: Count = 256
-    """Rows that may wait for a slot; beyond, requests are answered 429."""
+    """Sequences that may wait for a slot; beyond, requests are answered 429."""
     max_length: WholeNumber = 0
-    """Longest row of a request in tokens; 0: the model's length."""
+    """Longest sequence of a request in tokens; 0: the model's length."""
     max_steps: Count = 4096
     """Most steps of a request."""
     max_n: Count = 16
-    """Most rows of a request (n times prompts)."""
-    max_body: Count = 1_000_000
-    """Largest request body in bytes."""
+    """Most sequences of a request (n times prompts)."""
     timeout: Positive = 300.0
     """Seconds a request may take, waiting included."""
-    read_timeout: Positive = 10.0
-    """Seconds a client may take to send a request."""
     grace: NotNegative = 30.0
     """Seconds that running requests get to finish after SIGTERM or Ctrl-C, before they are cancelled."""
 

@@ -42,6 +42,14 @@ class Table(Mapping[str, str]):
         return getattr(importlib.import_module(module), attribute)
 
 
+BRIDGES = Table(
+    "bridges",
+    {
+        "linear": "adlm.models.bridge:LinearBridge",
+        "none": "adlm.models.bridge:NoBridge",
+    },
+)
+
 OBJECTIVES = Table(
     "objectives",
     {

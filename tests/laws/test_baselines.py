@@ -1,6 +1,7 @@
 """Laws of the baselines: score entropy and D3PM against autograd, against the NELBO, and in their limits."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def test_chunk_losses_train_through_the_chunked_head():
     hidden = torch.randn(9, 4, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(V, 4, generator=g, dtype=torch.float64, requires_grad=True)
     _, bias, target, numbers = chunk_problem(4)
-    value = linear_cross_entropy(hidden, weight, bias, target, numbers, chunk_loss=d3pm_chunk(MASK), chunk_rows=2)
+    head = SimpleNamespace(weight=weight, bias=bias)
+    value = linear_cross_entropy(hidden, head, target, numbers, chunk_loss=d3pm_chunk(MASK), chunk_size=2)
     expected = plain_d3pm(hidden @ weight.T, bias, target, numbers).sum()
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=0)
     for a, b in zip(torch.autograd.grad(value, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight))):

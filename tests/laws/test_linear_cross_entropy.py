@@ -3,14 +3,19 @@
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adlm.models import linear_cross_entropy, linear_nll, linear_row_losses
-from adlm.models.linear_cross_entropy import cross_entropy_chunk
+from adlm.models import linear_cross_entropy, linear_losses, linear_nll
+
+
+class Head(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 def problem(dtype, N=37, D=8, V=23, seed=0):
@@ -33,78 +38,45 @@ def dense(hidden, weight, bias, targets, weights, exclude):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("exclude", [None, 22])
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("chunk_rows", [1, 5, 37, 1000])
-def test_equals_dense(dtype, tolerance, exclude, with_bias, chunk_rows):
+@pytest.mark.parametrize("chunk_size", [1, 5, 37, 1000])
+def test_equals_dense(dtype, tolerance, exclude, with_bias, chunk_size):
     hidden, weight, bias, targets, weights = problem(dtype)
     bias = bias if with_bias else None
     inputs = [x for x in (hidden, weight, bias) if x is not None]
-    fast = 3 * linear_cross_entropy(hidden, weight, bias, targets, weights, exclude, chunk_rows=chunk_rows)
+    fast = 3 * linear_cross_entropy(hidden, Head(weight, bias), targets, weights, exclude, chunk_size=chunk_size)
     slow = 3 * dense(hidden, weight, bias, targets, weights, exclude)
     torch.testing.assert_close(fast, slow, rtol=tolerance, atol=0)
     for a, b in zip(torch.autograd.grad(fast, inputs), torch.autograd.grad(slow, inputs)):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
-def test_rows_below_the_floor_carry_nothing(dtype, tolerance, chunk_rows):
-    hidden, weight, bias, targets, weights = problem(dtype)
-    nats = linear_nll(hidden, weight, bias, targets)
-    # before the weight, which would let other rows through; and between two rows, not on one
-    floor = nats.sort().values[17:19].mean().item()
-    hard = [i for i, value in enumerate(nats.tolist()) if value >= floor]
-    assert len(hard) == 19 and hard != (nats * weights >= floor).nonzero().squeeze(1).tolist()
-    fast = linear_cross_entropy(hidden, weight, bias, targets, weights, floor=floor, chunk_rows=chunk_rows)
-    slow = dense(hidden[hard], weight, bias, targets[hard], weights[hard], None)
-    torch.testing.assert_close(fast, slow, rtol=tolerance, atol=0)
-    inputs = (hidden, weight, bias)
-    gradients = torch.autograd.grad(fast, inputs)
-    for a, b in zip(gradients, torch.autograd.grad(slow, inputs)):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    assert torch.equal(gradients[0].norm(dim=1) > 0, nats >= floor), "exactly zero, not small"
-    rows = linear_row_losses(hidden, weight, bias, targets, weights, floor=floor)
-    torch.testing.assert_close(rows.sum(), fast, rtol=tolerance, atol=0)
-
-
-def test_a_row_on_the_floor_counts_and_so_does_one_that_is_not_a_number():
-    z = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
-    z[3] = torch.nan
-    target, weight = torch.tensor([0, 3, 8, 2]), torch.tensor([0.5, 1.0, 2.0, 1.0])
-    nats, _ = cross_entropy_chunk(z.clone(), target, torch.ones(4))
-    for i, floor in enumerate(nats[:3].tolist()):
-        loss, gradient = cross_entropy_chunk(z.clone(), target, weight, floor)
-        assert loss[i] == floor * weight[i] and gradient[i].abs().sum() > 0
-        above = torch.nextafter(nats[i], torch.tensor(torch.inf)).item()
-        loss, gradient = cross_entropy_chunk(z.clone(), target, weight, above)
-        assert loss[i] == 0 and gradient[i].abs().sum() == 0
-        assert loss[3].isnan(), "the loop looks for broken steps in the loss: a floor must not hide them"
-
-
-def test_rows_without_gradient():
+def test_losses_without_gradient():
     hidden, weight, bias, targets, weights = problem(torch.float64)
     with torch.no_grad():
-        value = linear_cross_entropy(hidden, weight, bias, targets, weights)
-        rows = linear_nll(hidden, weight, bias, targets)
-    torch.testing.assert_close(value, (rows * weights).sum())
+        value = linear_cross_entropy(hidden, Head(weight, bias), targets, weights)
+        nll = linear_nll(hidden, Head(weight, bias), targets)
+        losses = linear_losses(hidden, Head(weight, bias), targets, weights)
+    torch.testing.assert_close(value, (nll * weights).sum())
+    torch.testing.assert_close(value, losses.sum())
     assert not value.requires_grad
 
 
-def test_no_rows_is_zero():
+def test_no_positions_is_zero():
     hidden, weight, bias, targets, weights = problem(torch.float32)
     none = slice(0, 0)
-    value = linear_cross_entropy(hidden[none], weight, bias, targets[none], weights[none])
+    value = linear_cross_entropy(hidden[none], Head(weight, bias), targets[none], weights[none])
     value.backward()
     assert value.item() == 0
     assert weight.grad is not None and weight.grad.abs().max() == 0
-    assert linear_nll(hidden[none], weight, bias, targets[none]).shape == (0,)
+    assert linear_nll(hidden[none], Head(weight, bias), targets[none]).shape == (0,)
 
 
 def test_bf16_autocast_keeps_sums_in_float32():
     hidden, weight, bias, targets, weights = problem(torch.float32, N=64, D=32, V=101)
-    exact = linear_cross_entropy(hidden, weight, bias, targets, weights)
+    exact = linear_cross_entropy(hidden, Head(weight, bias), targets, weights)
     # without oneDNN: on some virtual machines its bf16 kernels use instructions the machine does not have
     with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=False):
-        value = linear_cross_entropy(hidden, weight, bias, targets, weights)
+        value = linear_cross_entropy(hidden, Head(weight, bias), targets, weights)
     value.backward()
     assert value.dtype == torch.float32 and weight.grad.dtype == torch.float32
     assert abs(value.item() / exact.item() - 1) < 1e-2
@@ -124,14 +96,14 @@ class Largest(TorchDispatchMode):
 
 
 def test_never_holds_more_than_one_chunk_of_logits():
-    N, D, V, chunk_rows = 600, 4, 500, 10
+    N, D, V, chunk_size = 600, 4, 500, 10
     hidden, weight, bias, targets, weights = problem(torch.float32, N, D, V)
     with Largest() as largest:
-        linear_cross_entropy(hidden, weight, bias, targets, weights, chunk_rows=chunk_rows).backward()
-    assert largest.elements == chunk_rows * V
+        linear_cross_entropy(hidden, Head(weight, bias), targets, weights, chunk_size=chunk_size).backward()
+    assert largest.elements == chunk_size * V
     with Largest() as largest:
         dense(hidden, weight, bias, targets, weights, None).backward()
-    assert largest.elements == N * V, "the probe sees the dense twin's logits"
+    assert largest.elements == N * V, "the probe sees the dense reference's logits"
 
 
 @pytest.mark.parametrize(
@@ -139,14 +111,15 @@ def test_never_holds_more_than_one_chunk_of_logits():
     [
         (lambda h, w, b, t, g: (h[0], w, b, t, g), "must be [N, D] and [V, D]"),
         (lambda h, w, b, t, g: (h[:, 1:], w, b, t, g), "must be [N, D] and [V, D]"),
-        (lambda h, w, b, t, g: (h, w, b, t[1:], g), "one per hidden row"),
-        (lambda h, w, b, t, g: (h, w, b, t, g[:-1]), "one per hidden row"),
+        (lambda h, w, b, t, g: (h, w, b, t[1:], g), "one per hidden state"),
+        (lambda h, w, b, t, g: (h, w, b, t, g[:-1]), "one per hidden state"),
         (lambda h, w, b, t, g: (h, w, b[1:], t, g), "bias must be"),
     ],
 )
 def test_bad_shapes(change, message):
+    hidden, weight, bias, targets, weights = change(*problem(torch.float32))
     with pytest.raises(ValueError) as error:
-        linear_cross_entropy(*change(*problem(torch.float32)))
+        linear_cross_entropy(hidden, Head(weight, bias), targets, weights)
     assert message in str(error.value)
 
 
@@ -160,21 +133,16 @@ for n, V in ((5, 5000), (3, 8192), (4, 300), (2, 20000), (0, 9)):
     bias[3] = bias[-2:] = -torch.inf  # an excluded class, and padding
     target, weight = torch.randint(4, max(5, V - 2), (n,), generator=generator), torch.rand(n, generator=generator)
     z += bias
-    nats = cross_entropy_chunk(z.clone(), target, torch.ones(n))[0]
-    for floor in (0.0, nats.mean().item() if n else 1.0, 1e9):
-        expected = cross_entropy_chunk(z.clone(), target, weight, floor)
-        got = cross_entropy_rows(z.clone(), target, weight, floor)
-        for a, b in zip(got, expected):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        assert torch.equal(got[0] > 0, nats >= floor) and torch.equal(got[1].norm(dim=1) > 0, nats >= floor)
+    for a, b in zip(cross_entropy_rows(z.clone(), target, weight), cross_entropy_chunk(z.clone(), target, weight)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 broken = torch.full((1, 300), torch.nan)
-loss, _ = cross_entropy_rows(broken, torch.tensor([3]), torch.ones(1), 2.0)
+loss, _ = cross_entropy_rows(broken, torch.tensor([3]), torch.ones(1))
 assert loss.isnan().all()
 """
 
 
 def test_the_kernel_equals_the_plain_chunk():
-    """Interpreted on the CPU; tests/test_gpu.py runs it for real."""
+    """Interpreted on the CPU; tests/plumbing/test_gpu.py runs it for real."""
     pytest.importorskip("triton", reason="triton comes with torch's CUDA builds")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)

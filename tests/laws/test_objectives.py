@@ -16,7 +16,7 @@ from torch import nn
 
 from adlm.diffusion.schedules import beta_quantile, draw_times, make_schedule, strata
 from adlm.models import Hidden
-from adlm.models.layers import activations_at
+from adlm.models.layers import pick_flat
 from adlm.objectives import Sequences, loss, make_objective, sequence_bounds
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.objectives.anelbo import gamma_at
@@ -53,13 +53,13 @@ class ExactDenoiser(nn.Module):
         self.sequences = torch.tensor(list(itertools.product(range(self.n_tokens), repeat=self.length)))
         self.p = p_x.reshape(-1)
 
-    def forward(self, z_BL, sigma_B=None, at=None):
+    def forward(self, z_BL, sigma_B=None, at_N=None):
         agrees = ((z_BL[:, None] == self.sequences) | (z_BL[:, None] == self.mask_id)).all(-1)
         joint = agrees * self.p
         joint = joint / joint.sum(-1, keepdim=True)
         one_hot = nn.functional.one_hot(self.sequences, self.vocab_size).float()
         logits_BLV = torch.einsum("bs,slv->blv", joint, one_hot).clamp_min(1e-30).log()
-        return Hidden(logits_BLV if at is None else activations_at(logits_BLV, at), None)
+        return Hidden(logits_BLV if at_N is None else pick_flat(logits_BLV, at_N), None)
 
 
 def bounds_of(model, objective, sequences, draw=0):
@@ -155,7 +155,6 @@ FAST_VARIANTS = {
     "published": {},
     "modern": MODERN,
     "time": {"time_conditioning": True},
-    "residual": {"bridge": "residual"},
     "none": {"bridge": "none"},
 }
 

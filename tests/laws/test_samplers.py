@@ -4,7 +4,6 @@ they refuse."""
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
 from release import load
 from score_form import analytic_last_step, score_from_probs
 
@@ -17,13 +16,10 @@ from adlm.samplers.scheduled import Mdlm, Scheduled
 from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
 
-FIXTURE = SHARED / "parity" / "fixture_mini.pt"
-needs_fixture = pytest.mark.skipif(not FIXTURE.exists(), reason=f"{FIXTURE.name} is not here")
-
 
 @pytest.fixture(scope="module")
-def fixture():
-    return torch.load(FIXTURE, weights_only=True)
+def fixture(parity):
+    return torch.load(parity / "fixture_mini.pt", weights_only=True)
 
 
 def release_rates(step: dict) -> rates.Rates:
@@ -45,7 +41,6 @@ def release_rates(step: dict) -> rates.Rates:
     }[name]()
 
 
-@needs_fixture
 def test_one_step_of_every_sampler_equals_the_releases(fixture):
     """Normalised q of all recorded steps, within 1e-6."""
     x_t, p_x0, mask = fixture["samplers"]["x_t"], fixture["samplers"]["p_x0"], fixture["mask_index"]
@@ -85,7 +80,6 @@ def test_one_step_of_every_sampler_equals_the_releases(fixture):
     }  # fmt: skip
 
 
-@needs_fixture
 def test_the_releases_nucleus_cut(fixture):
     """p(x0) of the release at p=0.9 from its own uncut prediction."""
     p_x0, x_t, mask = fixture["samplers"]["p_x0"], fixture["samplers"]["x_t"], fixture["mask_index"]
@@ -95,7 +89,6 @@ def test_the_releases_nucleus_cut(fixture):
         torch.testing.assert_close(cut, p_x0[f"{t}/0.9"][masked], rtol=0, atol=1e-6)
 
 
-@needs_fixture
 def test_release_dfm_takes_the_releases_times(fixture):
     for step in fixture["samplers"]["steps"]:
         if step["sampler"] == "dfm":

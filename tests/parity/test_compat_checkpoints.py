@@ -188,8 +188,7 @@ def test_every_release_name_has_one_of_ours(kind):
 
 def test_what_the_release_has_no_name_for_is_not_exported(exported, tmp_path):
     for key, value in {
-        "norm": "rmsnorm", "bridge": "residual", "n_denoiser_blocks": 3, "qk_norm": True, "value_residual": True,
-        "skips": True,
+        "norm": "rmsnorm", "bridge": "none", "n_denoiser_blocks": 3, "qk_norm": True,
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=rf"model\.{key}="):
             export_release(exported("adlm", **{key: value}), tmp_path / "x.ckpt")

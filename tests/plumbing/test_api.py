@@ -162,7 +162,7 @@ def test_predictions_of_a_time_conditioned_model_are_those_of_its_engine(tmp_pat
     m = timed.tokenizer.mask_id
     row = [timed.tokenizer.bos_id, *b"ab", m, m, *b"c", m]
     engine = timed.engine(1)
-    expected = engine.network.word_log_probs(row, list(range(m)), 3 / 7)
+    expected = engine.evaluator.word_log_probs(row, list(range(m)), 3 / 7)
     found = timed.log_probs(torch.tensor([row]))[0]
     np.testing.assert_allclose(found[3, :m].numpy(), expected[3], rtol=1e-4, atol=1e-4)
     shallow, deep = (timed.anchor_logits(torch.tensor([r])) for r in (row, [m if t == row[5] else t for t in row]))

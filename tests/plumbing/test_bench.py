@@ -28,7 +28,7 @@ def settings(*more):
 
 
 @pytest.mark.parametrize("rule", ["count", "all"])
-@pytest.mark.parametrize("options", [{}, {"bridge": "residual"}, {"anchored": False}])
+@pytest.mark.parametrize("options", [{}, {"bridge": "none"}, {"anchored": False}])
 def test_the_dense_loss_is_our_loss(options, rule):
     model = tiny_model(dtype=torch.float64, **options)
     name = "anelbo" if model.config.anchored else "nelbo"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exports import export
 from runs import overrides
 
 import adlm
@@ -55,3 +56,17 @@ def test_the_shipped_model_writes_words():
     (sample,) = adlm.load(device="cpu").generate(n=1, steps=32, length=64, seed=0)
     words = [word for word in sample.text.lower().split() if word.isalpha()]
     assert len(words) > 20 and {"the", "of", "in", "and"} & set(words)
+
+
+def test_an_export_of_an_earlier_version_loads(tmp_path):
+    folder = export(tmp_path / "old")
+    info = json.loads((folder / "config.json").read_text())
+    info["objective"]["anchor_share"] = info["objective"].pop("anchor_fraction")
+    info["model"]["bridge"] = "collapsed"
+    (folder / "config.json").write_text(json.dumps(info))
+    loaded = load_checkpoint(folder)
+    assert (loaded.objective.anchor_fraction, loaded.model.config.bridge) == (1.0, "linear")
+    info["model"]["from_the_future"] = 1
+    (folder / "config.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r"config\.json has unknown ModelConfig keys: from_the_future"):
+        load_checkpoint(folder)

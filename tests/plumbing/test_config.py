@@ -219,7 +219,6 @@ BAD = [
     ("train.cuda_graphs=true train.checkpoint_activations=true", "cannot record train.checkpoint_activations"),
     ("algo=ar objective.gamma=0.1", "plain AR has no anchors"),
     ("algo=ar objective.gamma_end=0.1", "plain AR has no anchors"),
-    ("model.skips=true model.n_blocks=2 model.n_denoiser_blocks=2", "model.skips=true needs 3 blocks"),
     ("objective.time_density_a=0.5", "objective.time_density=0.5 must be at least 1"),
     ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
     ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),

@@ -17,7 +17,7 @@ V, M, L = 11, 10, 12
 MODELS = {
     "ar": {"anchored": False},
     "a2r": {},
-    "shortcuts": {"bridge": "none", "value_residual": True, "skips": True},
+    "no bridge": {"bridge": "none"},
 }
 
 

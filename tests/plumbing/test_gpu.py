@@ -34,7 +34,7 @@ def test_counter_based_uniforms_have_the_same_bits():
         assert torch.equal(cpu, gpu.cpu())
 
 
-@pytest.mark.parametrize("bridge", ["linear", "residual", "none"])
+@pytest.mark.parametrize("bridge", ["linear", "none"])
 def test_fast_loss_equals_dense_loss(bridge):
     model = tiny_model(bridge=bridge, dtype=torch.float64).cuda()
     x0 = random_tokens(6, 12, 10).cuda()
@@ -56,8 +56,7 @@ def test_a_step_never_waits_for_the_device():
     objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 210, seed=0)
     update = Updater(OptimConfig(), model, Ema(model, 0.99), Guard(10.0, torch.device("cuda")))
     tasks = [
-        objective.corrupt(Sequences(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0)
-        for i in (0, 1)
+        objective.corrupt(Sequences(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0) for i in (0, 1)
     ]
     for i, task in enumerate(tasks):
         torch.cuda.set_sync_debug_mode("error" if i else "default")  # the first step compiles and allocates
@@ -69,18 +68,16 @@ def test_a_step_never_waits_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("floor", [0.0, 19.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_kernel_equals_the_plain_chunk(dtype, floor):
+def test_the_loss_kernel_equals_the_plain_chunk(dtype):
     from adlm.models.kernels import cross_entropy_rows
 
     torch.manual_seed(0)
     z = (4 * torch.randn(33, 50304, device="cuda")).to(dtype)
     z[:, 50257:] = -torch.inf
     target, weight = torch.randint(0, 50257, (33,), device="cuda"), torch.rand(33, device="cuda")
-    expected = cross_entropy_chunk(z.float().clone(), target, weight, floor)  # which works in place
-    loss_n, gradient = cross_entropy_rows(z.clone(), target, weight, floor)
-    assert (loss_n > 0).all() if floor == 0 else 5 < (loss_n > 0).sum() < 28
+    expected = cross_entropy_chunk(z.float().clone(), target, weight)  # which works in place
+    loss_n, gradient = cross_entropy_rows(z.clone(), target, weight)
     torch.testing.assert_close(loss_n, expected[0], rtol=1e-5, atol=1e-5)
     rough = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
     torch.testing.assert_close(gradient.float(), expected[1], **rough)
@@ -122,8 +119,8 @@ def test_the_draw_kernel_draws_what_the_plain_draw_draws(vocab_size):
 
 @pytest.mark.parametrize(
     "variant",
-    [{}, MODERN, MODERN | {"bridge": "none", "value_residual": True, "skips": True}],
-    ids=["published", "modern", "shortcuts"],
+    [{}, MODERN, MODERN | {"bridge": "none"}],
+    ids=["published", "modern", "no bridge"],
 )
 def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
     cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=128, cond_dim=16, **variant)

@@ -47,13 +47,12 @@ def server(tmp_path_factory):
     from adlm.api import load
     from adlm.schema import SamplingConfig, ServeConfig
     from adlm.serving.app import make_app
-    from adlm.serving.metrics import server_metrics
-    from adlm.serving.models import Service
     from adlm.serving.server import make_server
+    from adlm.serving.service import Service
 
     folder = readable_model(tmp_path_factory.mktemp("page") / "export")
     models = {name: load(folder, "cpu") for name in ("tiny", "other")}
-    service = Service(models, ServeConfig(port=0, slots=4), SamplingConfig(steps=16, top_p=0.9), server_metrics())
+    service = Service(models, ServeConfig(port=0, slots=4), SamplingConfig(steps=16, top_p=0.9))
     uvicorn = make_server(make_app(service), service)
     thread = threading.Thread(target=uvicorn.run, daemon=True)
     thread.start()

@@ -26,7 +26,7 @@ from adlm.evaluation.perplexity import bits_per_byte, left_to_right, measure, ru
 from adlm.io.export import Loaded
 from adlm.io.load import load_checkpoint
 from adlm.models import Hidden
-from adlm.models.layers import activations_at
+from adlm.models.layers import pick_flat
 from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.schema import EvalConfig, NoiseConfig, ObjectiveConfig
 from adlm.training.loop import train
@@ -93,9 +93,9 @@ class Tabulated(nn.Module):
         self.whole = model
         self.hidden = model(torch.tensor(list(itertools.product(range(3), repeat=3)))).denoiser_BLD
 
-    def forward(self, z_BL, sigma_B=None, at=None):
+    def forward(self, z_BL, sigma_B=None, at_N=None):
         hidden_BLD = self.hidden[z_BL @ torch.tensor([9, 3, 1])]
-        return Hidden(hidden_BLD if at is None else activations_at(hidden_BLD, at), None)
+        return Hidden(hidden_BLD if at_N is None else pick_flat(hidden_BLD, at_N), None)
 
 
 @pytest.fixture(scope="module")

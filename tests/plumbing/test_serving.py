@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import load_tiny, serving
 
-from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
 
 openai = pytest.importorskip("openai", reason="the official client (extra 'test')")
@@ -208,13 +207,13 @@ def test_logprobs_are_the_shares_of_the_bound(http, lm):
     ],
 )
 def test_tokens_of_one_character_begin_where_it_begins(drawn, cut, offsets):
-    from adlm.serving.openai import Text
+    from adlm.serving.openai import CompletionText
 
     tokens = list(drawn if isinstance(drawn, bytes) else drawn.encode())
     row, mask = [256, 97, *tokens], TINY_LM.tokenizer.mask_id
     request = dataclasses.replace(TINY_LM.request(length=4, stop=False), tokens=[256, 97, *[mask] * len(tokens)])
-    completion = Text(TINY_LM, request, [])
-    text = completion.read(row, final=True).text if cut is None else cut
+    completion = CompletionText(TINY_LM, request, [])
+    text = completion.grow(row, final=True).text if cut is None else cut
     assert completion.offsets(row, text) == offsets
 
 
@@ -227,13 +226,13 @@ def test_tokens_of_one_character_begin_where_it_begins(drawn, cut, offsets):
 @settings(max_examples=150, deadline=None)
 def test_text_that_settles_bit_by_bit_adds_up_to_the_whole(tokens, stops, cut, data):
     """Half characters, stops across pieces, ends of text: in whatever order positions are filled."""
-    from adlm.serving.openai import Text
+    from adlm.serving.openai import CompletionText
 
     mask, row = TINY_LM.tokenizer.mask_id, [256, 97, *tokens]
     request = dataclasses.replace(TINY_LM.request(length=4, stop=cut), tokens=[256, 97, *[mask] * len(tokens)])
-    whole = Text(TINY_LM, request, stops).grow(row, final=True)
+    whole = CompletionText(TINY_LM, request, stops).grow(row, final=True)
     assert whole.reason is not None
-    growing, told, canvas = Text(TINY_LM, request, stops), "", list(request.tokens)
+    growing, told, canvas = CompletionText(TINY_LM, request, stops), "", list(request.tokens)
     for position in data.draw(st.permutations(range(2, len(row)))):
         canvas[position] = row[position]
         part = growing.grow(canvas, final=False)
@@ -250,13 +249,13 @@ def test_text_that_settles_bit_by_bit_adds_up_to_the_whole(tokens, stops, cut, d
     ("text", "stops"), [("xab\u20acy", ["ab\u20ac", "b"]), ("xaby", ["ab\u20ac", "b"]), ("\u00c2", ["\ufffd"])]
 )
 def test_a_stop_is_not_taken_before_an_earlier_one_is_ruled_out(text, stops):
-    from adlm.serving.openai import Text
+    from adlm.serving.openai import CompletionText
 
     tokens = list(text.encode())
     row, mask = [256, 97, *tokens], TINY_LM.tokenizer.mask_id
     request = dataclasses.replace(TINY_LM.request(length=4, stop=False), tokens=[256, 97, *[mask] * len(tokens)])
-    whole = Text(TINY_LM, request, stops).grow(row, final=True)
-    growing, told = Text(TINY_LM, request, stops), ""
+    whole = CompletionText(TINY_LM, request, stops).grow(row, final=True)
+    growing, told = CompletionText(TINY_LM, request, stops), ""
     for n in range(1, len(tokens) + 1):
         part = growing.grow([*row[: 2 + n], *[mask] * (len(tokens) - n)], final=n == len(tokens))
         told += part.text
@@ -448,15 +447,6 @@ def test_metrics_speak_prometheus(http, server):
     ]  # fmt: skip
     assert buckets == sorted(buckets) and 'le="+Inf"' in text
     assert f'adlm_request_seconds_count{{path="/v1/infill"}} {buckets[-1]:g}' in text
-
-
-def test_every_sampling_setting_can_be_set_per_request():
-    from adlm.serving.models import NOT_FOR_SERVERS
-    from adlm.serving.schemas import Settings
-
-    fields = {f.name for f in dataclasses.fields(SamplingConfig)}
-    # stop means more to completions
-    assert fields == set(Settings.model_fields) | set(NOT_FOR_SERVERS) | {"stop"}
 
 
 @pytest.mark.parametrize("sampler", ["mdlm", "autoregressive"])

@@ -37,7 +37,7 @@ def test_bad_settings_are_one_line(capsys, typed, says):
 def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
     folder = readable_model(tmp_path / "tiny")
     assert cli.main(["serve", str(folder), "slots=1", "queue=1", "max_n=3"]) == 1
-    assert "serve.max_n=3 rows could never be accepted" in capsys.readouterr().err
+    assert "serve.max_n=3 texts could never be accepted" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["serve", str(folder), f"port={port}"]) == 1
@@ -50,7 +50,7 @@ def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
     [
         (
             ["sampling.prompt=The", "sampling.n=1", "sampling.seed=3"],
-            "sampling.prompt and sampling.seed: not for a server",
+            "sampling.seed and sampling.prompt: not for a server",
         ),
         (["sampling.batch_size=64"], "sampling.batch_size: not for a server; requests say what is drawn, serve.slots"),
         (

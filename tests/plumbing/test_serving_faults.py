@@ -26,8 +26,10 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(lm):
-    settings = {"slots": 2, "queue": 3, "max_n": 4, "max_steps": 5000, "read_timeout": 0.5, "max_body": 200_000}
-    with serving({"tiny": LanguageModel(lm.loaded)}, **settings) as running:
+    settings = {"slots": 2, "queue": 3, "max_n": 4, "max_steps": 5000}
+    with pytest.MonkeyPatch.context() as patch, serving({"tiny": LanguageModel(lm.loaded)}, **settings) as running:
+        patch.setattr("adlm.serving.server.READ_TIMEOUT", 0.5)
+        patch.setattr("adlm.serving.server.MAX_BODY", 200_000)
         yield running
 
 
@@ -71,7 +73,7 @@ REFUSED = [
     ("/v1/completions", {"prompt": "x" * 10_000}, 400, "the prompt has 10001 tokens, allowed are 32"),
     ("/v1/completions", {"prompt": "x", "max_tokens": 10**15}, 400, "allowed are 32 (the model's length)"),
     ("/v1/completions", {"prompt": "x", "n": 5}, 400, "serve.max_n"),
-    ("/v1/completions", {"prompt": ["x", "y", "z"], "n": 2}, 400, "6 rows are asked for, allowed are 4 (serve.max_n)"),
+    ("/v1/completions", {"prompt": ["x", "y", "z"], "n": 2}, 400, "6 texts are asked for, allowed are 4 (serve.max_n)"),
     ("/v1/completions", {"prompt": "x", "steps": 5001}, 400, "serve.max_steps"),
     ("/v1/completions", {"prompt": "x", "sampler": "mldm"}, 400, "did you mean 'mdlm'?"),
     ("/v1/completions", {"prompt": "x", "stop": ["a", ""]}, 400, "empty"),
@@ -80,7 +82,15 @@ REFUSED = [
     ("/v1/completions", {"prompt": "x", "sampler": "remdm-loop", "t_on": 0.1, "t_off": 0.2}, 400, "sampling.t_off"),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 1}, 422, "presence_penalty"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"5": 1}}, 422, "logit_bias"),
-    ("/v1/completions", {"promt": "x"}, 422, "promt"),
+    ("/v1/completions", {"promt": "x"}, 422, "promt: Unknown field (did you mean 'prompt'?)"),
+    ("/v1/completions", {"xyz": 1}, 422, "xyz: Unknown field"),
+    ("/v1/completions", {"stream_options": {"usage": True}}, 422, "stream_options.usage: Unknown field"),
+    ("/v1/infill", {"length": 8, "stepz": 3}, 422, "stepz: Unknown field (did you mean 'steps'?)"),
+    ("/v1/infill", {"length": 8, "batch_size": 3}, 422, "batch_size: Unknown field"),
+    ("/v1/infill", {"length": 8, "parity": "releese"}, 400, "did you mean 'release'?"),
+    ("/v1/infill", {"length": 8, "eta": 1.5}, 422, "eta: Input should be less than or equal to 1"),
+    ("/v1/infill", {"length": 8, "t_on": 0}, 422, "t_on: Input should be greater than 0"),
+    ("/v1/infill", {"length": 8, "top_k": 10**30}, 422, "top_k: "),
     ("/v1/completions", {"prompt": 5}, 422, "prompt: Input should be a valid string"),
     ("/v1/completions", {"prompt": ["a", 5]}, 422, "prompt.1: Input should be a valid string"),
     ("/v1/completions", {"stop": 5}, 422, "stop: Input should be a valid boolean or Input should be a valid string"),
@@ -149,7 +159,7 @@ def test_a_body_of_ten_megabytes(server, http):
     # Without a declared length it is cut off where it grows too large.
     chunked = http.post("/v1/tokenize", content=(b"x" * 50_000 for _ in range(200)))
     assert chunked.status_code == 413
-    assert "serve.max_body" in chunked.json()["error"]["message"]
+    assert "the body is larger than 200000 bytes" in chunked.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -495,7 +505,7 @@ def test_a_signal_in_a_long_step_ends_the_server_all_the_same(tmp_path, when, si
         said, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    left = "tiny, starting" if when == "starting" else "tiny, 1 rows or scores"
+    left = "tiny, starting" if when == "starting" else "tiny, 1 sequences or scores"
     assert process.returncode == 0 and time.monotonic() - begin < 10, errors
     assert errors.count("left undone") == 1 and errors.strip().endswith(f"left undone, inside a step: {left}")
     assert "requests" in json.loads(said.splitlines()[-1]), "what the command says at its end is not lost"

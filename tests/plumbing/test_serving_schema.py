@@ -9,6 +9,10 @@ import httpx
 import pytest
 from served import load_tiny, serving
 
+from adlm.config.keys import keys
+from adlm.rules import Range
+from adlm.serving.bodies import NOT_IN_REQUESTS, OWN_FORM, SETTINGS
+
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 # Some valid bodies are refused for what a schema cannot say: a text of too many tokens, two ways to give a row.
 CONFIG = """
@@ -49,3 +53,23 @@ def test_schemathesis_finds_nothing(server, tmp_path):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     shutil.rmtree(tmp_path / ".hypothesis", ignore_errors=True)
     assert 'status="500"' not in server.service.metrics.text()
+
+
+def test_requests_carry_every_sampling_setting_by_the_rules_of_the_schema(server):
+    """A setting that is added to SamplingConfig is a field of requests, or is listed as one that is not."""
+    found = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]["CompletionBody"]["properties"]
+    fields = {key.name.removeprefix("sampling."): key for key in keys().values() if key.name.startswith("sampling.")}
+    assert set(SETTINGS) == set(fields) - {*OWN_FORM, *NOT_IN_REQUESTS}
+    for name in SETTINGS:
+        key, (said, nothing) = fields[name], found[name]["anyOf"]
+        assert found[name]["description"] == key.help and nothing == {"type": "null"}
+        assert said["type"] == {int: "integer", float: "number", str: "string"}[key.kind]
+        if isinstance(key.rule, Range):
+            low, high = (said.get(f"exclusive{end}", said.get(end.lower())) for end in ("Minimum", "Maximum"))
+            assert (low, high) == (
+                key.rule.low,
+                None if key.rule.high == float("inf") else pytest.approx(key.rule.high),
+            )
+            assert ("exclusiveMinimum" in said, "exclusiveMaximum" in said) == (key.rule.open_low, key.rule.open_high)
+        else:
+            assert said["enum"] == sorted(key.rule.names)

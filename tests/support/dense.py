@@ -1,4 +1,4 @@
-"""The slow, obvious twins of the fast paths: every position, every logit, the bridge as the paper draws it."""
+"""Reference implementations of the fast paths: every position, every logit, the bridge as the paper draws it."""
 
 from collections import Counter
 
@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from adlm.bench.dense import dense_logits
-from adlm.models import LanguageModel
+from adlm.models import Network
+from adlm.models.layers import activate
 from adlm.objectives import CorruptedBatch
 
 
@@ -26,10 +27,8 @@ def plain_norm(h, norm):
     return h * norm.weight
 
 
-def plain_attention(block, qkv, cos, sin, first):
-    """What attention gives to every position, and the values before anything is mixed into them."""
-    q, k, own = (part.unflatten(-1, (block.n_heads, -1)) for part in qkv.chunk(3, dim=-1))
-    v = own if block.value_mix is None else block.value_mix[0] * own + block.value_mix[1] * first
+def plain_attention(block, qkv, cos, sin):
+    q, k, v = (part.unflatten(-1, (block.n_heads, -1)) for part in qkv.chunk(3, dim=-1))
     if block.q_norm is not None:
         q, k = plain_norm(q, block.q_norm), plain_norm(k, block.k_norm)
 
@@ -40,38 +39,29 @@ def plain_attention(block, qkv, cos, sin, first):
     scores = torch.einsum("blnh,bmnh->bnlm", turn(q), turn(k)) / q.shape[-1] ** 0.5
     if block.causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
-    return torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v).flatten(2), own
+    return torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v).flatten(2)
 
 
-def plain_block(block, x, c, cos, sin, first=None):
-    """A block as published: vectors act on activations, nothing is folded. Returns the stream and its values."""
+def plain_block(block, x, c, cos, sin):
+    """A block as published: vectors act on activations, nothing is folded."""
     vectors = block.modulation(c).unsqueeze(1).chunk(6, dim=-1) if block.modulation is not None else [0.0, 0.0, 1.0] * 2
     shift, scale, gate = vectors[:3]
-    h, values = plain_attention(block, block.qkv(plain_norm(x, block.norm1) * (1 + scale) + shift), cos, sin, first)
+    h = plain_attention(block, block.qkv(plain_norm(x, block.norm1) * (1 + scale) + shift), cos, sin)
     x = x + gate * block.attn_out(h)
     shift, scale, gate = vectors[3:]
-    h = block.activate(block.mlp_in(plain_norm(x, block.norm2) * (1 + scale) + shift))
-    return x + gate * block.mlp_out(h), values
+    h = activate(block.mlp_in(plain_norm(x, block.norm2) * (1 + scale) + shift), block.activation)
+    return x + gate * block.mlp_out(h)
 
 
-def plain_logits(model: LanguageModel, tokens_BL, sigma_B=None):
+def plain_logits(model: Network, tokens_BL, sigma_B=None):
     """(denoiser logits, anchor logits or None), block after block: who reads what of whom is written out."""
-    cfg, first, after, anchor_logits = model.config, None, [], None
-    x = model.embedding[tokens_BL]
-    stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
-    for stack in stacks:
-        depth = len(stack.blocks) if cfg.bridge == "linear" else sum(len(s.blocks) for s in stacks)
-        if anchor_logits is not None and cfg.bridge != "none":
-            predicted = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
-            x, first, after = (predicted, None, []) if cfg.bridge == "linear" else (x + predicted, first, after)
+    x, anchor_logits = model.embedding[tokens_BL], None
+    for stack in [s for s in (model.anchor, model.denoiser) if s is not None]:
+        if anchor_logits is not None and model.config.bridge == "linear":
+            x = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
         c, (cos, sin) = stack.conditioning(x, sigma_B), stack.rotary.tables(x.shape[1], None)
         for block in stack.blocks:
-            other = depth - 1 - len(after)
-            if cfg.skips and other < len(after) - 1:
-                x = x + block.skip * after[other]
-            x, values = plain_block(block, x, c, cos, sin, first)
-            first = values if first is None else first
-            after.append(x)
+            x = plain_block(block, x, c, cos, sin)
         shift, scale = (0.0, 0.0) if stack.modulation is None else stack.modulation(c).unsqueeze(1).chunk(2, dim=-1)
         h = plain_norm(x, stack.norm) * (1 + scale) + shift
         if stack is model.anchor:
@@ -84,7 +74,7 @@ def naive_anchor_mask(x_BL, tau):
     return torch.tensor([[Counter(row)[token] <= tau for token in row] for row in x_BL.tolist()])
 
 
-def dense_anelbo(model: LanguageModel, task: CorruptedBatch, x0_BL, weight_B, gamma, tau, positions="all"):
+def dense_anelbo(model: Network, task: CorruptedBatch, x0_BL, weight_B, gamma, tau, positions="all"):
     """Per-token loss -w(t) [log p_theta(x0) + gamma A log p_phi(x0)], at every position of the sequence."""
     z_BL = task.tokens_BL
     logits, anchor_logits = dense_logits(model, z_BL, task.sigma_B)

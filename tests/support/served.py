@@ -47,12 +47,11 @@ def serving(
 ) -> Iterator[SimpleNamespace]:
     """Serve from a thread, ready unless not waited for. `settings` are fields of ServeConfig."""
     from adlm.serving.app import make_app
-    from adlm.serving.metrics import server_metrics
-    from adlm.serving.models import Service
     from adlm.serving.server import make_server
+    from adlm.serving.service import Service
 
     cfg = ServeConfig(**{"port": 0, "slots": 4, "grace": 5.0, **settings})
-    service = Service(models, cfg, sampling, server_metrics())
+    service = Service(models, cfg, sampling)
     server = make_server(make_app(service, key), service)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from adlm.models import Hidden
-from adlm.models.layers import activations_at
+from adlm.models.layers import pick_each, pick_flat
 from adlm.schema import ModelConfig
 
 
@@ -41,14 +41,16 @@ class ToyModel(nn.Module):
         tokens = nn.functional.pad(tokens_BL, (0, L - tokens_BL.shape[1]), value=self.mask_id)
         return (tokens * self.vocab_size ** torch.arange(L)).sum(-1)
 
-    def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at: Tensor | None = None) -> Hidden:
+    def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, cache=None, at_N=None, at_BQ=None) -> Hidden:
         self.calls += 1
         if sigma_B is not None:
             self.sigmas.append(sigma_B)
         code, L = self.code(tokens_BL), tokens_BL.shape[1]
         denoiser_BLV = self.table[code, :L]
-        if at is not None:
-            denoiser_BLV = activations_at(denoiser_BLV, at)
+        if at_N is not None:
+            denoiser_BLV = pick_flat(denoiser_BLV, at_N)
+        if at_BQ is not None:
+            denoiser_BLV = pick_each(denoiser_BLV, at_BQ)
         return Hidden(denoiser_BLV, self.anchor_table[code, :L] if self.anchor_head is not None else None)
 
     def p(self, z: tuple[int, ...]) -> list[list[float]]:

@@ -33,8 +33,8 @@ from adlm.engine.template import Limit, check_canvas, parse_template
 from adlm.errors import choose, require
 from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
 from adlm.io.load import BOX, load_checkpoint
+from adlm.io.paths import pick_device
 from adlm.schema import SamplingConfig
-from adlm.training.parallel import pick_device
 
 Words = Sequence[str]
 

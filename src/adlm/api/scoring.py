@@ -16,7 +16,7 @@ import torch
 
 from adlm.api.results import Score
 from adlm.errors import require
-from adlm.models import LanguageModel as Network
+from adlm.models import Network
 from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
 

@@ -18,10 +18,9 @@ from rich.table import Table
 from adlm.bench.sample import measure_sample
 from adlm.bench.train import measure_train
 from adlm.errors import choose, require
-from adlm.io.paths import writable_file
+from adlm.io.paths import pick_device, writable_file
 from adlm.schema import Config
 from adlm.training.loop import command_line
-from adlm.training.parallel import pick_device
 
 BENCHMARKS = {"train": measure_train, "sample": measure_sample}
 SPEED = {"train": "ms", "sample": "ms_per_step"}

@@ -6,30 +6,24 @@ from torch import Tensor
 
 from adlm.diffusion.absorbing import posterior
 from adlm.errors import require
-from adlm.models import LanguageModel
+from adlm.models import Network
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
-from adlm.models.transformer import START
 from adlm.objectives import CorruptedBatch
 
 
-def dense_logits(
-    model: LanguageModel, tokens_BL: Tensor, sigma_B: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """(denoiser logits, anchor logits or None), the anchor logits formed and projected back to the width."""
     x = F.embedding(tokens_BL, model.embedding)
-    anchor_logits, trail = None, START
-    if model.anchor is not None and model.anchor_head is not None:
-        stream, normed, trail = model.anchor(x, sigma_B)
+    anchor_logits = None
+    if model.anchor is not None and model.anchor_head is not None and model.bridge is not None:
+        stream, normed = model.anchor(x, sigma_B)
         anchor_logits = F.linear(normed, model.anchor_head.weight, model.anchor_head.bias)
-        x = stream
-        if model.bridge is not None:
-            projected = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
-            x = projected if model.config.bridge == "linear" else stream + projected
-    hidden = model.denoiser(x, sigma_B, trail=trail).normed_BLD
+        x = model.bridge.from_logits(stream, anchor_logits)
+    hidden = model.denoiser(x, sigma_B).normed_BLD
     return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
 
 
-def dense_loss(model: LanguageModel, task: CorruptedBatch) -> Tensor:
+def dense_loss(model: Network, task: CorruptedBatch) -> Tensor:
     """The loss of a task from all logits; weights are zero where there is no loss."""
     z, V = task.tokens_BL, model.vocab_size
     logits, anchor_logits = dense_logits(model, z, task.sigma_B)
@@ -45,10 +39,9 @@ def dense_loss(model: LanguageModel, task: CorruptedBatch) -> Tensor:
         if term.exclude is not None:
             values = values.clone()
             values[:, term.exclude] -= 1e6
-        weight = torch.zeros(z.numel(), device=z.device).index_put((term.positions_N,), term.weights_N)
-        target = torch.zeros(z.numel(), dtype=torch.long, device=z.device).index_put(
-            (term.positions_N,), term.targets_N
-        )
+        at_N = (term.positions_N,)
+        weight = torch.zeros(z.numel(), device=z.device).index_put(at_N, term.weights_N)
+        target = torch.zeros(z.numel(), dtype=torch.long, device=z.device).index_put(at_N, term.targets_N)
         log_p = values.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
         total = total - term.scale * (log_p * weight).sum()
     return total
@@ -63,7 +56,7 @@ def nucleus(p: Tensor, top_p: float) -> Tensor:
 
 
 def dense_step(
-    model: LanguageModel,
+    model: Network,
     z_BL: Tensor,
     alpha_s: float,
     alpha_t: float,

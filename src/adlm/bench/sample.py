@@ -16,11 +16,11 @@ from adlm.bench.train import synchronize
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Engine, Request
 from adlm.errors import require
-from adlm.models import LanguageModel, build_model
+from adlm.io.paths import pick_device
+from adlm.models import Network, build_model
 from adlm.samplers.base import make_sampler
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
-from adlm.training.parallel import pick_device
 
 
 def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
     return (engine_steps if which == "ours" else dense_steps)(cfg, model, batch, device)
 
 
-def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
+def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """A batch of rows to the end, or for bench.evaluations network evaluations."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
@@ -52,7 +52,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
     began = time.perf_counter()
-    engine.network.warm_up(length, least=batch // 2)  # some rows of an evaluation may have nothing to reveal
+    engine.evaluator.warm_up(length, least=batch // 2)  # some rows of an evaluation may have nothing to reveal
     synchronize(device)
     warm_up = time.perf_counter() - began
     for seed in range(batch):
@@ -82,7 +82,7 @@ def engine_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.de
 
 
 @torch.inference_mode()
-def dense_steps(cfg: Config, model: LanguageModel, batch: int, device: torch.device) -> dict[str, Any]:
+def dense_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Steps from the middle of the process."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adlm.bench.dense import dense_loss
 from adlm.data.loader import Batch
-from adlm.models import LanguageModel, build_model
+from adlm.models import Network, build_model
 from adlm.models.flops import count_flops, peak_flops
 from adlm.objectives import make_objective
 from adlm.schema import Config
@@ -91,7 +91,7 @@ def measure(cfg: Config, batch: int, which: str, ranks: World, data: Tensor, war
     return result | ({"mfu": flops / seconds / peak} if peak else {})
 
 
-def training_flops(cfg: Config, model: LanguageModel, scored: dict[str, int], batch: int) -> float:
+def training_flops(cfg: Config, model: Network, scored: dict[str, int], batch: int) -> float:
     """Of one step, counting only the positions whose heads are needed."""
     tokens = batch * cfg.model.length
     anchors = scored.pop("anchor", 0) / tokens

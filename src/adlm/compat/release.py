@@ -1,7 +1,6 @@
 """Checkpoints of the public release to our exported folders and back."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ from adlm.compat.command_lines import CORPORA
 from adlm.compat.names import from_release, release_names
 from adlm.compat.reading import NOISES, OBJECTIVES, Release, read_release
 from adlm.errors import choose, require
+from adlm.io.paths import write_atomically
 from adlm.schema import Config, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -132,18 +132,13 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
             "shadow_params": [value for name, value in state.items() if not name.endswith("inv_freq")],
         },
     }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    torch.save(checkpoint, draft)
-    os.replace(draft, path)
-    return path
+    write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+    return Path(path)
 
 
 def _check_exportable(m: ModelConfig) -> None:
     """The release has one block and two shapes of model: anything else has no name there."""
     published = {"norm": "layernorm", "activation": "gelu", "qk_norm": False, "bias": True, "mlp_ratio": 4}
-    published |= {"value_residual": False, "skips": False}
     if m.anchored:
         published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
     published["adaln"] = not m.causal

@@ -19,7 +19,7 @@ from adlm import compat
 from adlm.config.checks import check, choices
 from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
 from adlm.errors import choose, require
-from adlm.io.paths import expanded
+from adlm.io.paths import expanded, write_atomically
 from adlm.migration import RENAMED, migrate
 from adlm.schema import Config, as_yaml
 
@@ -155,10 +155,7 @@ def _derive(cfg: Config, chosen: dict[str, str], ranks: int) -> None:
 
 def save(cfg: Config, path: str | Path) -> None:
     """Write config.yaml whole or not at all: a run folder never holds half of one."""
-    path = Path(path)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(as_yaml(cfg), encoding="utf-8")
-    os.replace(draft, path)
+    write_atomically(Path(path), as_yaml(cfg))
 
 
 def from_yaml(path: str | Path) -> Config:

@@ -26,7 +26,7 @@ def check(cfg: Config, world_size: int = 1) -> None:
         if key.rule is not None:
             key.rule.check(key.name, value)
     choose("algo", cfg.algo, group_choices("algo"))
-    check_model(cfg.model)
+    cfg.model.check()
     check_noise(cfg.noise)
     check_objective(cfg.objective, cfg.model)
     check_train(cfg.train, cfg.model, world_size)
@@ -44,28 +44,6 @@ def get(cfg: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-def check_model(m: ModelConfig) -> None:
-    require(
-        m.hidden_size % (2 * m.n_heads) == 0,
-        f"model.n_heads={m.n_heads} must split model.hidden_size={m.hidden_size} into heads of even width",
-    )
-    require(
-        not m.anchored or m.n_denoiser_blocks >= 1,
-        "model.n_denoiser_blocks=0 leaves no denoiser: give at least 1, or model.anchored=false",
-    )
-    require(
-        m.adaln or not m.time_conditioning,
-        "model.time_conditioning=true needs model.adaln=true, through which the noise level enters",
-    )
-    require(
-        not (m.causal and m.time_conditioning),
-        "model.causal=true has no noise level: set model.time_conditioning=false",
-    )
-    stacks = (m.n_blocks, m.n_denoiser_blocks) if m.anchored else (m.n_blocks,)
-    longest = max(stacks) if m.bridge == "linear" else sum(stacks)
-    require(longest >= 3 or not m.skips, "model.skips=true needs 3 blocks or more in one residual stream to skip one")
 
 
 def check_noise(n: NoiseConfig) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from adlm.data.packing import Rows
+from adlm.io.paths import write_atomically
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -163,16 +164,6 @@ class RowWriter:
 
     def close(self) -> None:
         self._file.close()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def is_prepared(folder: Path) -> bool:

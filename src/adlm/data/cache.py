@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from adlm.data.blocks import write_atomically
-from adlm.io.paths import path_of
+from adlm.io.paths import path_of, write_atomically
 from adlm.schema import DataConfig
 
 

@@ -29,7 +29,7 @@ from adlm.data.shards import Shards
 from adlm.data.sources import Source, readable_corpus, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import choose, require
-from adlm.io.paths import path_of
+from adlm.io.paths import path_of, write_atomically
 from adlm.schema import DataConfig
 
 PACKINGS = ("stream", "release")
@@ -84,7 +84,7 @@ def tokenizer_for(cfg: DataConfig) -> Tokenizer:
                 with contextlib.suppress(ValueError):
                     return _named(load_tokenizer(str(kept)), name)
             trained = load_tokenizer(name, documents=source.documents(corpus.length))
-            storage.write_atomically(kept, trained.backend.to_str())
+            write_atomically(kept, trained.backend.to_str())
             return trained
 
 

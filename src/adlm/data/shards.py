@@ -1,6 +1,5 @@
 """Tokenised documents on disk, some million characters at a time: a killed preparation goes on where it was."""
 
-import os
 import zipfile
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from adlm.data.blocks import row_dtype
 from adlm.data.packing import Tokens, flatten
 from adlm.data.progress import Progress
 from adlm.data.tokenizers import Tokenizer
+from adlm.io.paths import write_atomically
 
 # A shard is what a kill can lose: a few seconds of one core, and a few hundred MB of memory while it is tokenised.
 CHARACTERS = 4_000_000
@@ -53,10 +53,7 @@ class Shards:
         if kept := _load_shard(path, len(texts)):
             return kept
         batch = flatten(self.tokenizer.encode_batch(texts), self.dtype)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
-            np.savez(file, flat=batch.flat, lengths=batch.lengths)
-        os.replace(temporary, path)
+        write_atomically(path, lambda file: np.savez(file, flat=batch.flat, lengths=batch.lengths))
         return batch
 
 

@@ -5,7 +5,7 @@ rows.py     rows join and leave: queue, slots, cancelling, streaming
 engine.py   diffusion models: every row's next event in one call
 causal.py   causal models: key-value cache
 windows.py  what a request asks for, canvas by canvas: strides, banned phrases, end of text
-network.py  the device side: canvases, one evaluation
+evaluator.py the device side: canvases, one evaluation
 prepare.py  the model as the engine runs it: precision, constants folded
 drawing.py  head, cut and draw at chosen positions, in bounded pieces
 graphs.py   CUDA graphs
@@ -18,14 +18,14 @@ from adlm.diffusion.schedules import Schedule
 from adlm.engine.causal import CausalEngine
 from adlm.engine.engine import Engine
 from adlm.engine.request import Frame, Request, Result
-from adlm.models import LanguageModel
+from adlm.models import Network
 from adlm.schema import ObjectiveConfig
 
 __all__ = ["CausalEngine", "Engine", "Frame", "Request", "Result", "make_engine"]
 
 
 def make_engine(
-    model: LanguageModel,
+    model: Network,
     schedule: Schedule | None = None,
     slots: int = 16,
     device: str | torch.device = "cpu",

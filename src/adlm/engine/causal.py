@@ -17,9 +17,8 @@ from adlm.engine.prepare import autocast, prepare
 from adlm.engine.request import Frame, Request
 from adlm.engine.rows import Row, Rows
 from adlm.errors import require
-from adlm.models import Cache, LanguageModel
-from adlm.models.layers import LayerCache
-from adlm.models.transformer import StackCache
+from adlm.models import Cache, Network
+from adlm.models.transformer import LayerCache
 
 
 @dataclass(eq=False)
@@ -33,17 +32,15 @@ class Text(Row):
 def slot_view(cache: Cache, i: int) -> Cache:
     """The cache of one slot, sharing memory: filled by reading a prompt alone while other rows wait."""
 
-    def view(stack: StackCache) -> StackCache:
-        return StackCache([LayerCache(c.k_BNLH[i : i + 1], c.v_BNLH[i : i + 1]) for c in stack.layers])
+    def view(layers: list[LayerCache]) -> list[LayerCache]:
+        return [LayerCache(c.k_BNLH[i : i + 1], c.v_BNLH[i : i + 1]) for c in layers]
 
     anchor = None if cache.anchor is None else view(cache.anchor)
     return Cache(view(cache.denoiser), anchor, torch.zeros_like(cache.seen_B[i : i + 1]))
 
 
 class CausalEngine(Rows[Text]):
-    def __init__(
-        self, model: LanguageModel, slots: int = 16, device: str | torch.device = "cpu", precision: str = "auto"
-    ):
+    def __init__(self, model: Network, slots: int = 16, device: str | torch.device = "cpu", precision: str = "auto"):
         require(model.config.causal, "CausalEngine needs a causal model (model.causal=true)")
         super().__init__(model, slots)
         self.device = torch.device(device)

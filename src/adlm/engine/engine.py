@@ -13,12 +13,12 @@ import torch
 from adlm.diffusion.schedules import LogLinear, Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine.drawing import Draws
-from adlm.engine.network import Batch, Network
+from adlm.engine.evaluator import Batch, Evaluator
 from adlm.engine.request import Frame, Request
 from adlm.engine.rows import Row, Rows
 from adlm.engine.windows import Window, Windows, end_of_text, windows
 from adlm.errors import require
-from adlm.models import LanguageModel
+from adlm.models import Network
 from adlm.samplers.base import NOWHERE, Event, Prediction, Sampler, Trajectory, make_sampler
 from adlm.schema import ObjectiveConfig
 
@@ -40,7 +40,7 @@ class Canvas(Row):
 class Engine(Rows[Canvas]):
     def __init__(
         self,
-        model: LanguageModel,
+        model: Network,
         schedule: Schedule | None = None,
         slots: int = 16,
         device: str | torch.device = "cpu",
@@ -48,11 +48,11 @@ class Engine(Rows[Canvas]):
         compile: str = "auto",
         tau: int = ObjectiveConfig.tau,
     ):
-        """`schedule` and `tau` are those the model was trained with (default log-linear, 5); the rest: see Network."""
+        """`schedule` and `tau` are those the model was trained with (default log-linear, 5); the rest: see Evaluator."""
         require(not model.config.causal, "this engine fills holes; a causal model needs CausalEngine")
         super().__init__(model, slots)
         self.schedule = schedule or LogLinear()
-        self.network = Network(model, self.schedule, slots, device, precision, compile, tau)
+        self.evaluator = Evaluator(model, self.schedule, slots, device, precision, compile, tau)
 
     def row(self, i: int) -> Canvas:
         row = self.slots[i]
@@ -61,18 +61,16 @@ class Engine(Rows[Canvas]):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        sampler = make_sampler(request.settings, self.schedule)
-        misfit = sampler.misfit(self.model.config)
+        misfit = make_sampler(request.settings, self.schedule).misfit(self.model.config)
         require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
 
     # A row's life: admit, then open - advance ... advance - close for each of its windows
 
     def admit(self, i: int, id: int, request: Request) -> None:
-        conversation = windows(request, self.network.length, self.network.mask_id)
+        conversation = windows(request, self.evaluator.length, self.evaluator.mask_id)
         window = next(conversation)
-        row = Canvas(
-            id, request, sampler=make_sampler(request.settings, self.schedule), windows=conversation, window=window
-        )
+        sampler = make_sampler(request.settings, self.schedule)
+        row = Canvas(id, request, sampler=sampler, windows=conversation, window=window)
         self.slots[i] = row
         try:
             if request.required:
@@ -86,8 +84,8 @@ class Engine(Rows[Canvas]):
         """Put a canvas into the slot and start its trajectory."""
         row = self.row(i)
         row.window = window
-        self.network.load(i, window.tokens, window.banned)
-        holes = np.flatnonzero(np.array(window.tokens) == self.network.mask_id)
+        self.evaluator.load(i, window.tokens, window.banned)
+        holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id)
         # where nothing is fixed there is nothing to hide: the second row would be the first one again
         row.guided = row.request.settings.guidance > 0 and len(holes) < len(window.tokens)
         row.trajectory = row.sampler.trajectory(holes, window.seed)
@@ -116,8 +114,8 @@ class Engine(Rows[Canvas]):
     def canvas(self, i: int) -> list[int]:
         """The slot's canvas as the next evaluation would see it."""
         row = self.row(i)
-        tokens = self.network.read([i], len(row.window.tokens))[0]
-        tokens[row.event.mask] = self.network.mask_id
+        tokens = self.evaluator.read([i], len(row.window.tokens))[0]
+        tokens[row.event.mask] = self.evaluator.mask_id
         return tokens.tolist()
 
     def tokens(self, i: int) -> list[int]:
@@ -134,7 +132,7 @@ class Engine(Rows[Canvas]):
     def evaluate_group(self, group: list[int], length: int) -> None:
         rows = [self.row(i) for i in group]
         reads = frozenset(r.sampler.reads for r in rows) - {""}
-        predicted = self.network.evaluate(self.batch(group, rows, length), reads)
+        predicted = self.evaluator.evaluate(self.batch(group, rows, length), reads)
         ended = self.ended(group, rows, length)
         drawn = [r.event.draw for r in rows]
         stop = np.cumsum([len(d) for d in drawn])
@@ -158,7 +156,8 @@ class Engine(Rows[Canvas]):
         """The call as arrays: each row's settings repeated for each of its draws."""
         events, settings = [r.event for r in rows], [r.request.settings for r in rows]
         uncut = [
-            r.event.greedy or (r.request.settings.parity != "" and not r.sampler.filtered_in_release) for r in rows
+            e.greedy or (c.parity != "" and not r.sampler.filtered_in_release)
+            for r, e, c in zip(rows, events, settings)
         ]
         counts = [len(e.draw) for e in events]
         draws = Draws.of(
@@ -196,27 +195,27 @@ class Engine(Rows[Canvas]):
         if not may:
             return set()
         ended = set()
-        for (i, row), tokens in zip(may, self.network.read([i for i, _ in may], length).tolist()):
+        for (i, row), tokens in zip(may, self.evaluator.read([i for i, _ in may], length).tolist()):
             first = row.window.first - len(row.window.before)
             end = end_of_text(tokens, row.request.stop_id, max(0, first), length)
-            if end is not None and self.network.mask_id not in tokens[:end]:
+            if end is not None and self.evaluator.mask_id not in tokens[:end]:
                 ended.add(i)
         return ended
 
     def frame(self, i: int, drawn: list[int]) -> Frame:
         row, tokens = self.row(i), self.tokens(i)
-        visible = [l for l in drawn if tokens[l] != self.network.mask_id]
+        visible = [l for l in drawn if tokens[l] != self.evaluator.mask_id]
         return Frame(row.id, tokens, row.event.step, row.nfe, visible)
 
     def place_required(self, row: Canvas, window: Window) -> list[int]:
         """Fix each required word at a start drawn by the model's own probability of the word there, given the row."""
-        tokens, mask_id = list(window.tokens), self.network.mask_id
+        tokens, mask_id = list(window.tokens), self.evaluator.mask_id
         holes = tokens.count(mask_id)
         for k, word in enumerate(row.request.required):
             n = len(word)
             starts = [l for l in range(len(tokens) - n + 1) if all(t == mask_id for t in tokens[l : l + n])]
             require(bool(starts), f"required word number {k + 1} ({n} tokens) does not fit into the remaining holes")
-            log_p = self.network.word_log_probs(tokens, list(word), tokens.count(mask_id) / holes)
+            log_p = self.evaluator.word_log_probs(tokens, list(word), tokens.count(mask_id) / holes)
             score = sum(log_p[np.array(starts) + j, j] for j in range(n))
             u = uniforms(window.seed, Stream.ORDER, k, torch.tensor(starts)).numpy()
             best = starts[int(np.argmax(score - np.log(-np.log(u))))]

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from adlm.engine.request import Frame, Request, Result, check_request
 from adlm.errors import require
-from adlm.models import LanguageModel
+from adlm.models import Network
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ R = TypeVar("R", bound=Row)
 class Rows(Generic[R]):
     """A queue and a table of slots. Subclasses say how a slot is opened, stepped and read."""
 
-    def __init__(self, model: LanguageModel, slots: int):
+    def __init__(self, model: Network, slots: int):
         require(slots >= 1, f"sampling.batch_size must be at least 1, got {slots}")
         self.model = model
         self.slots: list[R | None] = [None] * slots

@@ -21,7 +21,7 @@ from adlm.diffusion.schedules import Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.evaluation.anchors import Guess, Reading, read_hidden
-from adlm.models import LanguageModel
+from adlm.models import Network
 from adlm.objectives.anchors import find_anchors
 from adlm.schema import ObjectiveConfig
 
@@ -89,7 +89,7 @@ def windows(maskable_L: Tensor, share: float, seed: int, turn: int) -> Iterator[
 
 
 def read_level(
-    level: Level, model: LanguageModel, schedule: Schedule, rule: ObjectiveConfig, tokens_L: Tensor, maskable_L: Tensor,
+    level: Level, model: Network, schedule: Schedule, rule: ObjectiveConfig, tokens_L: Tensor, maskable_L: Tensor,
     offset: int, seed: int, turn: int,
 ) -> None:  # fmt: skip
     """Hide every maskable position of one row at this share, and add what both networks say; `offset` is where the row

@@ -8,7 +8,7 @@ from torch import Tensor
 from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
-from adlm.models import LanguageModel
+from adlm.models import Network
 
 
 class Guess(NamedTuple):
@@ -40,9 +40,7 @@ def hide(anchors_L: Tensor, share: float, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def read_hidden(
-    model: LanguageModel, schedule: Schedule, tokens_L: Tensor, hidden_L: Tensor, top: int = 3
-) -> list[Reading]:
+def read_hidden(model: Network, schedule: Schedule, tokens_L: Tensor, hidden_L: Tensor, top: int = 3) -> list[Reading]:
     """Mask the hidden positions of a clean row, run the model once, and read both heads there."""
     require(model.anchor_head is not None, "this model has no anchor network (model.anchored=false)")
     z_BL = torch.where(hidden_L, model.mask_id, tokens_L)[None]

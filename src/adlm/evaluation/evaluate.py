@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from adlm.api import LanguageModel
-from adlm.data.blocks import write_atomically
 from adlm.errors import require
 from adlm.evaluation import mauve, quality
 from adlm.evaluation.frontier import MEASURES, build_report, figure
@@ -27,7 +26,7 @@ from adlm.evaluation.measuring import judge_name, measure_all, save, say
 from adlm.evaluation.perplexity import open_checkpoint
 from adlm.evaluation.results import model_facts, versions
 from adlm.evaluation.sweep import settings_of
-from adlm.io.paths import writable_folder
+from adlm.io.paths import writable_folder, write_atomically
 from adlm.reporting.html import write
 from adlm.reporting.reveal import watch
 from adlm.schema import Config, EvalConfig

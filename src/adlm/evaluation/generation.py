@@ -14,10 +14,10 @@ from typing import Any
 
 from adlm.api import LanguageModel
 from adlm.api.command import draw, fingerprint, read_samples, record, request_of
-from adlm.data.blocks import write_atomically
 from adlm.engine import Request
 from adlm.evaluation.perplexity import progress
 from adlm.evaluation.sweep import label
+from adlm.io.paths import write_atomically
 from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
 from adlm.training.parallel import World

@@ -241,7 +241,7 @@ def own_judge(name: str, place: str, device: torch.device) -> Judge:
         flat_ND = hidden_BLD.flatten(0, 1)
 
         def nll(rows_N: Tensor, targets_N: Tensor) -> Tensor:
-            return linear_nll(flat_ND[rows_N], model.head.weight, model.head.bias, targets_N, model.mask_id)
+            return linear_nll(flat_ND[rows_N], model.head, targets_N, model.mask_id)
 
         return hidden_BLD, nll
 

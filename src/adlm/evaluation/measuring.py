@@ -17,7 +17,6 @@ import numpy as np
 
 from adlm.api import LanguageModel
 from adlm.data import prepare
-from adlm.data.blocks import write_atomically
 from adlm.evaluation import mauve, quality
 from adlm.evaluation.bootstrap import Interval, bootstrap_ratio
 from adlm.evaluation.generation import Setting
@@ -25,6 +24,7 @@ from adlm.evaluation.judge import Judge, Scored, open_judge
 from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.results import data_facts, write_result
 from adlm.evaluation.scores import digest, judge_key, judge_samples
+from adlm.io.paths import write_atomically
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World
 

@@ -28,7 +28,7 @@ from adlm.evaluation.intervals import Estimate, summarise
 from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
-from adlm.models import LanguageModel
+from adlm.models import Network
 from adlm.objectives import CorruptedBatch, Sequences, Term, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.schema import Config, DataConfig, EvalConfig
@@ -191,9 +191,7 @@ def exact(score: Score, blocks: Blocks, n: int, size: int, ranks: World) -> Esti
 
 
 @torch.no_grad()
-def left_to_right(
-    model: LanguageModel, schedule: Schedule, blocks: Blocks, n: int, size: int, ranks: World
-) -> Estimate:
+def left_to_right(model: Network, schedule: Schedule, blocks: Blocks, n: int, size: int, ranks: World) -> Estimate:
     """-sum_l log p(x^l | x^1 .. x^(l-1), masks): the exact likelihood of revealing one token at a time in that order.
 
     Another model of the same weights, usually a better one: report it beside the bound, never instead.

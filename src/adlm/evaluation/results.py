@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from adlm.data import Blocks
-from adlm.data.blocks import write_atomically
 from adlm.io.export import Loaded
+from adlm.io.paths import write_atomically
 from adlm.training.setup import parameter_count
 
 PACKAGES = (

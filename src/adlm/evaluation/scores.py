@@ -7,7 +7,6 @@ no number depends on the number of ranks.
 
 import hashlib
 import json
-import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from adlm.data import Tokenizer
 from adlm.evaluation.judge import Judge, Scored, check_rule, identity, locate, read_row, score_rows
 from adlm.evaluation.perplexity import progress
+from adlm.io.paths import write_atomically
 from adlm.training.parallel import World
 
 PIECE = 64
@@ -84,11 +84,7 @@ def piece_path(folder: Path, c: int) -> Path:
 
 
 def write_piece(folder: Path, c: int, ids: Sequence[int], scored: Scored) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{c:05d}.{os.getpid()}.npz"
-    with draft.open("wb") as file:
-        np.savez(file, ids=np.array(ids), **scored._asdict())
-    os.replace(draft, piece_path(folder, c))
+    write_atomically(piece_path(folder, c), lambda file: np.savez(file, ids=np.array(ids), **scored._asdict()))
 
 
 def read_piece(folder: Path, c: int, piece: Sequence[tuple[int, Sequence[int]]]) -> Scored | None:

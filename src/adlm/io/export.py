@@ -12,7 +12,7 @@ import shlex
 import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +22,8 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io.paths import digest
-from adlm.models import LanguageModel, build_model
+from adlm.migration import migrate
+from adlm.models import Network, build_model
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
 
 FORMAT = 1
@@ -34,7 +35,9 @@ T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
-    model: LanguageModel
+    """A model ready for inference, with what it was trained with."""
+
+    model: Network
     tokenizer: Tokenizer
     noise: NoiseConfig
     objective: ObjectiveConfig
@@ -43,7 +46,7 @@ class Loaded(NamedTuple):
 
 
 def describe(cfg: Config, tokenizer: Tokenizer, **facts: Any) -> dict[str, Any]:
-    """config.json of a trained model; `facts` are training facts such as step, tokens and bound."""
+    """The config.json of a trained model; `facts` are training facts such as step, tokens and bound."""
     return {
         "format": FORMAT,
         "algo": cfg.algo,
@@ -74,7 +77,7 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
 
 
 def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
-    """The model of an exported folder, ready for inference."""
+    """Load the model of an exported folder, ready for inference."""
     for name in (CONFIG, WEIGHTS, TOKENIZER):
         require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
     try:
@@ -89,7 +92,7 @@ def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     # gigabyte a second or more, which is little beside building the model; exports of older versions have none.
     require(
         WEIGHTS_DIGEST not in info or info[WEIGHTS_DIGEST] == digest(folder / WEIGHTS),
-        f"{folder / WEIGHTS} is damaged: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
+        f"{folder / WEIGHTS} is corrupt: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
     )
     tokenizer = load_tokenizer(str(folder / TOKENIZER))
     require(
@@ -108,15 +111,21 @@ def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     )
 
 
-def section(kind: type[T], values: dict[str, Any]) -> T:
-    """A settings class from JSON; keys of a newer version are refused by name."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - known)
-    require(not unknown, f"config.json has unknown {kind.__name__} keys: {', '.join(unknown)}")
-    return kind(**values)
+def section(kind: type[T], values: dict[str, Any], source: str = CONFIG) -> T:
+    """One section of saved settings of any version as its class: `section(ModelConfig, info["model"])`.
+
+    Keys that this version has moved to another section are left out; keys of a newer version are refused by name.
+    """
+    prefix = next(name for name, hint in get_type_hints(Config).items() if hint is kind) + "."
+    current = migrate({prefix + name: value for name, value in values.items()}, source)
+    own = {key.removeprefix(prefix): value for key, value in current.items() if key.startswith(prefix)}
+    unknown = sorted(set(own) - {f.name for f in fields(kind)})  # type: ignore[arg-type]
+    require(not unknown, f"{source} has unknown {kind.__name__} keys: {', '.join(unknown)}")
+    return kind(**own)
 
 
 def card(info: dict[str, Any]) -> str:
+    """The model card: a table of facts, how to use the model, and the command that made it."""
     model, lines = info["model"], []
     bound = info.get("valid_nll")
     for label, value in {
@@ -132,7 +141,7 @@ def card(info: dict[str, Any]) -> str:
         "licence": info.get("licence"),
         "size": f"{info['parameters']:,} parameters" if "parameters" in info else None,
         "vocabulary": f"{info['vocab_size']:,} entries with the mask",
-        "longest row": f"{model['length']} tokens",
+        "longest sequence": f"{model['length']} tokens",
     }.items():
         if value is not None:
             lines.append(f"| {label} | {value} |")

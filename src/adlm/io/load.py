@@ -20,7 +20,7 @@ DEMO = Path("runs/demo")
 
 
 def default_checkpoint() -> Path:
-    """What a command uses when no checkpoint is given: the model in the box, else the demo run of this folder."""
+    """The checkpoint of a command that was given none: the model in the box, else the demo run of this folder."""
     if (BOX / CONFIG).is_file():
         return BOX
     require(
@@ -34,9 +34,9 @@ def default_checkpoint() -> Path:
 def load_checkpoint(
     path: str | Path, ema: bool = True, device: torch.device | str = "cpu", tokenizer: str = "", root: str = ""
 ) -> Loaded:
-    """Ready for inference, in float32.
+    """Load a model for inference, in float32.
 
-    A run folder gives its export if it has finished, else its newest sound checkpoint; `ema=False` always takes the
+    A run folder gives its export if it has finished, else its newest valid checkpoint; `ema=False` always takes the
     checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help a release checkpoint that
     does not carry its own.
     """
@@ -58,14 +58,15 @@ def load_checkpoint(
 
 
 def load_newest(run: Path, ema: bool, device: torch.device | str) -> Loaded:
-    """The newest sound checkpoint of a run, which may still be training."""
+    """Load the newest valid checkpoint of a run, which may still be training."""
     weights, state = read_weights(run, ema)
+    saved, source = state["config"], str(run)
     cfg = Config(
-        algo=state["config"]["algo"],
-        model=section(ModelConfig, state["config"]["model"]),
-        noise=section(NoiseConfig, state["config"]["noise"]),
-        objective=section(ObjectiveConfig, state["config"]["objective"]),
-        data=section(DataConfig, state["config"]["data"]),
+        algo=saved["algo"],
+        model=section(ModelConfig, saved["model"], source),
+        noise=section(NoiseConfig, saved["noise"], source),
+        objective=section(ObjectiveConfig, saved["objective"], source),
+        data=section(DataConfig, saved["data"], source),
     )
     tokenizer = tokenizer_for(cfg.data)
     require(

@@ -1,14 +1,22 @@
-"""Places as users name them, and whether they can be written to, asked before the work and not after it."""
+"""Places as users name them: files, folders and devices. Checked before the work and not after it.
+
+Importing this module loads no torch: the command line needs it before it knows whether there is anything to run.
+"""
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from adlm.errors import require
 
+if TYPE_CHECKING:
+    import torch
+
 
 def expanded(text: str | os.PathLike[str]) -> str:
-    """A place as a user names it: ~ is home."""
+    """A path as a user writes it: ~ is home."""
     place = os.path.expanduser(os.fspath(text))
     require(not place.startswith("~"), f"{place!r}: there is no such user; a folder of that name is ./{place}")
     return place
@@ -18,8 +26,27 @@ def path_of(text: str | os.PathLike[str]) -> Path:
     return Path(expanded(text))
 
 
+def pick_device(name: str) -> "torch.device":
+    """The device of train.device: auto, cpu, cuda (of this process: LOCAL_RANK) or cuda:N."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        require(
+            torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu"
+        )
+        if device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return device
+
+
 def writable_folder(key: str, folder: Path) -> Path:
-    """The folder, made if need be: that it cannot be written to is said before the work and not after it."""
+    """Return the folder, made if need be; refuse one that cannot be written to before the work is done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"
@@ -31,7 +58,7 @@ def writable_folder(key: str, folder: Path) -> Path:
 
 
 def writable_file(key: str, file: Path) -> Path:
-    """The file, to append to, its folder made: what is found out late loses what was to be written."""
+    """Return the file, to append to, its folder made; refuse one that cannot be written before the work is done."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
@@ -40,13 +67,34 @@ def writable_file(key: str, file: Path) -> Path:
     return file
 
 
+def write_atomically(path: Path, content: str | Callable[[IO[bytes]], object]) -> None:
+    """Write a file whole or not at all: a reader sees the old one or the new one, never half of it.
+
+    `content` is the text, or a function that writes to a binary file. The folder is made if need be.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "wb") as file:
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                content(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def digest(path: Path) -> str:
+    """The sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
-    """A rename is only durable once its folder is."""
+    """Flush a folder: a rename is only durable once its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,16 @@
-"""Networks: one transformer stack, the two-stage anchored model made of it, and the loss behind a large head."""
+"""Networks: one transformer stack, the two-stage anchored network made of it, and the loss behind a large head.
 
-from adlm.models.language_model import Cache, Hidden, LanguageModel, build_model
-from adlm.models.linear_cross_entropy import linear_cross_entropy, linear_nll, linear_row_losses
+network.py               Network: embedding, stacks, bridge, heads; initialisation
+transformer.py           Block and Stack; the residual stream and what blocks read beside it
+layers.py                norm, rotary positions, dropout, modulation, positions that are picked
+bridge.py                bridges: from the anchor network to the denoiser
+linear_cross_entropy.py  losses behind a linear head, without all logits
+kernels.py               the same as a Triton kernel
+backends.py              attention kernel and compiler options of a process
+flops.py                 arithmetic of a model, peak of a device
+"""
 
-__all__ = ["Cache", "Hidden", "LanguageModel", "build_model", "linear_cross_entropy", "linear_nll", "linear_row_losses"]
+from adlm.models.linear_cross_entropy import linear_cross_entropy, linear_losses, linear_nll
+from adlm.models.network import Cache, Hidden, Network, build_model
+
+__all__ = ["Cache", "Hidden", "Network", "build_model", "linear_cross_entropy", "linear_losses", "linear_nll"]

@@ -1,4 +1,4 @@
-"""The bridge of the two-stage model: anchor logits -> denoiser width, without ever forming the logits.
+"""Bridges of the two-stage model: how the anchor network's prediction reaches the denoiser.
 
 The paper feeds the denoiser y W_in^T + b_in where y = h W_out^T + b_out are the anchor logits. Nothing stands between
 the two linear maps, so with M = W_in W_out the detour D -> V -> D is one D x D matrix,
@@ -8,30 +8,84 @@ the two linear maps, so with M = W_in W_out the detour D -> V -> D is one D x D 
 in training too: gradients reach both factors through the product. 2 D^2 V operations a step replace 4 N D V.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from adlm.schema import ModelConfig
 
 ALIGNED = 64
 
 
 class Bridge(nn.Module):
-    frozen_matrix_DD: Tensor | None
-    frozen_offset_D: Tensor | None
+    """From the anchor network to the denoiser. A new bridge is a subclass and its line in `tables.BRIDGES`."""
 
-    def __init__(self, vocab_size: int, width: int, bias: bool):
+    unused: tuple[str, ...] = ()
+    """Parts of the network whose parameters the denoiser's loss does not reach through this bridge."""
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, vocab_size))  # W_in
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        self.register_buffer("frozen_matrix_DD", None, persistent=False)
-        self.register_buffer("frozen_offset_D", None, persistent=False)
 
-    def collapse(self, anchor_head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    def initialise(self, cfg: ModelConfig) -> None:
+        """Set every parameter of the bridge, from torch's global generator."""
+
+    def forward(self, stream_BLD: Tensor, anchor_BLD: Tensor, anchor_head: nn.Linear) -> Tensor:
+        """What the denoiser reads, from the anchor network's residual stream and its final-normed states."""
+        raise NotImplementedError
+
+    def from_logits(self, stream_BLD: Tensor, anchor_logits_BLV: Tensor) -> Tensor:
+        """The reference implementation of `forward`, for tests and benchmarks: every logit is formed."""
+        raise ValueError(f"{type(self).__name__} has no reference implementation; use bench.dense=false")
+
+    def freeze(self, anchor_head: nn.Linear) -> "Bridge":
+        """The inference form, for weights that no longer change. Its buffers and linear layers may become bf16."""
+        return self
+
+    @staticmethod
+    def flops(cfg: ModelConfig) -> float:
+        """Operations for one token, forward."""
+        return 0
+
+
+class NoBridge(Bridge):
+    """The denoiser continues the residual stream; anchors appear in the loss only."""
+
+    unused = ("anchor_head", "anchor.norm", "anchor.modulation")
+
+    def forward(self, stream_BLD: Tensor, anchor_BLD: Tensor, anchor_head: nn.Linear) -> Tensor:
+        return stream_BLD
+
+    def from_logits(self, stream_BLD: Tensor, anchor_logits_BLV: Tensor) -> Tensor:
+        return stream_BLD
+
+
+class LinearBridge(Bridge):
+    """The paper's: the denoiser reads a linear map of the anchor logits and nothing else."""
+
+    def __init__(self, cfg: ModelConfig, vocab_size: int):
+        super().__init__(cfg, vocab_size)
+        self.weight = nn.Parameter(torch.empty(cfg.hidden_size, vocab_size))  # W_in
+        self.bias = nn.Parameter(torch.zeros(cfg.hidden_size)) if cfg.bias else None
+
+    def initialise(self, cfg: ModelConfig) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        if cfg.init == "normal":
+            nn.init.normal_(self.weight, std=bound)
+        else:
+            nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+            if cfg.init == "torch":
+                nn.init.uniform_(self.bias, -bound, bound)
+
+    def product(self, anchor_head: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """(M, offset). Under autocast in its precision, as all products are: the sum over the vocabulary is longer
         than any other, so that the rounding of its terms averages out."""
         device = self.weight.device.type
         if torch.is_autocast_enabled(device):
-            return self.collapse_aligned(anchor_head, torch.get_autocast_dtype(device))
+            return self.aligned_product(anchor_head, torch.get_autocast_dtype(device))
         matrix_DD = self.weight @ anchor_head.weight
         offset_D = self.bias
         if anchor_head.bias is not None:
@@ -39,7 +93,7 @@ class Bridge(nn.Module):
             offset_D = through if offset_D is None else through + offset_D
         return matrix_DD, offset_D
 
-    def collapse_aligned(self, anchor_head: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def aligned_product(self, anchor_head: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The same as one product: with the head's bias as one more column of W_out, and with zeros up to sizes that
         matrix units like (50258 is only even: three times the time)."""
         D, V = self.weight.shape
@@ -53,12 +107,33 @@ class Bridge(nn.Module):
             offset_D = product_DE[:, D] if offset_D is None else product_DE[:, D] + offset_D
         return matrix_DD, offset_D
 
-    def freeze(self, anchor_head: nn.Linear) -> None:
-        """Compute the product once, for inference with weights that no longer change."""
-        with torch.no_grad():
-            self.frozen_matrix_DD, self.frozen_offset_D = self.collapse(anchor_head)
+    def forward(self, stream_BLD: Tensor, anchor_BLD: Tensor, anchor_head: nn.Linear) -> Tensor:
+        return F.linear(anchor_BLD, *self.product(anchor_head)).to(stream_BLD.dtype)
 
-    def forward(self, anchor_BLD: Tensor, anchor_head: nn.Linear) -> Tensor:
-        if self.frozen_matrix_DD is not None:
-            return F.linear(anchor_BLD, self.frozen_matrix_DD, self.frozen_offset_D)
-        return F.linear(anchor_BLD, *self.collapse(anchor_head))
+    def from_logits(self, stream_BLD: Tensor, anchor_logits_BLV: Tensor) -> Tensor:
+        return F.linear(anchor_logits_BLV, self.weight, self.bias)
+
+    def freeze(self, anchor_head: nn.Linear) -> "FrozenLinearBridge":
+        return FrozenLinearBridge(self, anchor_head)
+
+    @staticmethod
+    def flops(cfg: ModelConfig) -> float:
+        return 2 * cfg.hidden_size**2
+
+
+class FrozenLinearBridge(LinearBridge):
+    """A linear bridge whose product is computed once. It keeps the factors, so that its weights can be saved."""
+
+    matrix_DD: Tensor
+    offset_D: Tensor | None
+
+    def __init__(self, trained: LinearBridge, anchor_head: nn.Linear):
+        nn.Module.__init__(self)
+        self.weight, self.bias = trained.weight, trained.bias
+        with torch.no_grad():
+            matrix_DD, offset_D = trained.product(anchor_head)
+        self.register_buffer("matrix_DD", matrix_DD, persistent=False)
+        self.register_buffer("offset_D", offset_D, persistent=False)
+
+    def forward(self, stream_BLD: Tensor, anchor_BLD: Tensor, anchor_head: nn.Linear) -> Tensor:
+        return F.linear(anchor_BLD, self.matrix_DD, self.offset_D).to(stream_BLD.dtype)

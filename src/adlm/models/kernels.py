@@ -21,7 +21,7 @@ def _load(start, at, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cross_entropy_rows(logits, target, weight, loss, V, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_rows(logits, target, weight, loss, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     peak = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -41,10 +41,7 @@ def _cross_entropy_rows(logits, target, weight, loss, V, FLOOR: tl.constexpr, BL
     gold_at = tl.load(target + row)
     w = tl.load(weight + row)
     gold = tl.load(start + gold_at).to(tl.float32)
-    nats = tl.log(row_total) + row_peak - gold
-    if FLOOR > 0:  # known when compiled: without a floor there is nothing to compare
-        w = tl.where(nats < FLOOR, 0.0, w)
-    tl.store(loss + row, nats * w)
+    tl.store(loss + row, (tl.log(row_total) + row_peak - gold) * w)
     scale = w / row_total
     for at in range(0, V, BLOCK):
         lane = at + tl.arange(0, BLOCK)
@@ -52,14 +49,12 @@ def _cross_entropy_rows(logits, target, weight, loss, V, FLOOR: tl.constexpr, BL
         tl.store(start + lane, g.to(logits.dtype.element_ty), mask=lane < V)
 
 
-def cross_entropy_rows(
-    logits_nV: Tensor, target_n: Tensor, weight_n: Tensor, floor: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_rows(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
     """`cross_entropy_chunk`: weighted cross-entropies, and their gradient in the memory of the logits."""
     n, V = logits_nV.shape
     assert logits_nV.is_contiguous() and weight_n.dtype == torch.float32
     loss_n = torch.empty(n, dtype=torch.float32, device=logits_nV.device)
     if n:
         launch = _cross_entropy_rows[(n,)]  # type: ignore[index]
-        launch(logits_nV, target_n, weight_n.contiguous(), loss_n, V, floor, BLOCK, num_warps=WARPS)
+        launch(logits_nV, target_n, weight_n.contiguous(), loss_n, V, BLOCK, num_warps=WARPS)
     return loss_n, logits_nV

@@ -1,137 +1,238 @@
 """One stack of blocks: bidirectional or causal, time-conditioned or not, with its own final norm.
 
-Letters as in layers.py. A stack returns both the residual stream and its final-normed version: the first is what a
-following stack may continue from, the second is what a head reads.
+Letters as in layers.py. The published block and a modern one are the same class under different options.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from adlm.models.layers import (
-    Block,
-    LayerCache,
     Modulation,
     Norm,
     Rotary,
     TimeEmbedding,
-    modulate,
+    activate,
+    dropout,
+    enter,
+    leave,
     modulation_at,
     modulations,
-    settle,
+    pick_each,
+    pick_flat,
+    rotate,
 )
 from adlm.schema import ModelConfig
 
 
-class Trail(NamedTuple):
-    """What blocks leave for later ones of their residual stream, beside the stream itself."""
+@dataclass
+class LayerCache:
+    """Keys and values of one block for the tokens seen so far; sequences may be at different positions."""
 
-    values_BLD: Tensor | None = None
-    """Attention values of the first block, for a value residual."""
-    skips: tuple[Tensor, ...] = ()
-    """The stream after blocks that left it for a later one, which has not come yet; the next to be read stands last."""
+    k_BNLH: Tensor
+    v_BNLH: Tensor
+
+    def extend(self, k_BNlH: Tensor, v_BNlH: Tensor, positions_Bl: Tensor) -> tuple[Tensor, Tensor]:
+        index = positions_Bl[:, None, :, None].expand_as(k_BNlH)
+        self.k_BNLH.scatter_(2, index, k_BNlH.to(self.k_BNLH.dtype))
+        self.v_BNLH.scatter_(2, index, v_BNlH.to(self.v_BNLH.dtype))
+        return self.k_BNLH, self.v_BNLH
 
 
-START = Trail()
-"""Of a stream that begins."""
+class Stream(NamedTuple):
+    """The residual stream between two blocks.
+
+    A block leaves its last branch pending: the sum is then part of the norm that reads it, one pass over the stream
+    instead of two, also where every block is compiled by itself.
+    """
+
+    x_BLD: Tensor
+    pending_BLD: Tensor | None = None
+    """The pending residual, still to be added; None before the first block."""
+
+    def total(self) -> Tensor:
+        return self.x_BLD if self.pending_BLD is None else self.x_BLD + self.pending_BLD
+
+
+class Context(NamedTuple):
+    """What a block reads beside the stream: tensors only, so that one compilation serves all blocks."""
+
+    cos: Tensor
+    sin: Tensor
+    """Rotary tables."""
+    c_BC: Tensor | None = None
+    """Conditioning vector, with adaLN."""
+    cache: LayerCache | None = None
+    """Keys and values read before, with `positions_BL` of the new tokens and `mask` of what they may attend to."""
+    positions_BL: Tensor | None = None
+    mask: Tensor | None = None
+    keys: tuple[Tensor, Tensor] | None = None
+    """Dropout keys of the two branches; None: torch's own dropout."""
+    at_N: Tensor | None = None
+    """The positions that are read after this block (`pick_flat`): what follows attention is computed for them alone."""
+    at_BQ: Tensor | None = None
+    """The same for a sampler (`pick_each`): what follows keys and values is computed for them alone."""
+
+
+class AttentionBlock(nn.Module):
+    """What a block and its inference form (engine/prepare.py) have in common."""
+
+    n_heads: int
+    causal: bool
+    activation: str
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+    def attention(self, qkv_BLE: Tensor, context: Context) -> Tensor:
+        B, L, E = qkv_BLE.shape
+        q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads)).unbind(2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLNH, k_BLNH = self.q_norm(q_BLNH).to(v_BLNH.dtype), self.k_norm(k_BLNH).to(v_BLNH.dtype)
+        # Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
+        # in this order it is the input of the next product as it lies.
+        q_BLNH, k_BLNH = rotate(q_BLNH, context.cos, context.sin), rotate(k_BLNH, context.cos, context.sin)
+        if context.at_BQ is not None:
+            assert not self.causal
+            q_BLNH = pick_each(q_BLNH.flatten(2), context.at_BQ).unflatten(2, q_BLNH.shape[2:])
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        if context.cache is None:
+            o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=self.causal)
+        else:
+            assert context.positions_BL is not None
+            k_BNLH, v_BNLH = context.cache.extend(k_BNLH, v_BNLH, context.positions_BL)
+            q_BNLH = q_BNLH.to(k_BNLH.dtype)
+            o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=context.mask)
+        return o_BNLH.transpose(1, 2).flatten(2)
+
+
+class Block(AttentionBlock):
+    """Attention and MLP, each behind a norm, added to the residual stream.
+
+    With adaLN the conditioning vector c shifts and scales both norms and gates both branches. Without time
+    conditioning c is one vector for the whole batch, so its six modulations are folded into the weights.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        D = cfg.hidden_size
+        self.n_heads = cfg.n_heads
+        self.causal = cfg.causal
+        self.activation = cfg.activation
+        self.dropout = cfg.dropout
+        self.norm1 = Norm(D, cfg.norm)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.attn_out = nn.Linear(D, D, bias=False)
+        self.norm2 = Norm(D, cfg.norm)
+        self.mlp_in = nn.Linear(D, cfg.mlp_ratio * D, bias=cfg.bias)
+        self.mlp_out = nn.Linear(cfg.mlp_ratio * D, D, bias=cfg.bias)
+        self.q_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
+        self.k_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
+        self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.adaln else None
+
+    def drop(self, branch_BLD: Tensor, key: Tensor | None) -> Tensor:
+        if key is not None and torch.compiler.is_compiling():
+            return dropout(branch_BLD, self.dropout, key)
+        return F.dropout(branch_BLD, self.dropout, self.training)
+
+    def forward(self, stream: Stream, context: Context) -> Stream:
+        x_BLD = stream.total()
+        attend, feed = modulations(self.modulation, context.c_BC, 2)
+        key1, key2 = (None, None) if context.keys is None else context.keys
+        o_BLD = self.attention(enter(x_BLD, self.norm1, attend, self.qkv), context)
+        if context.at_BQ is not None:  # attention has answered those queries only
+            x_BLD = pick_each(x_BLD, context.at_BQ)
+        elif context.at_N is not None:
+            at_N, L = context.at_N, x_BLD.shape[1]
+            o_BLD, x_BLD = pick_flat(o_BLD, at_N), pick_flat(x_BLD, at_N)
+            attend, feed = modulation_at(attend, at_N, L), modulation_at(feed, at_N, L)
+        x_BLD = x_BLD + self.drop(leave(o_BLD, self.attn_out, attend), key1)
+        h_BLF = activate(enter(x_BLD, self.norm2, feed, self.mlp_in), self.activation)
+        return Stream(x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), key2))
 
 
 class Features(NamedTuple):
     stream_BLD: Tensor
-    """The residual stream after the last block."""
+    """The residual stream after the last block, which a following stack may continue."""
     normed_BLD: Tensor
     """The same after the final norm (and modulation), in the stream's precision: the input of a linear head."""
-    trail: Trail
-    """For a stack that continues the stream."""
-
-
-class StackCache:
-    """Keys and values of every block of a causal stack."""
-
-    def __init__(self, layers: list[LayerCache]):
-        self.layers = layers
 
 
 class Stack(nn.Module):
-    def __init__(self, cfg: ModelConfig, places: range, depth: int):
-        """`places`: of its blocks in a residual stream of `depth` blocks, of which another stack may have the rest."""
+    def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
         self.time_conditioning, self.dropout = cfg.time_conditioning, cfg.dropout
         self.n_heads, self.head_width = cfg.n_heads, cfg.hidden_size // cfg.n_heads
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
         self.rotary = Rotary(self.head_width, cfg.length)
-        self.blocks = nn.ModuleList(Block(cfg, place, depth) for place in places)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(n_blocks))
         self.norm = Norm(cfg.hidden_size, cfg.norm)
         self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.adaln else None
         self.checkpoint_activations = False
 
     def conditioning(self, x_BLD: Tensor, sigma_B: Tensor | None) -> Tensor | None:
-        """c_BC: one row per example when time-conditioned, else one row in all (sigma = 0)."""
+        """c_BC: one vector per sequence when time-conditioned, else one in all (sigma = 0)."""
         if self.time_embedding is None:
             return None
         if not self.time_conditioning:
             sigma_B = torch.zeros(1, device=x_BLD.device)
         elif sigma_B is None:
-            raise ValueError("sigma_B is missing: this model is time-conditioned and needs the noise level of each row")
+            raise ValueError(
+                "sigma_B is missing: this model is time-conditioned and needs the noise level of each sequence"
+            )
         # tiny, and its output scales every activation: not worth rounding to bf16
         with torch.autocast(x_BLD.device.type, enabled=False):
             return self.time_embedding(sigma_B)
 
-    def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> StackCache:
+    def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         shape = (batch, self.n_heads, length, self.head_width)
-        return StackCache(
-            [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")) for _ in self.blocks]
-        )
+        return [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")) for _ in self.blocks]
 
     def forward(
         self,
         x_BLD: Tensor,
         sigma_B: Tensor | None = None,
-        cache: StackCache | None = None,
+        cache: list[LayerCache] | None = None,
         positions_BL: Tensor | None = None,
-        at: Tensor | None = None,
-        trail: Trail = START,
+        at_N: Tensor | None = None,
+        at_BQ: Tensor | None = None,
     ) -> Features:
-        """`at`: the positions that are read (see `activations_at`): the last block finishes those alone.
-        `trail`: of the stack whose stream this one continues."""
-        cos, sin = self.rotary.tables(x_BLD.shape[1], positions_BL)
-        c_BC = self.conditioning(x_BLD, sigma_B)
-        layers, mask = [None] * len(self.blocks), None
+        """`at_N` or `at_BQ`: the positions that are read (see `Context`); the last block finishes those alone."""
+        L, mask = x_BLD.shape[1], None
+        layers: list[LayerCache] | list[None] = [None] * len(self.blocks)
         if cache is not None:
-            layers = cache.layers
+            layers = cache
             assert positions_BL is not None
-            key_position = torch.arange(layers[0].k_BNLH.shape[2], device=x_BLD.device)
+            key_position = torch.arange(cache[0].k_BNLH.shape[2], device=x_BLD.device)
             mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
-        due_BLD, values_BLD, skips = None, trail.values_BLD, list(trail.skips)
-        read = [None] * (len(self.blocks) - 1) + [at]
-        L = x_BLD.shape[1]
-        for block, layer, keys, at_last in zip(self.blocks, layers, self.dropout_keys(x_BLD.device), read):
-            skip_BLD = None if block.skip is None else skips.pop()
-            inputs = (x_BLD, due_BLD, c_BC, cos, sin, layer, positions_BL, mask, keys, at_last, values_BLD, skip_BLD)
+        cos, sin = self.rotary.tables(L, positions_BL)
+        context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
+        stream, last = Stream(x_BLD), self.blocks[-1]
+        for block, layer, keys in zip(self.blocks, layers, self.dropout_keys(x_BLD.device)):
+            own = context._replace(cache=layer, keys=keys)
+            if block is last:
+                own = own._replace(at_N=at_N, at_BQ=at_BQ)
             if self.checkpoint_activations and self.training:
-                x_BLD, due_BLD, given_BLD = checkpoint(block, *inputs, use_reentrant=False)  # type: ignore[misc]
+                stream = checkpoint(block, stream, own, use_reentrant=False)
             else:
-                x_BLD, due_BLD, given_BLD = block(*inputs)
-            values_BLD = values_BLD if given_BLD is None else given_BLD
-            if block.leaves_skip:
-                x_BLD, due_BLD = settle(x_BLD, due_BLD), None
-                skips.append(x_BLD)
-        (final,) = modulations(self.modulation, c_BC, 1, parts=2)
-        final = final if at is None else modulation_at(final, at, L)
-        return Features(*self.finish(x_BLD, due_BLD, final), Trail(values_BLD, tuple(skips)))
+                stream = block(stream, own)
+        (final,) = modulations(self.modulation, context.c_BC, 1, parts=2)
+        return self.finish(stream, final if at_N is None else modulation_at(final, at_N, L))  # type: ignore[arg-type]
 
-    def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[tuple[None, None]]:
+    def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[None]:
         """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""
         if not (self.training and self.dropout and device.type == "cuda"):
-            return [(None, None)] * len(self.blocks)
+            return [None] * len(self.blocks)
         return draw_keys(len(self.blocks), device)
 
-    def finish(self, x_BLD: Tensor, due_BLD: Tensor | None, final: Modulation | None) -> tuple[Tensor, Tensor]:
-        """The stream, and what a head reads."""
-        x_BLD = settle(x_BLD, due_BLD)
-        return x_BLD, modulate(self.norm(x_BLD), final).to(x_BLD.dtype)
+    def finish(self, stream: Stream, final: Modulation | None) -> Features:
+        """Add the pending residual and normalise for a head."""
+        x_BLD = stream.total()
+        h_BLD = self.norm(x_BLD) if final is None else final.apply(self.norm(x_BLD))
+        return Features(x_BLD, h_BLD.to(x_BLD.dtype))
 
 
 def draw_keys(blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

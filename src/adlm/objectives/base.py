@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adlm import tables
 from adlm.diffusion.schedules import Schedule, make_schedule
-from adlm.models import Hidden, LanguageModel, linear_cross_entropy, linear_row_losses
+from adlm.models import Hidden, Network, linear_cross_entropy, linear_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
@@ -121,10 +121,10 @@ class Heads(Protocol):
     def anchor_head(self) -> Any: ...
 
 
-def loss(model: LanguageModel, batch: CorruptedBatch) -> LossOutput:
+def loss(model: Network, batch: CorruptedBatch) -> LossOutput:
     """Run the network once and sum every term of the batch."""
     at_N = read_positions(batch)
-    return sum_terms(model, model(batch.tokens_BL, batch.sigma_B, at=at_N), batch, gathered=at_N is not None)
+    return sum_terms(model, model(batch.tokens_BL, batch.sigma_B, at_N=at_N), batch, gathered=at_N is not None)
 
 
 def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: bool = False) -> LossOutput:
@@ -138,8 +138,7 @@ def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: boo
         assert hidden_BLD is not None and head is not None, f"{name} reads a head this model lacks"
         value = linear_cross_entropy(
             states_at(hidden_BLD, term.positions_N, gathered and of_denoiser),
-            head.weight,
-            head.bias,
+            head,
             term.targets_N,
             term.weights_N,
             exclude=term.exclude,
@@ -151,15 +150,14 @@ def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: boo
 
 
 @torch.no_grad()
-def position_losses(model: LanguageModel, batch: CorruptedBatch) -> Tensor:
+def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
     """The loss of every position of a validation batch in nats, float64 [B, L]; 0 where nothing is scored."""
     (term,) = batch.terms.values()
     at_N = read_positions(batch)
-    hidden = model(batch.tokens_BL, batch.sigma_B, at=at_N)
-    losses_N = linear_row_losses(
+    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N)
+    losses_N = linear_losses(
         states_at(hidden.denoiser_BLD, term.positions_N, at_N is not None),
-        model.head.weight,
-        model.head.bias,
+        model.head,
         term.targets_N,
         term.weights_N,
         exclude=term.exclude,
@@ -169,7 +167,7 @@ def position_losses(model: LanguageModel, batch: CorruptedBatch) -> Tensor:
     return losses.index_copy_(0, term.positions_N, losses_N.double()).view_as(batch.tokens_BL)
 
 
-def sequence_bounds(model: LanguageModel, batch: CorruptedBatch) -> Tensor:
+def sequence_bounds(model: Network, batch: CorruptedBatch) -> Tensor:
     """The bound of every sequence of a validation batch, nats summed over its positions, float64 [B]."""
     return position_losses(model, batch).sum(-1)
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from adlm.data.tokenizers import Backend, Tokenizer
 from adlm.errors import require
 from adlm.io.paths import path_of
-from adlm.models import Cache, LanguageModel
-from adlm.models.compiling import allow_variants
-from adlm.models.layers import LayerCache
+from adlm.models import Cache
+from adlm.models import Network as LanguageModel
+from adlm.models.backends import allow_variants
+from adlm.models.transformer import LayerCache
 
 
 class Memory(Protocol):
@@ -93,7 +94,7 @@ class OwnNetwork(nn.Module):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         cache = self.model.make_cache(batch, length + 1, dtype)
         if gradients:
-            cache.denoiser.layers[:] = [KeptLayerCache(layer.k_BNLH, layer.v_BNLH) for layer in cache.denoiser.layers]
+            cache.denoiser[:] = [KeptLayerCache(layer.k_BNLH, layer.v_BNLH) for layer in cache.denoiser]
         return cache
 
     def read(self, x_BLD: Tensor, memory: Cache | None = None, real_B: Tensor | None = None) -> Tensor:
@@ -101,7 +102,7 @@ class OwnNetwork(nn.Module):
             return self.model.read(x_BLD).denoiser_BLD
         assert real_B is not None
         # padding that would fall outside is written to the spare last position, which no real position attends to
-        spare = memory.denoiser.layers[0].k_BNLH.shape[2] - 1
+        spare = memory.denoiser[0].k_BNLH.shape[2] - 1
         positions_BL = (memory.seen_B[:, None] + torch.arange(x_BLD.shape[1], device=x_BLD.device)).clamp(max=spare)
         with torch.compiler.set_stance("force_eager"):
             hidden = self.model.read(x_BLD, cache=memory, positions_BL=positions_BL)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
-from adlm.models.attention import choose_attention
+from adlm.models.backends import choose_attention
 from adlm.reasoning.answers import Score, evaluate
 from adlm.reasoning.examples import Example
 from adlm.reasoning.methods import Encoded, Plan, encode, lay_out, markers_of, row_length, written_length
@@ -68,7 +68,7 @@ class Classroom:
         multiple = cfg.reason.row_multiple or (GPU_ROW_MULTIPLE if ranks.device.type == "cuda" else 1)
         self.row_multiple = math.gcd(multiple, positions)
         if isinstance(network, OwnNetwork) and ranks.device.type == "cuda":
-            choose_attention(cfg.train.attention, cfg.train.global_batch_size, cfg.model, ranks.device)
+            choose_attention(cfg.train.global_batch_size, cfg.model, ranks.device)
         if ranks.compile != "none":
             network.compile_blocks()
         self.schedule = Schedule(cfg, len(self.splits.train))

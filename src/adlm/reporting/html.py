@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adlm.data.blocks import write_atomically
+from adlm.io.paths import write_atomically
 
 # What HTML cannot hold: control characters a byte-level tokenizer may produce.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff\ud800-\udfff]")

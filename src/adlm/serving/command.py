@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from adlm.api import LanguageModel, load
+from adlm.api import load
 from adlm.errors import require
 from adlm.io.load import default_checkpoint
 from adlm.io.paths import path_of
 from adlm.schema import Config
 from adlm.serving.app import make_app
-from adlm.serving.metrics import server_metrics
-from adlm.serving.models import Service, check_defaults
 from adlm.serving.server import make_server
+from adlm.serving.service import Service, check_defaults
 
 log = logging.getLogger("adlm.serving")
 
@@ -28,7 +27,7 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     require(
         cfg.serve.max_n <= cfg.serve.slots + cfg.serve.queue,
-        f"serve.max_n={cfg.serve.max_n} rows could never be accepted: serve.slots + serve.queue is"
+        f"serve.max_n={cfg.serve.max_n} texts could never be accepted: serve.slots + serve.queue is"
         f" {cfg.serve.slots + cfg.serve.queue}",
     )
     check_defaults(cfg.sampling, cfg.serve.max_steps)
@@ -36,8 +35,9 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(cfg.train.num_threads)
     paths = list(args or ()) or [cfg.eval.checkpoint or str(default_checkpoint())]
     listener = listen(cfg.serve.host, cfg.serve.port)  # first: a port in use must not cost the loading of models
-    models = {name: load_model(path, cfg) for name, path in names(paths).items()}
-    service = Service(models, cfg.serve, cfg.sampling, server_metrics())
+    options = (cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
+    models = {name: load(path, *options) for name, path in names(paths).items()}
+    service = Service(models, cfg.serve, cfg.sampling)
     key = cfg.serve.api_key or os.environ.get("ADLM_API_KEY", "")
     server = make_server(make_app(service, key), service)
     for name, lm in models.items():
@@ -61,12 +61,8 @@ def leave(service: Service) -> None:
         os._exit(0)
 
 
-def load_model(path: str, cfg: Config) -> LanguageModel:
-    return load(path, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
-
-
 def names(paths: list[str]) -> dict[str, str]:
-    """Ids of the models: the last part of each path that says something, made unique."""
+    """Id -> path of each model: the last part of the path that says something, made unique."""
     found: dict[str, str] = {}
     for path in paths:
         parts = [p for p in path_of(path).resolve().parts if p not in ("export", "checkpoints")]

@@ -1,4 +1,4 @@
-"""Canvases as server-sent events: where a row starts, what changed in each evaluation, how it ended.
+"""Canvases as server-sent events: where a text starts, what changed in each evaluation, how it ended.
 
 Frames carry differences to the frame sent before, so one that was left out for a slow reader is contained in the next.
 """
@@ -12,9 +12,9 @@ import torch
 
 from adlm.engine import Request, Result
 from adlm.objectives.anchors import counts_in_sequence
-from adlm.serving.models import Served
-from adlm.serving.problems import Problem
-from adlm.serving.worker import Job, Update, sound
+from adlm.serving.bodies import Problem
+from adlm.serving.service import Served
+from adlm.serving.worker import Job, Update
 
 
 def event(name: str, data: dict[str, Any]) -> str:
@@ -22,12 +22,12 @@ def event(name: str, data: dict[str, Any]) -> str:
 
 
 def counts(tokens: Sequence[int]) -> list[int]:
-    """How often each token occurs in the row."""
+    """How often each token occurs in its sequence."""
     return counts_in_sequence(torch.tensor([list(tokens)]))[0].tolist() if len(tokens) else []
 
 
 class Film:
-    """The events of one row."""
+    """The events of one text."""
 
     def __init__(self, served: Served, request: Request):
         self.served, self.request = served, request
@@ -62,7 +62,7 @@ class Film:
             [g.position, g.tokens[0], self.served.piece(g.tokens[0]), round(g.probabilities[0], 4)]
             for g in update.guesses or []
         ]
-        # Rows longer than the model come window by window: what is not reached yet is as it was.
+        # A sequence longer than the model comes window by window: what is not reached yet is as it was.
         seen = update.frame.tokens
         return self.change([*seen, *self.request.tokens[len(seen) :]], update.frame.nfe, guesses)
 
@@ -82,7 +82,7 @@ class Film:
         )
 
     def end(self, result: Result) -> list[str]:
-        """The last change, and the whole row."""
+        """The last change, and the whole text."""
         lm = self.served.lm
         if self.step != self.request.settings.steps:  # filling what is left after the last step is not one more
             self.step += 1
@@ -100,7 +100,7 @@ class Film:
 
 
 async def film(served: Served, job: Job) -> AsyncIterator[str]:
-    """Events until the row has ended; a problem is an event too, since the status has been sent."""
+    """Events until the text is whole; a problem is an event too, since the status has been sent."""
     shown = Film(served, job.requests[0])
     yield shown.start()
     try:
@@ -109,7 +109,7 @@ async def film(served: Served, job: Job) -> AsyncIterator[str]:
             if update.result is None:
                 yield shown.frame(update)
                 continue
-            for text in shown.end(sound(update.result)):
+            for text in shown.end(update.result):
                 yield text
             return
     except Problem as problem:

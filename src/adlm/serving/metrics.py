@@ -11,13 +11,30 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 3
 Labels = tuple[str, ...]
 
 
-class Metrics:
+class ServerMetrics:
+    """What the server counts. Gauges are added by the service."""
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.help: dict[str, tuple[str, str, Labels]] = {}
         self.values: dict[str, dict[Labels, float]] = {}
         self.buckets: dict[str, dict[Labels, list[float]]] = {}
         self.gauges: dict[str, Callable[[], Iterable[tuple[Labels, float]]]] = {}
+        path, model = ("path",), ("model",)
+        self.counter(
+            "adlm_requests_total", "HTTP requests by route and status (499: the client left).", ("path", "status")
+        )
+        self.histogram(
+            "adlm_request_seconds",
+            "Time from the end of a request's head, before its body, to the end of its answer.",
+            path,
+        )
+        self.counter(
+            "adlm_rows_total", "Sequences by how they ended: finished, cancelled or failed.", ("model", "outcome")
+        )
+        self.counter("adlm_tokens_total", "Tokens drawn.", model)
+        self.counter("adlm_evaluations_total", "Network evaluations of single sequences.", model)
+        self.counter("adlm_steps_total", "Steps of the engine: each evaluates every sequence in a slot.", model)
 
     def counter(self, name: str, help: str, labels: Labels = ()) -> None:
         self.help[name], self.values[name] = ("counter", help, labels), {}
@@ -26,7 +43,7 @@ class Metrics:
         self.help[name], self.values[name], self.buckets[name] = ("histogram", help, labels), {}, {}
 
     def gauge(self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]) -> None:
-        """Read when somebody looks."""
+        """A value that is read when somebody asks."""
         self.help[name], self.gauges[name] = ("gauge", help, labels), read
 
     def add(self, name: str, amount: float = 1, labels: Labels = ()) -> None:
@@ -67,19 +84,3 @@ def line(name: str, labels: Labels, at: Labels, value: float) -> str:
 
 def escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def server_metrics() -> Metrics:
-    """What the server counts; gauges are added by the models."""
-    m = Metrics()
-    m.counter("adlm_requests_total", "HTTP requests by route and status (499: the client left).", ("path", "status"))
-    m.histogram(
-        "adlm_request_seconds",
-        "Time from the end of a request's head, before its body, to the end of its answer.",
-        ("path",),
-    )
-    m.counter("adlm_rows_total", "Rows by how they ended: finished, cancelled or failed.", ("model", "outcome"))
-    m.counter("adlm_tokens_total", "Tokens drawn.", ("model",))
-    m.counter("adlm_evaluations_total", "Network evaluations of single rows.", ("model",))
-    m.counter("adlm_steps_total", "Steps of the engine: each evaluates every row in a slot.", ("model",))
-    return m

@@ -1,8 +1,8 @@
-"""The shape of OpenAI's completions: text that only grows, whatever order the model writes it in.
+"""OpenAI's completions: text that only grows, whatever order the model writes it in.
 
-A diffusion model fills its row everywhere at once, so what can be streamed is the left part that has no holes any more.
-With a sampler that masks again nothing is settled before the end, and the text is sent then. Streamed or not, the text
-is the same.
+A diffusion model fills its canvas everywhere at once, so what can be streamed is the left part that has no holes any
+more. With a sampler that masks again nothing is certain before the end, and the text is sent then. Streamed or not, the
+text is the same.
 """
 
 import asyncio
@@ -19,26 +19,26 @@ from adlm.engine import Request
 from adlm.engine.windows import end_of_text
 from adlm.errors import require
 from adlm.samplers.base import make_sampler
-from adlm.serving.models import Served
-from adlm.serving.problems import Problem
-from adlm.serving.schemas import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Usage
-from adlm.serving.worker import Job, Update, sound, within
+from adlm.serving.bodies import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Problem, Usage
+from adlm.serving.service import Served
+from adlm.serving.worker import Job, Update, within
 
 # Draws of noise behind a completion's logprobs
 LOGPROB_DRAWS = 16
-# Decoders whose text of a row begins with the text of any beginning of the row (but for half a character)
-GROWING = ("ByteLevel", "Fuse")
+# Decoders that only append: the text of a beginning of a sequence is a beginning of its text (but for half a character)
+APPENDING = ("ByteLevel", "Fuse")
 HALF = "\ufffd"
 
 
-class Ended(NamedTuple):
+class Part(NamedTuple):
+    """Text that a completion has gained, and why it ended there: None while more may follow."""
+
     text: str
     reason: Literal["stop", "length"] | None
-    """stop, length, or None while it goes on."""
 
 
-class Text:
-    """One completion: what of it is certain, given a row that is only partly filled."""
+class CompletionText:
+    """One completion: what of it is certain, given a canvas that is only partly filled."""
 
     def __init__(self, lm: LanguageModel, request: Request, stops: list[str]):
         self.lm, self.request, self.stops = lm, request, stops
@@ -48,9 +48,10 @@ class Text:
         """Where a suffix begins."""
         self.prompt = lm.text(tokens[: self.first])
         self.sent = 0
+        """Characters that were returned."""
 
-    def read(self, tokens: list[int], final: bool) -> Ended:
-        """The certain part of the completion; all of it, if the row is final."""
+    def grow(self, tokens: list[int], final: bool) -> Part:
+        """The certain text that was not returned before; all that is left, if the sequence is final."""
         end = end_of_text(tokens, self.request.stop_id, self.first, min(len(tokens), self.after))
         if not final and self.lm.model.mask_id in tokens[:end]:
             end = tokens.index(self.lm.model.mask_id)
@@ -59,13 +60,17 @@ class Text:
         text = self.lm.text(known)[len(self.prompt) :]
         if not over:
             text = text.rstrip(HALF)
-        settled = len(text) if over else len(text) - self.held(text)
-        cut = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
-        if cut is not None and cut <= settled:  # else a longer stop may turn out to begin before this one
-            return Ended(text[:cut], "stop")
-        if over:
-            return Ended(text, "stop" if end is not None else "length")
-        return Ended(text[:settled], None)
+        certain = len(text) if over else len(text) - self.held(text)
+        stop = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
+        if stop is not None and stop <= certain:  # else a longer stop may turn out to begin before this one
+            text, reason = text[:stop], "stop"
+        elif over:
+            reason = "stop" if end is not None else "length"
+        else:
+            text, reason = text[:certain], None
+        new = text[self.sent :]
+        self.sent += len(new)
+        return Part(new, reason)
 
     def held(self, text: str) -> int:
         """Characters at the end that may be the beginning of a stop."""
@@ -85,13 +90,6 @@ class Text:
             found.append(begins)
         return found
 
-    def grow(self, tokens: list[int], final: bool) -> Ended:
-        """What `read` adds to what was sent."""
-        now = self.read(tokens, final)
-        new = now.text[self.sent :]
-        self.sent += len(new)
-        return Ended(new, now.reason)
-
 
 class Completion:
     """One request to /v1/completions."""
@@ -101,96 +99,81 @@ class Completion:
         self.id, self.created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         stops = [body.stop] if isinstance(body.stop, str) else body.stop if isinstance(body.stop, list) else []
         require(all(stops), "stop holds an empty text")
-        self.stops = stops
-        self.texts = [Text(served.lm, r, stops) for r in self.requests]
+        self.texts = [CompletionText(served.lm, r, stops) for r in self.requests]
         self.drawn = 0
-        if self.settles and (body.stream or stops):  # frames: to send text as it settles, or to end at a stop
-            self.requests = [replace(r, watch=True) for r in self.requests]
+        """Tokens of completions that have ended."""
+        self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         require(
             not (self.wants_logprobs and (body.stream or body.suffix)),
             "logprobs are computed for a finished completion after its prompt: not with stream or suffix",
         )
+        if (body.stream or stops) and self.certain_early:  # to send text as it becomes certain, or to end at a stop
+            self.requests = [replace(r, watch=True) for r in self.requests]
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.body.logprobs is not None and self.body.logprobs is not False
-
-    @property
-    def settles(self) -> bool:
+    def certain_early(self) -> bool:
         """Whether text is certain before the end: nothing is masked again, and decoding only appends."""
         r, lm = self.requests[0], self.served.lm
-        locks = lm.model.config.causal or make_sampler(r.settings, make_schedule(lm.loaded.noise)).writes_once
+        writes_once = lm.model.config.causal or make_sampler(r.settings, make_schedule(lm.loaded.noise)).writes_once
         # A banned phrase, and an end of text before the last required word, are drawn again.
         early_end = bool(r.required) and r.stop_id is not None
         repaired = (early_end or any(len(word) > 1 for word in r.banned)) and not lm.model.config.causal
-        return locks and not repaired and type(lm.tokenizer.backend.decoder).__name__ in GROWING
+        return writes_once and not repaired and type(lm.tokenizer.backend.decoder).__name__ in APPENDING
 
-    def usage(self) -> Usage:
-        # what is given counts once a prompt, as OpenAI counts it
-        given = sum(len(t.request.tokens) - (t.after - t.first) for t in self.texts[:: self.body.n])
-        return Usage(prompt_tokens=given, completion_tokens=self.drawn, total_tokens=given + self.drawn)
+    def answer(self, choices: list[CompletionChoice], usage: bool = False) -> CompletionAnswer:
+        found = CompletionAnswer(id=self.id, created=self.created, model=self.served.id, choices=choices)
+        if usage:  # what is given counts once a prompt, as OpenAI counts it
+            given = sum(len(t.request.tokens) - (t.after - t.first) for t in self.texts[:: self.body.n])
+            found.usage = Usage(prompt_tokens=given, completion_tokens=self.drawn, total_tokens=given + self.drawn)
+        return found
 
-    def answer(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionAnswer:
-        return CompletionAnswer(id=self.id, created=self.created, model=self.served.id, choices=choices, usage=usage)
+    def choice(self, index: int, part: Part, nfe: int | None = None, **more: Any) -> CompletionChoice:
+        seed = self.requests[index].seed
+        return CompletionChoice(text=part.text, index=index, finish_reason=part.reason, seed=seed, nfe=nfe, **more)
 
-    def choice(self, row: int, ended: Ended, nfe: int | None = None, **more: Any) -> CompletionChoice:
-        text = self.texts[row].prompt + ended.text if more.pop("echo", False) else ended.text
-        return CompletionChoice(
-            text=text, index=row, finish_reason=ended.reason, seed=self.requests[row].seed, nfe=nfe, **more
-        )  # fmt: skip
-
-    async def parts(self, job: Job) -> AsyncIterator[tuple[int, Ended, Update]]:
-        """(row, new text, update it came from) until every row has ended; a row that met a stop is not waited for."""
-        open_rows = set(range(len(self.requests)))
-        while open_rows:
+    async def parts(self, job: Job) -> AsyncIterator[tuple[Part, Update]]:
+        """(new text, the update it came from) until every completion has ended; one that met a stop is not waited
+        for."""
+        while job.open:
             update = await job.next()
-            if update.row not in open_rows:
-                continue
-            if update.result is not None:
-                tokens = sound(update.result).tokens
-            else:
-                assert update.frame is not None
-                tokens = update.frame.tokens
-            ended = self.texts[update.row].grow(tokens, update.result is not None)
-            if ended.reason is not None:
-                open_rows.remove(update.row)
-                self.count(update)
-                self.served.worker.cancel(job, update.row)
-            yield update.row, ended, update
-
-    def count(self, update: Update) -> None:
-        text = self.texts[update.row]
-        tokens = (update.result or update.frame).tokens  # type: ignore[union-attr]
-        self.drawn += sum(t != self.served.lm.model.mask_id for t in tokens[text.first : text.after])
+            text, got = self.texts[update.index], update.result or update.frame
+            assert got is not None
+            part = text.grow(got.tokens, update.result is not None)
+            if part.reason is not None:
+                job.open.discard(update.index)
+                self.served.worker.cancel(job, update.index)
+                self.drawn += sum(t != self.served.lm.model.mask_id for t in got.tokens[text.first : text.after])
+            yield part, update
 
     async def whole(self, job: Job) -> CompletionAnswer:
         """Everything at once."""
-        told: dict[int, str] = {}
+        told = [""] * len(self.requests)
         choices: dict[int, CompletionChoice] = {}
-        async for row, ended, update in self.parts(job):
-            told[row] = told.get(row, "") + ended.text
-            if ended.reason is None:
+        async for part, update in self.parts(job):
+            index, got = update.index, update.result or update.frame
+            told[index] += part.text
+            if part.reason is None:
                 continue
-            got = update.result or update.frame
             assert got is not None
-            logprobs = await self.logprobs(job, row, told[row], got.tokens) if self.wants_logprobs else None
-            last = Ended(told[row], ended.reason)
-            choices[row] = self.choice(row, last, got.nfe, logprobs=logprobs, echo=self.body.echo)
-        return self.answer([choices[row] for row in sorted(choices)], self.usage())
+            logprobs = await self.logprobs(job, index, told[index], got.tokens) if self.wants_logprobs else None
+            echo = self.texts[index].prompt if self.body.echo else ""
+            whole = Part(echo + told[index], part.reason)
+            choices[index] = self.choice(index, whole, got.nfe, logprobs=logprobs)
+        return self.answer([choices[index] for index in sorted(choices)], usage=True)
 
-    async def logprobs(self, job: Job, row: int, text: str, tokens: list[int]) -> Logprobs:
-        """Minus each token's share of the bound on -log p(completion | prompt); exact for causal models."""
-        completion, served = self.texts[row], self.served
+    async def logprobs(self, job: Job, index: int, text: str, tokens: list[int]) -> Logprobs:
+        """Minus each token's part of the bound on -log p(completion | prompt); exact for causal models."""
+        completion, served = self.texts[index], self.served
         given = tokens[1 : completion.first]
         offsets = await asyncio.to_thread(completion.offsets, tokens, text)
         drawn = tokens[completion.first : completion.first + len(offsets)]
         if not drawn:
             return Logprobs(tokens=[], token_logprobs=[], text_offset=[])
         score = served.worker.call(lambda: served.lm.score(drawn, LOGPROB_DRAWS, context=given), admitted=True)
-        shares = [-x for x in (await within(job.seconds, job.end, score)).per_token]
+        logprobs = [-x for x in (await within(job.seconds, job.end, score)).per_token]
         echoed = len(completion.prompt) if self.body.echo else 0
         offsets = [echoed + at for at in offsets]
-        return Logprobs(tokens=served.pieces(drawn), token_logprobs=shares, text_offset=offsets)
+        return Logprobs(tokens=served.pieces(drawn), token_logprobs=logprobs, text_offset=offsets)
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """Chunks as OpenAI's client reads them."""
@@ -199,16 +182,15 @@ class Completion:
             return f"data: {answer.model_dump_json()}\n\n"
 
         try:
-            if self.body.echo:
-                for row in range(len(self.requests)):
-                    yield chunk(self.answer([self.choice(row, Ended("", None), echo=True)], None))
-            async for row, ended, update in self.parts(job):
-                if ended.text or ended.reason is not None:
+            for index, text in enumerate(self.texts if self.body.echo else ()):
+                yield chunk(self.answer([self.choice(index, Part(text.prompt, None))]))
+            async for part, update in self.parts(job):
+                if part.text or part.reason is not None:
                     got = update.result or update.frame
                     assert got is not None
-                    yield chunk(self.answer([self.choice(row, ended, got.nfe)], None))
+                    yield chunk(self.answer([self.choice(update.index, part, got.nfe)]))
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                yield chunk(self.answer([], self.usage()))
+                yield chunk(self.answer([], usage=True))
             yield "data: [DONE]\n\n"
         except Problem as problem:
             yield f"data: {json.dumps(problem.body)}\n\n"

@@ -1,27 +1,142 @@
-"""uvicorn, with two things added: a drain before the end, and a limit on the time a client takes to say what it wants.
+"""What surrounds the application: uvicorn, and the guard that every request passes.
 
-On SIGTERM or Ctrl-C the listener stays open while running requests finish, and answers new ones 503, so that a load
-balancer can tell "going away" from "gone". After serve.grace seconds what still runs is cancelled and told so. A
-second signal ends at once.
+uvicorn has two additions. On SIGTERM or Ctrl-C the listener stays open while running requests finish, and answers new
+ones 503, so that a load balancer can tell "going away" from "gone"; after serve.grace seconds what still runs is
+cancelled and told so, and a second signal ends at once. And a client that does not finish its request line and headers
+in time is disconnected.
+
+The guard checks the key and reads the body, whole: bodies are small by limit, and afterwards the connection has only
+one thing left to say, that the client is gone. The route's task is cancelled then, and its sequences leave their slots.
 """
 
 import asyncio
+import hmac
 import logging
+import time
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from adlm.serving.models import Service
+from adlm.serving.bodies import Problem
+from adlm.serving.service import Service
 
 log = logging.getLogger("adlm.serving")
+READ_TIMEOUT = 10.0
+"""Seconds that a client may take to send its headers, and again for its body."""
+MAX_BODY = 1_000_000
+"""Largest request body in bytes."""
+GONE = 499
+"""Status counted for a client that left; never sent."""
+
+
+class RequestGuard:
+    """Middleware: key, size, time to send; then a client that left, the status and the time."""
+
+    def __init__(self, app: ASGIApp, service: Service, key: str):
+        self.app, self.service, self.key = app, service, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), GONE
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        task = asyncio.current_task()
+        self.service.active.add(task)
+        try:
+            try:
+                self.check(scope)
+                body = await self.read_body(scope, receive)
+            except Problem as problem:
+                await problem.response()(scope, receive, note_and_send)
+                return
+            if body is not None and not await self.run(scope, body, receive, note_and_send):
+                status = GONE
+        except Exception:
+            status = 500  # sent by the outermost layer
+            raise
+        finally:
+            self.service.active.discard(task)
+            self.service.close(scope)
+            # The route's own path: labels must not be what clients make up.
+            path = getattr(scope.get("route"), "path", "other")
+            self.service.metrics.add("adlm_requests_total", 1, (path, str(status)))
+            self.service.metrics.observe("adlm_request_seconds", time.perf_counter() - began, (path,))
+
+    def check(self, scope: Scope) -> None:
+        """Refuse a wrong key, and new work while the server shuts down."""
+        if self.key and scope["path"].startswith(("/v1", "/metrics")):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            kind, _, key = given.partition(b" ")
+            # Compared whatever is wrong, and in constant time: the time of the answer must not tell how much is right.
+            if not (hmac.compare_digest(key.strip(), self.key) and kind.lower() == b"bearer"):
+                message = "the key is missing or wrong; send it as `Authorization: Bearer KEY`"
+                raise Problem(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if self.service.draining and scope["method"] == "POST":
+            # The connection is closed too: whoever keeps it would come back to the same server.
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise Problem(503, "the server is shutting down", "shutting_down", headers=headers)
+
+    async def read_body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body, or None if the client left."""
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        fits = not declared.isdigit() or int(declared[:20]) <= MAX_BODY
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                while fits:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    fits = size <= MAX_BODY
+                    if fits and not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            message = f"the request was not sent within {READ_TIMEOUT:g} s"
+            raise Problem(408, message, "too_slow", headers={"Connection": "close"}) from None
+        message = f"the body is larger than {MAX_BODY} bytes"
+        raise Problem(413, message, "body_too_large", headers={"Connection": "close"})
+
+    async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
+        """Run the route; False if the client left before its end."""
+        given = False
+        gone = asyncio.ensure_future(receive())  # the body is read: only a disconnect can follow
+
+        async def replay() -> Message:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await asyncio.shield(gone)
+            return {"type": "http.disconnect"}
+
+        work: asyncio.Future[Any] = asyncio.ensure_future(self.app(scope, replay, send))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return True
+            return False
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
 
 
 class PromptProtocol(H11Protocol):
     """Closes connections whose client does not finish its request line and headers in time."""
-
-    seconds = 10.0
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -44,11 +159,11 @@ class PromptProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def watch(self) -> None:
-        """A request under way has its own limits; otherwise the clock runs, from the first byte of the next one."""
+        """Let the clock run from the first byte of the next request; one that is under way has its own limits."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.forget()
         elif self.deadline is None:
-            self.deadline = self.loop.call_later(self.seconds, self.close)
+            self.deadline = self.loop.call_later(READ_TIMEOUT, self.close)
 
     def forget(self) -> None:
         if self.deadline is not None:
@@ -62,6 +177,8 @@ class PromptProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
+    """uvicorn with a drain before its end."""
+
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self.service = service
@@ -97,13 +214,12 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: Any, service: Service) -> Server:
-    cfg = service.cfg
-    protocol = type("Protocol", (PromptProtocol,), {"seconds": cfg.read_timeout})
+    """The server of the application, ready to run."""
     config = uvicorn.Config(
         app,
-        host=cfg.host,
-        port=cfg.port,
-        http=protocol,
+        host=service.cfg.host,
+        port=service.cfg.port,
+        http=PromptProtocol,
         ws="none",
         log_level="warning",
         access_log=False,

@@ -1,43 +1,55 @@
 """The thread that owns a model's engine; the event loop talks to it through an inbox and gets updates back in batches.
 
 Nothing in the engine is shared: requests, cancellations and other uses of the network are functions put into the
-inbox, run between two steps. A step evaluates every row that has a slot, so rows of any sampler and step share it, and
-a row that arrives joins at the next step. Updates of a step cross to the loop in one call.
+inbox, run between two steps. A step evaluates every sequence that has a slot, so sequences of any sampler and step
+share it, and one that arrives joins at the next step. The updates of a step cross to the loop in one call.
 """
 
 import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from adlm.api import LanguageModel
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
-from adlm.schema import SamplingConfig
-from adlm.serving.guesses import Guess, best_guesses
-from adlm.serving.metrics import Metrics
-from adlm.serving.problems import Problem
+from adlm.engine.drawing import LOGITS_AT_ONCE
+from adlm.serving.bodies import Problem
+from adlm.serving.metrics import ServerMetrics
 from adlm.tables import SAMPLERS
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
 # Frames that wait for a slow reader; more are left out, and the next one shows what they showed.
 BACKLOG = 64
-# Frames of a row that carry the anchor network's guesses: each costs a pass of its own.
+# Frames of a sequence that carry the anchor network's guesses: each costs a pass of its own.
 GUESSED_FRAMES = 32
 
 
+class AnchorGuess(NamedTuple):
+    """What the anchor network would put into a hole."""
+
+    position: int
+    tokens: list[int]
+    """Most probable first."""
+    probabilities: list[float]
+
+
 class Update(NamedTuple):
-    row: int
-    """Which of the job's rows."""
+    """News of one sequence of a job: a frame, or its result."""
+
+    index: int
+    """Which of the job's sequences."""
     frame: Frame | None = None
     result: Result | None = None
-    guesses: list[Guess] | None = None
+    guesses: list[AnchorGuess] | None = None
 
 
 class Job:
-    """The rows of one HTTP request. Belongs to the event loop; workers only post to it."""
+    """The sequences of one HTTP request. Belongs to the event loop; workers only post to it."""
 
     def __init__(self, requests: Sequence[Request], seconds: float, guesses: bool = False):
         self.requests = list(requests)
@@ -46,21 +58,35 @@ class Job:
         self.guesses = guesses
         self.updates: asyncio.Queue[Update | Problem] = asyncio.Queue()
         self.left = len(self.requests)
-        """Rows without a result."""
+        """Sequences without a result."""
+        self.open = set(range(len(self.requests)))
+        """Sequences that the reader of the updates still waits for."""
 
     async def next(self) -> Update:
-        """The next frame or result; raises the Problem that ended the job, or that its time is over."""
-        update = await within(self.seconds, self.end, self.updates.get())
-        if isinstance(update, Problem):
-            raise update
-        return update
+        """The next frame or result of an open sequence. Raises the Problem that ended the job, or that its time is
+        over, or that a sequence was given up: that is the request's fault (bans that contradict each other)."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self.end):
+                    update = await self.updates.get()
+            except TimeoutError:
+                raise out_of_time(self.seconds) from None
+            if isinstance(update, Problem):
+                raise update
+            if update.index not in self.open:
+                continue
+            if update.result is not None:
+                if update.result.problem:
+                    raise Problem(400, update.result.problem)
+                self.open.remove(update.index)
+            return update
 
     async def results(self) -> AsyncIterator[tuple[int, Result]]:
-        """(row, result) of every row, in the order they end."""
-        for _ in self.requests:
-            while (update := await self.next()).result is None:
-                pass
-            yield update.row, sound(update.result)
+        """(index, result) of every sequence, in the order they end."""
+        while self.open:
+            update = await self.next()
+            if update.result is not None:
+                yield update.index, update.result
 
 
 async def within(seconds: float, end: float, answer: Awaitable[T]) -> T:
@@ -69,31 +95,34 @@ async def within(seconds: float, end: float, answer: Awaitable[T]) -> T:
         async with asyncio.timeout_at(end):
             return await answer
     except TimeoutError:
-        raise Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout") from None
+        raise out_of_time(seconds) from None
 
 
-def sound(result: Result) -> Result:
-    """The result, unless its row was given up: that is the request's fault (bans that contradict each other)."""
-    if result.problem:
-        raise Problem(400, result.problem)
-    return result
+def out_of_time(seconds: float) -> Problem:
+    return Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout")
+
+
+def not_ready() -> Problem:
+    return Problem(503, "the model is not ready", "not_ready", headers={"Retry-After": "5"})
 
 
 class Worker:
-    def __init__(self, name: str, lm: LanguageModel, slots: int, waiting: int, metrics: Metrics):
+    """One model's thread, and what the event loop may ask of it."""
+
+    def __init__(self, name: str, lm: LanguageModel, slots: int, waiting: int, metrics: ServerMetrics):
         self.name, self.lm, self.slots, self.waiting, self.metrics = name, lm, slots, waiting, metrics
         self.engine: Engine | CausalEngine | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.inbox: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self.jobs: dict[int, tuple[Job, int]] = {}
-        """Engine id -> job and its row. Only the thread touches it, as it does the next two."""
+        """Engine id -> job and the index of its sequence. Only the thread touches it, as it does the next two."""
         self.frames: dict[int, int] = {}
         """Engine id -> frames seen."""
         self.stopping = False
         self.calls: set[asyncio.Future[Any]] = set()
         """Answers to other uses of the network that somebody waits for. Only the loop touches it."""
         self.taken = 0
-        """Rows accepted and not ended, other uses of the network included. Only the loop changes it."""
+        """Sequences accepted and not ended, other uses of the network included. Only the loop changes it."""
         self.thread = threading.Thread(target=self.run, name=f"adlm-{name}", daemon=True)
 
     # From the event loop
@@ -103,7 +132,7 @@ class Worker:
         self.thread.start()
 
     def stop(self) -> None:
-        """Let the thread end after the step it is in; rows still there are forgotten."""
+        """Let the thread end after the step it is in; sequences still there are forgotten."""
 
         def stop() -> bool:
             self.stopping = True
@@ -114,7 +143,7 @@ class Worker:
     @property
     def undone(self) -> str:
         """What the thread is busy with, in words."""
-        return f"{self.name}, " + ("starting" if self.engine is None else f"{self.taken} rows or scores")
+        return f"{self.name}, " + ("starting" if self.engine is None else f"{self.taken} sequences or scores")
 
     @property
     def ready(self) -> bool:
@@ -124,36 +153,32 @@ class Worker:
     def in_use(self) -> int:
         return 0 if self.engine is None else sum(s is not None for s in self.engine.slots)
 
-    def running(self) -> Engine | CausalEngine:
-        """The engine, if it runs."""
-        if self.engine is None or not self.thread.is_alive():
-            raise Problem(503, "the model is not ready", "not_ready", headers={"Retry-After": "5"})
-        return self.engine
+    def check(self, request: Request) -> None:
+        """Raise ValueError for what the engine would refuse, Problem if it does not run; from any thread."""
+        engine = self.engine
+        if engine is None or not self.thread.is_alive():
+            raise not_ready()
+        engine.check(request)
 
-    def reserve(self, rows: int, admitted: bool = False) -> None:
+    def reserve(self, places: int, admitted: bool = False) -> None:
         """Take places, or refuse: what may wait is bounded. What belongs to an `admitted` job is not refused: all that
         was done for the job would be lost."""
-        self.running()
-        if not admitted and self.taken + rows > self.slots + self.waiting:
+        if self.engine is None or not self.thread.is_alive():
+            raise not_ready()
+        if not admitted and self.taken + places > self.slots + self.waiting:
             message = f"the queue is full (serve.queue={self.waiting}); try again later"
             raise Problem(429, message, "queue_full", headers={"Retry-After": "1"})
-        self.taken += rows
-
-    def check(self, requests: Iterable[Request]) -> None:
-        """ValueError for what the engine would refuse; from any thread."""
-        engine = self.running()
-        for request in requests:
-            engine.check(request)
+        self.taken += places
 
     def submit(self, job: Job) -> None:
-        """Queue the rows of a job; its updates follow. The caller must `cancel` a job that it gives up."""
+        """Queue the sequences of a job; its updates follow. The caller must `cancel` a job that it gives up."""
         self.reserve(len(job.requests))
         self.inbox.put(lambda: self.take_in(job))
 
-    def cancel(self, job: Job, row: int | None = None) -> None:
-        """Free the slots of a job, or of one of its rows; harmless after their end."""
+    def cancel(self, job: Job, index: int | None = None) -> None:
+        """Free the slots of a job, or of one of its sequences; harmless after their end."""
         if job.left:
-            self.inbox.put(lambda: self.take_out(job, row))
+            self.inbox.put(lambda: self.take_out(job, index))
 
     async def call(self, use: Callable[[], T], admitted: bool = False) -> T:
         """Another use of the network (a score), between two steps: it would compete for the same cores."""
@@ -182,7 +207,7 @@ class Worker:
         return await answer
 
     def give_up_calls(self, problem: Problem) -> None:
-        """Answer every `call` with the problem; one that runs goes on unheard."""
+        """Answer every `call` with the problem; the one that runs continues unheard."""
         for answer in list(self.calls):
             if not answer.done():
                 answer.set_exception(problem)
@@ -212,16 +237,16 @@ class Worker:
                 self.step()
 
     def warm_up(self) -> Engine | CausalEngine:
-        """The engine, after one row: on a GPU this is where the compiling is done."""
+        """The engine, after one sequence: on a GPU this is where the compiling is done."""
         engine = self.lm.engine(self.slots)
         if isinstance(engine, Engine):
-            engine.network.warm_up()
+            engine.evaluator.warm_up()
         request = self.lm.request(steps=2) if not self.lm.model.config.causal else self.lm.request(length=2)
         list(engine.run([request]))
         return engine
 
     def read_inbox(self) -> None:
-        """Everything that waits, but at most one long use of the network; waits itself if there is nothing to do."""
+        """Do everything that waits, but at most one long use of the network; wait if there is nothing to do."""
         assert self.engine is not None
         block = not self.engine.busy
         while True:
@@ -235,64 +260,66 @@ class Worker:
 
     def take_in(self, job: Job) -> bool:
         assert self.engine is not None
-        for row, request in enumerate(job.requests):
+        for index, request in enumerate(job.requests):
             try:
-                self.jobs[self.engine.submit(request)] = (job, row)
+                self.jobs[self.engine.submit(request)] = (job, index)
             except ValueError as problem:
                 result = Result(0, list(request.tokens), request.seed, 0, 0.0, finished=False, problem=str(problem))
-                self.post(self.loop, self.deliver, [(job, Update(row, result=result))])
+                self.post(self.loop, self.deliver, [(job, Update(index, result=result))])
         return False
 
-    def take_out(self, job: Job, row: int | None) -> bool:
+    def take_out(self, job: Job, index: int | None) -> bool:
         assert self.engine is not None
         for id, (owner, number) in self.jobs.items():
-            if owner is job and row in (None, number):
+            if owner is job and index in (None, number):
                 self.engine.cancel(id)
         return False
 
     def step(self) -> None:
+        """Step the engine, count, and post what happened to the loop."""
         assert self.engine is not None
         updates = None
         try:
             updates = self.engine.step()
         except Exception:
-            log.exception("%s: a step failed; its rows are given up", self.name)
+            log.exception("%s: a step failed; its sequences are given up", self.name)
         if updates is None:  # not in the handler: there the traceback keeps the old engine in memory beside the new one
             self.give_up()
             return
         self.metrics.add("adlm_steps_total", 1, (self.name,))
         sent = []
-        guesses: dict[int, list[Guess]] = {}
-        try:
-            guesses = self.guesses_of([u for u in updates if isinstance(u, Frame)])
-        except Exception:  # an ornament: rows go on without it
-            log.exception("%s: the anchor network's guesses failed; frames go without", self.name)
+        watched = [u for u in updates if isinstance(u, Frame) and self.jobs[u.id][0].guesses]
+        guesses = self.guesses_of(watched) if watched else {}
         for update in updates:
-            job, row = self.jobs[update.id]
+            job, index = self.jobs[update.id]
             if isinstance(update, Frame):
-                sent.append((job, Update(row, frame=update, guesses=guesses.get(update.id))))
+                sent.append((job, Update(index, frame=update, guesses=guesses.get(update.id))))
             else:
-                self.count(update, job.requests[row])
+                self.count(update, job.requests[index])
                 del self.jobs[update.id]
                 self.frames.pop(update.id, None)
-                sent.append((job, Update(row, result=update)))
+                sent.append((job, Update(index, result=update)))
         if sent:
             self.post(self.loop, self.deliver, sent)
 
-    def guesses_of(self, frames: list[Frame]) -> dict[int, list[Guess]]:
-        """Frames whose job wants them, at most GUESSED_FRAMES of a row's expected evaluations, evenly."""
-        due = []
+    def guesses_of(self, frames: list[Frame]) -> dict[int, list[AnchorGuess]]:
+        """Engine id -> the anchor network's guesses, for some of the frames: at most GUESSED_FRAMES of a sequence's
+        expected evaluations, evenly."""
+        chosen = []
         for frame in frames:
-            job, row = self.jobs[frame.id]
-            if not job.guesses:
-                continue
+            job, index = self.jobs[frame.id]
             number = self.frames[frame.id] = self.frames.get(frame.id, 0) + 1
-            request = job.requests[row]
+            request = job.requests[index]
             holes = sum(t == self.lm.model.mask_id for t in request.tokens)
-            every = max(1, -(-expected_evaluations(request.settings, holes) // GUESSED_FRAMES))
-            if number % every == 0:
-                due.append(frame)
-        return dict(zip([f.id for f in due], best_guesses(self.lm, [f.tokens for f in due])))
+            settings = request.settings
+            expected = settings.steps if SAMPLERS.load(settings.sampler).steps_matter else holes
+            if number % max(1, -(-expected // GUESSED_FRAMES)) == 0:
+                chosen.append(frame)
+        try:
+            return dict(zip([f.id for f in chosen], best_guesses(self.lm, [f.tokens for f in chosen])))
+        except Exception:  # an ornament: sequences continue without it
+            log.exception("%s: the anchor network's guesses failed; frames go without", self.name)
+            return {}
 
     def count(self, result: Result, request: Request) -> None:
         outcome = "failed" if result.problem else "finished" if result.finished else "cancelled"
@@ -323,6 +350,29 @@ class Worker:
             self.stopping = True
 
 
-def expected_evaluations(settings: SamplingConfig, holes: int) -> int:
-    """About how many frames a row will have."""
-    return settings.steps if SAMPLERS.load(settings.sampler).steps_matter else holes
+@torch.inference_mode()
+def best_guesses(lm: LanguageModel, canvases: list[list[int]], top: int = 1) -> list[list[AnchorGuess]]:
+    """For every canvas, the anchor network's `top` tokens at each hole; canvases of one length share a pass.
+
+    Only holes go through the head. Canvases longer than the model are read by their last window.
+    """
+    model, found = lm.model, [[] for _ in canvases]
+    if model.anchor_head is None:
+        return found
+    length = model.config.length
+    for size in sorted({min(len(c), length) for c in canvases}):
+        members = [i for i, c in enumerate(canvases) if min(len(c), length) == size]
+        tokens_BL = torch.tensor([canvases[i][-size:] for i in members], device=lm.device)
+        at = (tokens_BL == model.mask_id).nonzero()
+        if not len(at):
+            continue
+        anchor_BLD = model(tokens_BL, lm.noise_level(tokens_BL)).anchor_BLD
+        assert anchor_BLD is not None
+        for piece in at.split(max(1, LOGITS_AT_ONCE // model.vocab_size)):
+            logits_NV = model.anchor_head(anchor_BLD[piece[:, 0], piece[:, 1]]).float()
+            logits_NV[:, model.mask_id] = -torch.inf
+            p, token = logits_NV.softmax(-1).topk(min(top, model.vocab_size - 1))
+            for (b, l), tokens, probabilities in zip(piece.tolist(), token.tolist(), p.tolist()):
+                i = members[b]
+                found[i].append(AnchorGuess(len(canvases[i]) - size + l, tokens, probabilities))
+    return found

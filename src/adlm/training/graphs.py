@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adlm.models import LanguageModel
-from adlm.models.language_model import Hidden
+from adlm.models import Network
+from adlm.models.network import Hidden
 
 
 class _Network(nn.Module):
     """A model as torch's recorder wants it: tensors in, tensors out."""
 
-    def __init__(self, model: LanguageModel, names: list[str]):
+    def __init__(self, model: Network, names: list[str]):
         super().__init__()
         self.model, self.names = model, names
 
@@ -32,7 +32,7 @@ class _Network(nn.Module):
 class Replays:
     """A model whose training passes are replayed. Heads are the model's; its states are gone with the next call."""
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: Network):
         self.model = model
         self.recorded: dict[tuple, Any] = {}
         self.pool: Any = None
@@ -45,8 +45,8 @@ class Replays:
     def anchor_head(self) -> nn.Linear | None:
         return self.model.anchor_head
 
-    def __call__(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at: Tensor | None = None) -> Hidden:
-        given = {name: x for name, x in (("sigma_B", sigma_B), ("at", at)) if x is not None}
+    def __call__(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
+        given = {name: x for name, x in (("sigma_B", sigma_B), ("at_N", at_N)) if x is not None}
         key = (tokens_BL.shape, *((name, x.shape) for name, x in given.items()))
         if key not in self.recorded:
             self.recorded[key] = self.record(tokens_BL, given)
@@ -57,7 +57,7 @@ class Replays:
         """Run both passes a few times, which also compiles them, and then once more for the recorder."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         own = tuple(x.clone() for x in (tokens_BL, *given.values()))  # where later batches are copied to
-        if "at" in given:  # compiled once for all numbers
+        if "at_N" in given:  # compiled once for all numbers
             torch._dynamo.maybe_mark_dynamic(own[-1], 0)
         device = tokens_BL.device.type
         precision = torch.get_autocast_dtype(device)

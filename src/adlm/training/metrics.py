@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from adlm.io.paths import write_atomically
 from adlm.models.flops import peak_flops
 from adlm.schema import Config
 from adlm.training.optim import Guard
@@ -174,9 +175,7 @@ def truncate(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError):
             continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    os.replace(partial, path)
+    write_atomically(path, "".join(kept))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import choose, require
-from adlm.models.attention import choose_attention
-from adlm.models.compiling import allow_variants, training_options
+from adlm.io.paths import pick_device
+from adlm.models.backends import allow_variants, choose_attention, training_options
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 from adlm.training.graphs import Replays
@@ -121,22 +121,6 @@ def world(cfg: TrainConfig) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda":
-        require(
-            torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu"
-        )
-        if device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return device
-
-
 class Step(nn.Module):
     """The model with its loss, as one module: what DDP and FSDP wrap, so that heads are used inside `forward`."""
 
@@ -169,7 +153,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         model.residual_dtype = torch.bfloat16
     if world.device.type == "cuda":
         rows = cfg.batch_size or cfg.global_batch_size // world.size
-        choose_attention(cfg.attention, rows, model.config, world.device)
+        choose_attention(rows, model.config, world.device)
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
@@ -197,8 +181,8 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         return step
     if world.size == 1:
         return step
-    # without a bridge the anchor head is only reached by the anchor loss, which may be off
-    unused = model.config.anchored and model.config.bridge == "none"
+    # some parameters may only be reached by the anchor loss, which may be off
+    unused = model.bridge is not None and bool(model.bridge.unused)
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
         step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True

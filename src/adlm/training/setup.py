@@ -16,7 +16,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.export import load_folder
 from adlm.io.paths import writable_folder
-from adlm.models import LanguageModel, build_model
+from adlm.models import Network, build_model
 from adlm.models.flops import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
@@ -51,7 +51,7 @@ def valid_data(cfg: Config) -> DataConfig:
     return replace(cfg.data, name=cfg.data.valid_name, path=cfg.data.valid_path, valid_path=cfg.data.valid_path)
 
 
-def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> LanguageModel:
+def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network:
     """The model with its initial weights: the seed's, or those of checkpoint.init_from unless a checkpoint of the run
     itself is going to replace them (not `fresh`)."""
     torch.manual_seed(cfg.seed)
@@ -94,7 +94,7 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
     return count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors).training_per_token
 
 
-def parameter_count(model: LanguageModel) -> int:
+def parameter_count(model: Network) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
@@ -104,7 +104,7 @@ def micro_batches(cfg: Config, world: World) -> int:
     return rows // (cfg.train.batch_size or rows)
 
 
-def plan(cfg: Config, model: LanguageModel, data: Data, flops: float, world: World) -> dict[str, float | int | str]:
+def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, float | int | str]:
     """What a run is going to be: printed by --dry-run and at the start. `flops`: of a token."""
     parameters = parameter_count(model)
     all_rows = rows_before(cfg.train, cfg.train.steps)

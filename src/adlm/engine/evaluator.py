@@ -1,6 +1,6 @@
 """The device side of the engine: canvases of all slots, and one evaluation of a group of them.
 
-`Network.evaluate` masks what was masked again, reads the rows, runs the network once, draws at the chosen positions
+`Evaluator.evaluate` masks what was masked again, reads the rows, runs the network once, draws at the chosen positions
 only and writes the tokens back. Where they are few, the network's last block is finished at those positions only, too.
 Nothing comes to the host unless asked for. Guidance needs no second head: heads are linear, so
 (1+w) logits - w logits' is the head of (1+w) h - w h'.
@@ -20,9 +20,9 @@ from adlm.engine.graphs import Fixed, Graphs
 from adlm.engine.prepare import autocast, compile_blocks, prepare
 from adlm.engine.uploads import Uploads
 from adlm.errors import choose
-from adlm.models import LanguageModel
-from adlm.models.attention import choose_attention
-from adlm.models.language_model import at_least_float32
+from adlm.models import Network
+from adlm.models.backends import choose_attention
+from adlm.models.network import at_least_float32
 from adlm.samplers.base import Prediction
 from adlm.schema import ObjectiveConfig
 
@@ -53,10 +53,10 @@ class Batch(NamedTuple):
     draws: Draws
 
 
-class Network:
+class Evaluator:
     def __init__(
         self,
-        model: LanguageModel,
+        model: Network,
         schedule: Schedule,
         slots: int,
         device: str | torch.device = "cpu",
@@ -64,7 +64,7 @@ class Network:
         compile: str = "auto",
         tau: int = ObjectiveConfig.tau,
     ):
-        """`tau`: occurrences up to which a token is rare, where a plan looks at anchors."""
+        """`tau`: occurrences up to which a token is rare, where a sampler reads anchors."""
         choose("compile", compile, ("auto", "true", "graphs", "false"))
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
@@ -79,7 +79,7 @@ class Network:
         self.spare = slots
         self.upload = Uploads(self.device)
         if cuda and self.bf16:
-            choose_attention("auto", slots, model.config, self.device, backward=False)
+            choose_attention(slots, model.config, self.device, backward=False)
         compiled = compile == "true" or (compile == "auto" and cuda)
         self.graphs = Graphs(on=cuda and compile != "false")
         if compiled and self.graphs.on:
@@ -90,7 +90,7 @@ class Network:
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         with autocast(self.device, self.bf16):
-            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at=at_BQ)
+            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at_BQ=at_BQ)
         return h.denoiser_BLD, h.anchor_BLD
 
     def head(self, hidden_ND: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class Network:
         return at_BQ, batch.source * wanted + column_N
 
     @torch.inference_mode()
-    def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Prediction:
+    def evaluate(self, batch: Batch, reads: frozenset[str] = frozenset()) -> Prediction:
         """Run one batch; returns the fields of Prediction that were asked for, for all draws in order."""
         B, N, M = batch.rows.shape[1], batch.source.shape[1], batch.mask.shape[1]
         sizes = self.drawer.sizes(N)
@@ -213,7 +213,7 @@ class Network:
             draws.floats,
         ]
         mask, rows, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
-        cut, names = self.drawer.cut(draws), tuple(sorted(looks & LOOKS.keys()))
+        cut, names = self.drawer.cut(draws), tuple(sorted(reads & LOOKS.keys()))
         denoiser_BLD, anchor_BLD, tokens_BL = self.read_rows(mask, rows, sigma_B, at[0] if at else None, batch.length)
         seen: list[tuple[Tensor, ...]] = []
         for piece in pieces(sizes):
@@ -221,9 +221,9 @@ class Network:
             values = self.write_draws(Fixed(denoiser_BLD), *columns, cut, guided, names)
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
         found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in zip(names, zip(*seen))}
-        if "normaliser" in looks:
+        if "normaliser" in reads:
             found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, floats, guided)[:N])
-        if "anchor" in looks:
+        if "anchor" in reads:
             assert anchor_BLD is not None
             with autocast(self.device, self.bf16):
                 row_N = torch.from_numpy(batch.source[0]).to(self.device)

@@ -1,14 +1,19 @@
-"""Which attention kernel a GPU runs. Flash and cuDNN compute the same function; which is faster depends on shape, card
-and version (cuDNN won by a quarter on an H200 at length 1024), so it is timed once, forward and backward, at the start.
+"""What is chosen once for a process: the attention kernel of a GPU, and what torch's compiler has to be told.
+
+Flash and cuDNN compute the same function; which is faster depends on shape, card and version (cuDNN
+won by a quarter on an H200 at length 1024), so it is timed once, forward and backward, at the start.
 """
 
+from typing import Any
+
 import torch
+import torch._dynamo
+import torch._inductor.config
 import torch.nn.functional as F
 
-from adlm.errors import choose
 from adlm.schema import ModelConfig
 
-KERNELS = ("auto", "flash", "cudnn", "any")
+VARIANTS = 64
 
 
 def use(kernel: str) -> None:
@@ -19,14 +24,8 @@ def use(kernel: str) -> None:
     cuda.enable_math_sdp(True)
 
 
-def choose_attention(
-    which: str, batch: int, cfg: ModelConfig, device: torch.device, backward: bool = True
-) -> dict[str, float]:
-    """Select the kernel of this process; with auto, the faster one. Returns the milliseconds measured."""
-    choose("train.attention", which, KERNELS)
-    if which != "auto":
-        use(which)
-        return {}
+def choose_attention(batch: int, cfg: ModelConfig, device: torch.device, backward: bool = True) -> dict[str, float]:
+    """Select the faster kernel for this process. Returns the milliseconds measured."""
     times = {}
     for kernel in ("flash", "cudnn"):
         try:
@@ -58,3 +57,19 @@ def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: b
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end) / repeats
+
+
+def allow_variants() -> None:
+    """Compiled forms (of training and inference, of first, middle and last blocks, of every shape) are counted by
+    function, over all models of a process; beyond torch's limit of 8 a function just runs uncompiled."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+
+
+def training_options(most: bool) -> dict[str, Any]:
+    """`most`: try several kernels for each product."""
+    options: dict[str, Any] = {"max_autotune": True} if most else {}
+    # Sums along rows and along columns in one kernel (torch 2.11, CUDA): if the column sums are parts of one gradient,
+    # as shift and scale of a modulation are, that gradient is never written. tests/plumbing/test_gpu.py has the case.
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
+        options["triton.mix_order_reduction"] = False
+    return options

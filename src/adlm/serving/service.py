@@ -1,6 +1,6 @@
-"""What is served: a checkpoint with its worker and defaults. Bodies of requests become rows of the engine here.
+"""What is served: a checkpoint with its worker and defaults. Bodies of requests become requests of the engine here.
 
-The same settings and seed give the text of `adlm sample` and `lm.generate`, since the rows are built by
+The same settings and seed give the text of `adlm sample` and `lm.generate`, since requests are built by
 `LanguageModel.request`. Everything that could take memory or time out of proportion is refused before it is built.
 """
 
@@ -18,40 +18,37 @@ from adlm.engine import Request
 from adlm.engine.template import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.schema import SamplingConfig, ServeConfig
-from adlm.serving.metrics import Metrics
-from adlm.serving.problems import Problem
-from adlm.serving.schemas import AnchorsBody, Canvas, CompletionBody, Defaults, ModelCard, without_none
+from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Defaults, ModelCard, Problem
+from adlm.serving.metrics import ServerMetrics
 from adlm.serving.worker import Job, Worker, within
 from adlm.tables import OBJECTIVES, SAMPLERS
 
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
-# Fields of SamplingConfig that say what is drawn, and where it goes: for `adlm sample`, not for a server
-NOT_FOR_SERVERS = ("n", "batch_size", "out", "prompt", "template", "length", "seed", "banned", "required")
+"""Tokens drawn before a suffix, unless max_tokens says otherwise."""
+SERVER_DEFAULTS = [name for name in SETTINGS if name != "seed"]
+"""The sampling settings that are defaults of requests."""
 
 
 class Served:
-    """One model."""
+    """One model, and what may be asked of it."""
 
-    def __init__(self, id: str, lm: LanguageModel, cfg: ServeConfig, sampling: SamplingConfig, metrics: Metrics):
+    def __init__(self, id: str, lm: LanguageModel, cfg: ServeConfig, sampling: SamplingConfig, metrics: ServerMetrics):
         self.id, self.lm, self.cfg = id, lm, cfg
         self.created = int(time.time())
         self.worker = Worker(id, lm, cfg.slots, cfg.queue, metrics)
-        self.settings = {k: v for k, v in asdict(sampling).items() if k not in NOT_FOR_SERVERS}
+        self.settings = {name: getattr(sampling, name) for name in SERVER_DEFAULTS}
         self.settings["sampler"] = lm.sampler_of(sampling.sampler)
-        self.stop = self.settings.pop("stop")
+        self.stop = sampling.stop
         self.limit = Limit(cfg.max_length, "serve.max_length") if cfg.max_length else Limit(lm.length)
+        self.length = min(self.limit.tokens, lm.length)
+        """Tokens of a sequence for which no number is given: the model's, or as many as are allowed."""
         self.known_pieces: dict[int, str] = {}
 
     @property
     def samplers(self) -> list[str]:
         model, learns_score = self.lm.model.config, OBJECTIVES.load(self.lm.loaded.objective.name).learns_score
         return [s for s in sorted(SAMPLERS) if not SAMPLERS.load(s).misfit(model, learns_score)]
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row for which no number is given: the model's, or as many as are allowed."""
-        return min(self.limit.tokens, self.lm.length)
 
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings
@@ -89,18 +86,20 @@ class Served:
         shown = [None if t == self.lm.model.mask_id else t for t in tokens]
         return shown, [None if t is None else self.piece(t) for t in shown]
 
-    # From a body to rows
+    # From a body to requests of the engine
 
-    def check_rows(self, rows: int) -> None:
-        require(rows <= self.cfg.max_n, f"{rows} rows are asked for, allowed are {self.cfg.max_n} (serve.max_n)")
+    def arguments(self, body: CanvasBody | CompletionBody, n: int) -> dict[str, Any]:
+        """What the body says to `lm.request`, over the server's defaults, with a seed; its n sequences and its steps
+        are held to the server's limits."""
+        given = {name: value for name in SETTINGS if (value := getattr(body, name)) is not None}
+        found = {**self.settings, **given, "banned": body.banned, "required": body.required}
+        found.setdefault("seed", secrets.randbelow(2**31))
+        most, steps = self.cfg.max_steps, found["steps"]
+        require(n <= self.cfg.max_n, f"{n} texts are asked for, allowed are {self.cfg.max_n} (serve.max_n)")
+        require(steps <= most, f"steps={steps}, allowed are {most} (serve.max_steps)")
+        return found
 
-    def settings_of(self, body: Any) -> dict[str, Any]:
-        settings = {**self.settings, **without_none(body)}
-        steps = settings["steps"]
-        require(steps <= self.cfg.max_steps, f"steps={steps}, allowed are {self.cfg.max_steps} (serve.max_steps)")
-        return settings
-
-    def row_of(self, text: str | None, tokens: Sequence[int | None] | None) -> list[int] | None:
+    def tokens_of(self, text: str | None, tokens: Sequence[int | None] | None) -> list[int] | None:
         """A template, or tokens with null for holes, as tokens with masks; None if neither is given."""
         tok = self.lm.tokenizer
         if tokens is not None:
@@ -110,43 +109,41 @@ class Served:
             return None
         return parse_template(text, tok.encode, tok.mask_id, [tok.bos_id], self.limit)
 
-    def requests(self, body: Canvas, n: int = 1, watch: bool = False) -> list[Request]:
-        """The rows of a canvas, checked; number i has seed + i."""
-        self.check_rows(n)
+    def requests(self, body: CanvasBody, n: int = 1, watch: bool = False) -> list[Request]:
+        """n requests to fill a canvas, checked; number i has seed + i."""
+        arguments = self.arguments(body, n)
         check_canvas(body.length, prompt=body.prompt, template=body.template, tokens=body.tokens)
         self.limit.check(body.length or 1, "length")
-        row = self.row_of(body.template or None, body.tokens)
+        tokens = self.tokens_of(body.template or None, body.tokens)
         stop = self.stop if body.stop is None else body.stop
         request = self.lm.request(
-            prompt=body.prompt or "",
-            length=body.length or self.length,
-            seed=seed_of(body.seed),
-            banned=body.banned,
-            required=body.required,
-            stop=stop,
-            **self.settings_of(body),
-        )
-        request = replace(request, watch=watch, tokens=request.tokens if row is None else row)
-        return self.seeds(request, n)
+            prompt=body.prompt or "", length=body.length or self.length, stop=stop, **arguments
+        )  # fmt: skip
+        return self.seeds(replace(request, watch=watch, tokens=request.tokens if tokens is None else tokens), n)
 
     def completions(self, body: CompletionBody) -> list[Request]:
-        """n rows for each prompt; the row is begin, prompt, holes, suffix."""
+        """n requests for each prompt; a sequence is begin, prompt, holes, suffix."""
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self.check_rows(len(prompts) * body.n)
+        arguments = self.arguments(body, len(prompts) * body.n)
         require(body.best_of in (None, body.n), f"best_of={body.best_of} must equal n={body.n}: nothing is ranked")
-        tok, seed, settings = self.lm.tokenizer, seed_of(body.seed), self.settings_of(body)
+        tok = self.lm.tokenizer
         after = tok.encode(body.suffix) if body.suffix else []
         stop = body.stop is not False and not after
-        rows, room = [], self.limit.tokens if settings["stride"] else self.length
+        found, room = [], self.limit.tokens if arguments["stride"] else self.length
         for prompt in prompts:
             before = [tok.bos_id, *tok.encode(prompt)]
             self.limit.check(len(before), "the prompt")
             holes = body.max_tokens or (SUFFIX_TOKENS if after else room - len(before))
             self.limit.check(len(before) + holes + len(after), "prompt, max_tokens and suffix together")
             require(holes >= 1, f"the prompt leaves nothing to draw in {room} tokens")
-            request = self.lm.request(seed=seed, banned=body.banned, required=body.required, stop=stop, **settings)
-            rows += self.seeds(replace(request, tokens=[*before, *[tok.mask_id] * holes, *after]), body.n)
-        return rows
+            tokens = [*before, *[tok.mask_id] * holes, *after]
+            found += self.seeds(replace(self.lm.request(stop=stop, **arguments), tokens=tokens), body.n)
+        return found
+
+    def seeds(self, request: Request, n: int) -> list[Request]:
+        """The request n times, each with its own seed."""
+        self.worker.check(request)
+        return [replace(request, seed=request.seed + i) for i in range(n)]
 
     def text_tokens(self, text: str) -> list[int]:
         tokens = self.lm.tokenizer.encode(text)
@@ -154,45 +151,42 @@ class Served:
         self.limit.check(len(tokens), "the text")
         return tokens
 
-    def anchor_row(self, body: AnchorsBody) -> list[int]:
-        """The row that /v1/anchors looks at: text or template, or tokens with null for holes."""
+    def anchor_tokens(self, body: AnchorsBody) -> list[int]:
+        """The sequence that /v1/anchors is about: text or template, or tokens with null for holes."""
         require((body.text is None) != (body.tokens is None), "give text or tokens")
         if body.text is not None and not HOLE.search(body.text):
             return self.text_tokens(body.text)
-        row = self.row_of(body.text, body.tokens)
-        assert row is not None
-        bad = [t for t in row if not 0 <= t < self.lm.model.vocab_size]
+        tokens = self.tokens_of(body.text, body.tokens)
+        assert tokens is not None
         size = self.lm.model.vocab_size
+        bad = [t for t in tokens if not 0 <= t < size]
         require(not bad, f"tokens holds {bad[0] if bad else ''}, outside the vocabulary 0..{size - 1}")
-        return row
-
-    def seeds(self, request: Request, n: int) -> list[Request]:
-        self.worker.check([request])
-        return [replace(request, seed=request.seed + i) for i in range(n)]
+        return tokens
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:
-    """What `adlm serve` cannot take as a default of requests is refused, not ignored."""
+    """Refuse what `adlm serve` cannot take as a default of requests, in place of ignoring it."""
     require(
         c.steps <= max_steps,
         f"sampling.steps={c.steps} is more than serve.max_steps={max_steps}:"
         " every request without steps would be refused",
     )
-    given = [f"sampling.{name}" for name in NOT_FOR_SERVERS if getattr(c, name) != getattr(SamplingConfig, name)]
+    plain = asdict(SamplingConfig())
+    given = [
+        f"sampling.{name}"
+        for name, value in asdict(c).items()
+        if value != plain[name] and name not in (*SERVER_DEFAULTS, "stop")
+    ]
     names = " and ".join(given)
-    require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many rows at once")
-
-
-def seed_of(given: int | None) -> int:
-    return secrets.randbelow(2**31) if given is None else given
+    require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many texts at once")
 
 
 class Service:
     """Everything the routes need."""
 
-    def __init__(self, models: dict[str, LanguageModel], cfg: ServeConfig, sampling: SamplingConfig, metrics: Metrics):
-        self.cfg, self.metrics = cfg, metrics
-        self.models = {id: Served(id, lm, cfg, sampling, metrics) for id, lm in models.items()}
+    def __init__(self, models: dict[str, LanguageModel], cfg: ServeConfig, sampling: SamplingConfig):
+        self.cfg, self.metrics = cfg, ServerMetrics()
+        self.models = {id: Served(id, lm, cfg, sampling, self.metrics) for id, lm in models.items()}
         self.draining = False
         """No new work; what runs may finish."""
         self.active: set[Any] = set()
@@ -200,12 +194,12 @@ class Service:
         self.jobs: set[Job] = set()
         workers = [m.worker for m in self.models.values()]
         gauges = {
-            "adlm_slots": ("Rows that share a network call.", lambda w: w.slots),
-            "adlm_slots_in_use": ("Rows being worked on.", lambda w: w.in_use),
-            "adlm_queue_depth": ("Rows accepted that wait for a slot.", lambda w: max(0, w.taken - w.in_use)),
+            "adlm_slots": ("Sequences that share a network call.", lambda w: w.slots),
+            "adlm_slots_in_use": ("Sequences being worked on.", lambda w: w.in_use),
+            "adlm_queue_depth": ("Sequences accepted that wait for a slot.", lambda w: max(0, w.taken - w.in_use)),
         }
         for name, (help, read) in gauges.items():
-            metrics.gauge(name, help, ("model",), lambda read=read: [((w.name,), read(w)) for w in workers])
+            self.metrics.gauge(name, help, ("model",), lambda read=read: [((w.name,), read(w)) for w in workers])
 
     def model(self, id: str | None) -> Served:
         """The model of that id, or the first."""
@@ -216,7 +210,7 @@ class Service:
         return found
 
     def open(self, scope: Scope, served: Served, requests: list[Request], guesses: bool = False) -> Job:
-        """Start rows; `close` frees their slots whatever happens to who asked for them."""
+        """Start sequences; `close` frees their slots whatever happens to who asked for them."""
         job = Job(requests, self.cfg.timeout, guesses and served.lm.model.anchor_head is not None)
         served.worker.submit(job)
         scope.setdefault("adlm.jobs", []).append((served.worker, job))
@@ -224,12 +218,12 @@ class Service:
         return job
 
     def close(self, scope: Scope) -> None:
-        """A request is over: answered, refused, or its client left."""
+        """Give up what a request started: it was answered or refused, or its client left."""
         for worker, job in scope.get("adlm.jobs", ()):
             worker.cancel(job)
             self.jobs.discard(job)
 
-    async def look(self, served: Served, use: Callable[[], T]) -> T:
+    async def evaluate(self, served: Served, use: Callable[[], T]) -> T:
         """Another use of a model's network, within the time of a request."""
         end = asyncio.get_running_loop().time() + self.cfg.timeout
         try:

@@ -1,9 +1,9 @@
-"""The language models of this package, all one class: MDLM, ADLM, AR and A2R differ in configuration alone.
+"""The network of this package, one class: MDLM, ADLM, AR and A2R differ in configuration alone.
 
     tokens -> embedding -> [anchor stack -> bridge ->] denoiser stack -> hidden states
 
-A model returns hidden states and owns its heads. It does not return logits: objectives and samplers pick the few rows
-they need first, so that no [batch, length, vocabulary] tensor is ever built. `logits`, `log_probs` and
+A network returns hidden states and owns its heads. It does not return logits: objectives and samplers pick the few
+positions they need first, so that no [batch, length, vocabulary] tensor is ever built. `logits`, `log_probs` and
 `anchor_logits` are dense conveniences for users and tests.
 """
 
@@ -13,17 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adlm import tables
 from adlm.diffusion.absorbing import subs
-from adlm.errors import choose, require
+from adlm.errors import require
 from adlm.models.bridge import Bridge
-from adlm.models.layers import Block
-from adlm.models.transformer import START, Stack, StackCache
+from adlm.models.transformer import Block, LayerCache, Stack
 from adlm.schema import ModelConfig
-
-BRIDGES = ("linear", "residual", "none")
-NORMS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "relu2")
-INITS = ("torch", "normal")
 
 
 class Hidden(NamedTuple):
@@ -34,35 +29,33 @@ class Hidden(NamedTuple):
 
 
 class Cache:
-    """What a causal model remembers of the tokens it has read: keys and values of both stacks, per-row positions."""
+    """What a causal network remembers of the tokens it has read: keys and values of both stacks, block by block."""
 
-    def __init__(self, denoiser: StackCache, anchor: StackCache | None, seen_B: Tensor):
+    def __init__(self, denoiser: list[LayerCache], anchor: list[LayerCache] | None, seen_B: Tensor):
         self.denoiser = denoiser
         self.anchor = anchor
         self.seen_B = seen_B
-        """Tokens already read in each row."""
+        """Tokens already read in each sequence."""
 
 
-class LanguageModel(nn.Module):
+class Network(nn.Module):
+    bridge: Bridge | None
+
     def __init__(self, cfg: ModelConfig, vocab_size: int, mask_id: int):
         super().__init__()
-        check_model_config(cfg, vocab_size, mask_id)
+        cfg.check()
+        require(vocab_size > 1, f"vocab_size={vocab_size} must be at least 2 (one token and the mask)")
+        require(0 <= mask_id < vocab_size, f"mask_id={mask_id} is outside the vocabulary 0..{vocab_size - 1}")
         self.config, self.vocab_size, self.mask_id = cfg, vocab_size, mask_id
         D = cfg.hidden_size
         self.embedding = nn.Parameter(torch.empty(vocab_size, D))
-        # The collapsed bridge ends the residual stream: the denoiser reads predictions, and neither values nor
-        # skips of the anchor network, which would lead the tokens around them.
-        start = cfg.n_blocks if cfg.anchored and cfg.bridge != "linear" else 0
-        end = start + (cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
-        self.anchor = Stack(cfg, range(cfg.n_blocks), end if start else cfg.n_blocks) if cfg.anchored else None
+        self.anchor = Stack(cfg, cfg.n_blocks) if cfg.anchored else None
         self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias) if cfg.anchored else None
-        self.bridge = Bridge(vocab_size, D, cfg.bias) if cfg.anchored and cfg.bridge != "none" else None
-        self.denoiser = Stack(cfg, range(start, end), end)
+        self.bridge = tables.BRIDGES.load(cfg.bridge, "model.bridge")(cfg, vocab_size) if cfg.anchored else None
+        self.denoiser = Stack(cfg, cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
         self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
         self.residual_dtype: torch.dtype | None = None
         """Precision of the residual stream; None: that of the embedding."""
-        passed = any(block.skip is not None for block in self.modules() if isinstance(block, Block))
-        require(passed or not cfg.skips, "model.skips=true needs 3 blocks or more in one residual stream to skip one")
         initialise(self)
 
     def forward(
@@ -70,19 +63,21 @@ class LanguageModel(nn.Module):
         tokens_BL: Tensor,
         sigma_B: Tensor | None = None,
         cache: Cache | None = None,
-        at: Tensor | None = None,
+        at_N: Tensor | None = None,
+        at_BQ: Tensor | None = None,
     ) -> Hidden:
-        """Hidden states; sigma_B (noise level of each row) matters only to a time-conditioned model.
+        """Hidden states; sigma_B (noise level of each sequence) matters only to a time-conditioned network.
 
-        With a cache (causal models), tokens_BL continues each row where it stopped. `at` says which positions the
-        denoiser's head will read, if they are few (`activations_at` has both forms): its states are then theirs, and
-        most of the last block is spared.
+        With a cache (causal networks), tokens_BL continues each sequence where it stopped. `at_N` or `at_BQ` says
+        which positions the denoiser's head will read, if they are few: its states are then theirs, [1, N, D]
+        (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the last block
+        is spared.
         """
         positions_BL = None
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             cache.seen_B += tokens_BL.shape[1]
-        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL, at)
+        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL, at_N, at_BQ)
 
     def read(
         self,
@@ -90,29 +85,20 @@ class LanguageModel(nn.Module):
         sigma_B: Tensor | None = None,
         cache: Cache | None = None,
         positions_BL: Tensor | None = None,
-        at: Tensor | None = None,
+        at_N: Tensor | None = None,
+        at_BQ: Tensor | None = None,
     ) -> Hidden:
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         if self.residual_dtype is not None:
             x_BLD = x_BLD.to(self.residual_dtype)
-        anchor_BLD, trail = None, START
-        if self.anchor is not None:
+        anchor_BLD = None
+        if self.anchor is not None and self.anchor_head is not None and self.bridge is not None:
             anchor_cache = None if cache is None else cache.anchor
-            stream_BLD, anchor_BLD, trail = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
-            x_BLD = self.cross(stream_BLD, anchor_BLD)
+            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
+            x_BLD = self.bridge(stream_BLD, anchor_BLD, self.anchor_head)
         denoiser_cache = None if cache is None else cache.denoiser
-        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at, trail)
+        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ)
         return Hidden(denoised.normed_BLD, anchor_BLD)
-
-    def cross(self, stream_BLD: Tensor, anchor_BLD: Tensor) -> Tensor:
-        """From the anchor network to the denoiser: what the denoiser reads."""
-        if self.bridge is None:
-            return stream_BLD
-        assert self.anchor_head is not None
-        predicted_BLD = self.bridge(anchor_BLD, self.anchor_head)
-        if self.config.bridge == "linear":
-            return predicted_BLD.to(stream_BLD.dtype)
-        return stream_BLD + predicted_BLD
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         require(self.config.causal, "a KV cache needs model.causal=true: a bidirectional model re-reads every position")
@@ -126,9 +112,9 @@ class LanguageModel(nn.Module):
         return Cache(self.denoiser.make_cache(batch, length, dtype, device), anchor, seen_B)
 
     def freeze_bridge(self) -> None:
-        """Compute the bridge product once; for inference, after the weights are final."""
+        """Give the bridge its inference form, after the weights are final."""
         if self.bridge is not None and self.anchor_head is not None:
-            self.bridge.freeze(self.anchor_head)
+            self.bridge = self.bridge.freeze(self.anchor_head)
 
     # Dense conveniences
 
@@ -153,9 +139,9 @@ class LanguageModel(nn.Module):
         return logits_BLV.log_softmax(-1)
 
 
-def build_model(cfg: ModelConfig, vocab_size: int, mask_id: int) -> LanguageModel:
-    """The model of a configuration, freshly initialised from torch's global generator."""
-    return LanguageModel(cfg, vocab_size, mask_id)
+def build_model(cfg: ModelConfig, vocab_size: int, mask_id: int) -> Network:
+    """The network of a configuration, freshly initialised from torch's global generator."""
+    return Network(cfg, vocab_size, mask_id)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -175,26 +161,8 @@ def check_tokens(tokens_BL: Tensor, vocab_size: int, length: int) -> None:
         )
 
 
-def check_model_config(cfg: ModelConfig, vocab_size: int, mask_id: int) -> None:
-    choose("model.bridge", cfg.bridge, BRIDGES)
-    choose("model.norm", cfg.norm, NORMS)
-    choose("model.activation", cfg.activation, ACTIVATIONS)
-    choose("model.init", cfg.init, INITS)
-    require(vocab_size > 1, f"vocab_size={vocab_size} must be at least 2 (one token and the mask)")
-    require(0 <= mask_id < vocab_size, f"mask_id={mask_id} is outside the vocabulary 0..{vocab_size - 1}")
-    for key in ("hidden_size", "n_heads", "n_blocks", "length", "cond_dim", "mlp_ratio"):
-        require(getattr(cfg, key) > 0, f"model.{key}={getattr(cfg, key)} must be positive")
-    require(cfg.n_denoiser_blocks > 0 or not cfg.anchored, "model.n_denoiser_blocks=0 leaves no denoiser; use >= 1")
-    require(
-        cfg.hidden_size % (2 * cfg.n_heads) == 0,
-        f"model.hidden_size={cfg.hidden_size} must be a multiple of 2*model.n_heads={2 * cfg.n_heads} (rotary pairs)",
-    )
-    require(0 <= cfg.dropout < 1, f"model.dropout={cfg.dropout} is outside [0, 1)")
-    require(cfg.adaln or not cfg.time_conditioning, "model.time_conditioning=true needs model.adaln=true")
-
-
 @torch.no_grad()
-def initialise(model: LanguageModel) -> None:
+def initialise(model: Network) -> None:
     """Set every parameter. `torch`: as the release starts (all logits 0, every block the identity when adaLN gates
     are zero). `normal`: standard deviation 0.02, residual outputs scaled down by depth unless zero_init."""
     cfg = model.config
@@ -224,18 +192,7 @@ def initialise(model: LanguageModel) -> None:
             nn.init.zeros_(head.weight)
             if head.bias is not None:
                 nn.init.zeros_(head.bias)
-    if model.anchor_head is not None and (cfg.init == "normal" or cfg.bridge == "residual"):
-        # with the bridge at zero too, a zero anchor head would leave the product without a gradient
+    if model.anchor_head is not None and cfg.init == "normal":
         nn.init.normal_(model.anchor_head.weight, std=0.02)
     if model.bridge is not None:
-        bound = 1 / math.sqrt(model.vocab_size)
-        if cfg.bridge == "residual":
-            nn.init.zeros_(model.bridge.weight)
-        elif cfg.init == "normal":
-            nn.init.normal_(model.bridge.weight, std=bound)
-        else:
-            nn.init.uniform_(model.bridge.weight, -bound, bound)
-        if model.bridge.bias is not None:
-            nn.init.zeros_(model.bridge.bias)
-            if cfg.init == "torch" and cfg.bridge == "linear":
-                nn.init.uniform_(model.bridge.bias, -bound, bound)
+        model.bridge.initialise(cfg)

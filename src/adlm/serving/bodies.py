@@ -1,0 +1,357 @@
+"""Bodies of requests and answers, errors included.
+
+What a request may say about sampling is generated from the schema: the type, the range, the choices and the help of a
+setting stand beside its field in SamplingConfig and nowhere else. Fields of the protocol itself are written here. An
+unknown field is refused, since a misspelt setting must not be ignored in silence. Limits that depend on the server or
+on the model are checked in service.py and answered 400.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi.responses import JSONResponse
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from adlm.config.keys import Key, keys
+from adlm.errors import similar
+from adlm.rules import Range
+
+# Settings of `adlm sample` that a request says in a form of its own, or that are not a request's business. A server
+# has no defaults for them, but for `stop`.
+OWN_FORM = ("n", "length", "prompt", "template", "banned", "required", "stop")
+NOT_IN_REQUESTS = ("batch_size", "out", "grid")
+
+
+def encodable(text: Any) -> Any:
+    """Refuse half of a character, which JSON can name (a client cut an emoji in two) and no tokenizer can read."""
+    try:
+        for part in text if isinstance(text, list) else [text]:
+            str(part).encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("lone_surrogate", "Text holds half of a character (a lone surrogate)") from None
+    return text
+
+
+# Also around unions of texts: inside, the message would name the branch.
+ENCODABLE = AfterValidator(encodable)
+Text = Annotated[str, ENCODABLE]
+# JSON has one kind of number: 7.0 is as whole as 7. (Last of the annotations, or limits are missing in the document.)
+WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
+Id = Annotated[int, WHOLE]
+Count = Annotated[int, Field(ge=1), WHOLE]
+Words = Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=64)]
+Ids = list[int]
+
+
+class OneOf:
+    """Documents the names that a text may be. They are read when the document is made, and a misspelt one is refused
+    by the package, which knows the nearest."""
+
+    def __init__(self, names: Iterable[str]):
+        self.names = names
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"type": "string", "enum": sorted(self.names)}
+
+
+def setting(key: Key) -> tuple[Any, Any]:
+    """Type and documentation of the field of a request that sets `key`."""
+    marks: list[Any] = []
+    if isinstance(key.rule, Range):
+        assert key.rule.also is None
+        marks.append(Field(**limits(key.rule)))
+    elif key.rule is not None:
+        marks.append(OneOf(key.rule.names))
+    if key.kind is int:
+        marks.append(WHOLE)
+    return Annotated[key.kind, *marks] | None, Field(None, description=key.help)  # type: ignore[return-value]
+
+
+def limits(rule: Range) -> dict[str, Any]:
+    """A range in pydantic's words."""
+    found: dict[str, Any] = {}
+    if rule.low > -math.inf:
+        found["gt" if rule.open_low else "ge"] = rule.low
+    if rule.high < math.inf:
+        # OpenAPI's numbers are doubles: one that is rounded up would document a value that is refused.
+        rounded_up = float(rule.high) > rule.high
+        found["lt" if rule.open_high else "le"] = int(math.nextafter(rule.high, 0)) if rounded_up else rule.high
+    return found
+
+
+class Body(BaseModel):
+    """A request. Unknown fields are refused, with the nearest name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def known(cls, given: Any) -> Any:
+        unknown = [name for name in given if name not in cls.model_fields] if isinstance(given, dict) else []
+        if unknown:
+            near = similar(unknown[0], cls.model_fields)
+            message = "Unknown field" + (f" (did you mean '{near}'?)" if near else "")
+            problem = PydanticCustomError("unknown_field", message)  # type: ignore[arg-type]
+            error = InitErrorDetails(type=problem, loc=(unknown[0],), input=None)
+            raise ValidationError.from_exception_data(cls.__name__, [error])
+        return given
+
+
+# The settings of the schema that a request may carry
+SETTINGS = [
+    name
+    for section, _, name in (key.partition(".") for key in keys())
+    if section == "sampling" and name not in OWN_FORM + NOT_IN_REQUESTS
+]
+FIELDS: dict[str, Any] = {name: setting(keys()[f"sampling.{name}"]) for name in SETTINGS}
+Settings: Any = create_model("Settings", __base__=Body, **FIELDS)
+
+
+class CanvasBody(Settings):
+    """What is to be filled: free text, after a prompt, into a template, or holes (null) between tokens. Settings that
+    are left out have the server's defaults; a seed that is left out is drawn, and returned."""
+
+    model: str | None = Field(None, description="Id of a served model; the first one if left out.")
+    prompt: Text | None = Field(None, description=keys()["sampling.prompt"].help)
+    template: Text | None = Field(None, description=keys()["sampling.template"].help)
+    tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
+    length: Count | None = Field(
+        None, description="Tokens in all, prompt included; if left out, as many as the model has and the server allows."
+    )
+    required: Words = Field(default_factory=list, description="Words that must appear.")
+    banned: Words = Field(default_factory=list, description="Words that must not appear.")
+    stop: bool | None = Field(None, description=keys()["sampling.stop"].help)
+
+
+class FramesBody(CanvasBody):
+    anchors: bool = Field(True, description="Also send the anchor network's guesses at holes.")
+
+
+class InfillBody(CanvasBody):
+    n: Count = Field(1, description="Texts; number i uses seed + i.")
+
+
+class TextBody(Body):
+    model: str | None = None
+    text: Text
+
+
+class ScoreBody(TextBody):
+    text: Text = Field(min_length=1)
+    draws: Annotated[int, Field(ge=1, le=256), WHOLE] = Field(64, description="Draws of noise (diffusion models).")
+
+
+class AnchorsBody(Body):
+    model: str | None = None
+    text: Text | None = Field(None, description="Text, or a template with [MASK] holes.")
+    tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
+    top: Annotated[int, Field(ge=1, le=20), WHOLE] = Field(5, description="Candidates for each hole.")
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class CompletionBody(Settings):
+    """OpenAI's completions, and every sampling setting of ours. Settings that are left out have the server's defaults;
+    a seed that is left out is drawn, and returned."""
+
+    model: str | None = Field(None, description="Id of a served model; the first one if left out.")
+    prompt: Annotated[str | Annotated[list[str], Field(min_length=1, max_length=256)], ENCODABLE] = ""
+    suffix: Text | None = Field(None, description="Text after the completion: the middle is filled in.")
+    max_tokens: Count | None = Field(
+        None, description="Tokens to draw; if left out, as many as there is room for (16 with a suffix)."
+    )
+    n: Count = Field(1, description="Completions of each prompt; number i uses seed + i.")
+    stop: Annotated[bool | str | Annotated[list[str], Field(max_length=4)] | None, ENCODABLE] = Field(
+        None, description="Texts at which a completion ends. false: not even at an end-of-text token."
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=5), WHOLE] | None = Field(
+        None, description="Give each token's part of the bound on log p(completion | rest)."
+    )
+    echo: bool = Field(False, description="Put the prompt in front of the completion.")
+    required: Words = Field(default_factory=list, description="Words that must appear.")
+    banned: Words = Field(default_factory=list, description="Words that must not appear.")
+    best_of: Count | None = Field(None, description="Accepted if it equals n.")
+    user: str | None = Field(None, description="Ignored.")
+    presence_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
+    frequency_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
+    logit_bias: dict[str, float] | None = Field(None, max_length=0, description="Only empty: use banned.")
+
+
+# Answers
+
+
+class Defaults(BaseModel):
+    sampler: str
+    steps: int
+    top_p: float
+    temperature: float
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "adlm"
+    length: int
+    vocab_size: int
+    mask: int
+    anchored: bool
+    causal: bool
+    samplers: list[str]
+    parameters: int
+    default: Defaults
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Pieces(BaseModel):
+    tokens: Ids
+    texts: list[str]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class InfillChoice(BaseModel):
+    index: int
+    text: str
+    tokens: Ids
+    texts: list[str]
+    seed: int
+    nfe: int
+
+
+class InfillAnswer(BaseModel):
+    id: str
+    model: str
+    choices: list[InfillChoice]
+    usage: Usage
+
+
+class ScoreAnswer(BaseModel):
+    nll: float = Field(description="Nats per token: an upper bound, or exact.")
+    ppl: float
+    stderr: float
+    exact: bool
+    tokens: Ids
+    texts: list[str]
+    per_token: list[float]
+
+
+class Candidate(BaseModel):
+    id: int
+    text: str
+    probability: float
+
+
+class HoleGuess(BaseModel):
+    position: int
+    candidates: list[Candidate]
+
+
+class AnchorsAnswer(BaseModel):
+    tokens: list[int | None]
+    texts: list[str | None]
+    anchor: list[bool]
+    count: list[int]
+    tau: int
+    guesses: list[HoleGuess]
+
+
+class Logprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    text_offset: list[int]
+    top_logprobs: None = None
+
+
+class CompletionChoice(BaseModel):
+    text: str
+    index: int
+    logprobs: Logprobs | None = None
+    finish_reason: Literal["stop", "length"] | None
+    seed: int
+    nfe: int | None = None
+
+
+class CompletionAnswer(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+# Errors
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+"""Status -> type of the error."""
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorDetail
+
+
+class Problem(Exception):
+    """An error that a client is told; raised anywhere below a route and answered by the app, in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, headers=self.headers)
