@@ -1,9 +1,9 @@
-"""Is the fast step's loss curve the dense twin's? Same starting weights, same text (GPT-2 tokens), same noise.
+"""Is the fast step's loss curve the reference implementation's? Same starting weights, same text (GPT-2 tokens), same noise.
 
     python benchmarks/loss_parity.py ROWS [steps=200] [out=FILE] [key=value ...]     # ROWS: made by `adlm data prepare`
 
 Dropout and rounding make two runs of one step differ too, so the fast step is also run with another seed: the
-difference between the twins must stay below the difference between the seeds. The rate rises over the first steps:
+difference between both implementations must stay below the difference between the seeds. The rate rises over the first steps:
 without that all curves spike early, and a spike multiplies every difference. One JSON document: the root mean square
 of both differences in the first ten steps and over the last half; FILE also has all losses.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from adlm import config
-from adlm.bench.train import measure
+from adlm.bench.measure import time_training
 from adlm.data.blocks import Blocks
 from adlm.errors import require
 from adlm.training.parallel import world
@@ -32,15 +32,14 @@ def main(argv: list[str]) -> None:
     steps, out = int(options.pop("steps", 200)), options.pop("out", "")
     blocks = Blocks(Path(folder))
     settings = ["model=small", *(f"{key}={value}" for key, value in options.items())]
-    settings += ["bench.warmup=0", f"bench.steps={steps}", f"bench.dense_steps={steps}"]
     batch = int(config.load(settings).bench.batches)
-    require(len(blocks) >= steps * batch, f"{folder} has {len(blocks)} rows, {steps} steps of {batch} need more")
+    require(len(blocks) >= steps * batch, f"{folder} has {len(blocks)} sequences, {steps} steps of {batch} need more")
     tokens = torch.from_numpy(np.asarray(blocks.rows(np.arange(steps * batch)))).long().view(steps, batch, -1)
     curves: dict[str, list[float]] = {}
     for name, which, seed in (("fast", "ours", 1), ("dense", "dense", 1), ("fast, another seed", "ours", 2)):
         cfg = config.load([*settings, f"seed={seed}", f"model.length={tokens.shape[-1]}"])
         with world(cfg.train) as ranks:
-            result = measure(cfg, batch, which, ranks, tokens, WARMUP)
+            result = time_training(cfg, which, ranks, tokens, (0, steps), WARMUP)
         curves[name] = result["losses"]
         print(f"{name}: {result['losses'][0]:.4f} .. {np.mean(result['losses'][-10:]):.4f} (last ten)", file=sys.stderr)
         torch._dynamo.reset()
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> None:
     half = slice(steps // 2, None)
     found = {
         f"{name}, {where}": float(np.sqrt(np.mean((fast - b)[part] ** 2)))
-        for name, b in (("twin", dense), ("seed", other))
+        for name, b in (("reference", dense), ("seed", other))
         for where, part in (("first ten", slice(10)), ("last half", half))
     }
     line = {"benchmark": "loss parity", "steps": steps, "batch": batch, "torch": torch.__version__, "rms": found}

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Draw samples under Slurm. A job that is cut short goes on where its file ends when it is queued again.
 #
-#   sbatch --gpus=1 scripts/slurm_sample.sh runs/owt sampling=remdm-loop sampling.n=5000 sampling.out=samples.jsonl
+#   sbatch --gpus=1 scripts/slurm_sample.sh runs/owt sampling=remdm-loop sampling.n=5000 out=samples.jsonl
 #SBATCH --job-name=adlm-sample
 #SBATCH --nodes=1
 #SBATCH --ntasks=1

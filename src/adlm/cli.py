@@ -38,13 +38,15 @@ class Command:
     """`--name` -> what it does; handed over as name=True."""
     defaults: tuple[str, ...] = ()
     """Overrides that the command line may override again."""
-    out: str = "out"
-    """The key that `out=` stands for: where this command writes."""
+    out: str = ""
+    """What `out` is, where that is no run folder (for --help); it then stays empty unless it is given."""
     short: str = ""
     """Section whose keys may be typed without its name: `adlm serve port=8000`."""
     sections: tuple[str, ...] = ()
     """Parts of the schema that --help shows."""
 
+
+RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint)"
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
@@ -64,7 +66,7 @@ COMMANDS: dict[str, Command] = {
         "draw texts from a model: free, after a prompt or into a template; a rerun goes on with the file",
         words=("eval.checkpoint",),
         flags={"watch": "show one text appearing, live in the terminal"},
-        out="sampling.out",
+        out="jsonl file that samples are appended to as they are drawn; a rerun continues it (empty: only shown)",
         sections=("sampling", "eval"),
     ),
     "data": Command(
@@ -78,7 +80,7 @@ COMMANDS: dict[str, Command] = {
         "perplexity of a checkpoint with confidence intervals, on its own validation split or on data=NAME",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint",),
-        out="eval.out",
+        out=RESULT,
         sections=("eval", "data", "train"),
     ),
     "compare": Command(
@@ -93,9 +95,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "adlm.bench.command:run_bench",
-        "train | sample: how fast this machine is, beside a dense twin that computes the same",
+        "train | sample: how fast this machine is, beside a reference implementation of the same",
         rest=True,
-        out="bench.out",
+        out="file that the JSON line is appended to (empty: only printed)",
         sections=("bench", "model", "train", "sampling"),
     ),
     "zeroshot": Command(
@@ -103,17 +105,17 @@ COMMANDS: dict[str, Command] = {
         "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",
         words=("eval.checkpoint",),
         rest=True,
-        out="eval.out",
+        out=RESULT,
         sections=("eval", "data", "train"),
     ),
     "anchors": Command(
-        "adlm.evaluation.anchor_command:run_anchors",
+        "adlm.evaluation.anchor_report:run_anchors",
         "which tokens of a text are anchors, and how both networks predict them when hidden: adlm anchors CHECKPOINT"
         " 'some words' (or a file, @file, or standard input)",
         words=("eval.checkpoint",),
         required=1,
         rest=True,
-        out="eval.out",
+        out=RESULT,
         sections=("eval",),
     ),
     "evaluate": Command(
@@ -122,7 +124,7 @@ COMMANDS: dict[str, Command] = {
         " report of frontiers. A rerun does only what is missing",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint", "sampling.n=128"),
-        out="eval.out",
+        out="folder of samples, results and report (empty: evaluate/ in the checkpoint's folder)",
         sections=("eval", "sampling", "data", "train"),
     ),
     "import": Command(
@@ -242,7 +244,6 @@ def _run(argv: list[str]) -> int:
         raise UsageError(str(error)) from None
     command = COMMANDS[name]
     overrides, words, flags = _sort(command, argv[1:])
-    overrides = [command.out + o[3:] if o.startswith("out=") else o for o in overrides]
     overrides = [f"{command.short}.{o}" if f"{command.short}.{o.partition('=')[0]}" in keys() else o for o in overrides]
     if "help" in flags:
         print_help(name, command)
@@ -259,7 +260,7 @@ def _run(argv: list[str]) -> int:
         raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
     # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
     line = [*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
-    cfg = config.load(line)
+    cfg = config.load(line, run_folder=not command.out)
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
     if command.rest:
         arguments["args"] = rest
@@ -335,6 +336,8 @@ def print_help(name: str, command: Command) -> None:
     print(f"{command.help}\n")
     for flag, text in (*command.flags.items(), ("json", "the last line of stdout is one JSON document")):
         print(f"  --{flag:<22} {text}")
+    if command.out:
+        _print_entry("out", "", command.out)
     print("\nGroups (a name stands for several settings):")
     for group in GROUPS:
         _print_entry(group, "", ", ".join(group_choices(group)))

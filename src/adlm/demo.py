@@ -11,9 +11,23 @@ from typing import Any
 from adlm.api import LanguageModel, load
 from adlm.data import Blocks, prepare
 from adlm.evaluation.anchor_report import anchors_section
+from adlm.io.paths import write_atomically
 from adlm.reporting.chart import Series, line_chart
-from adlm.reporting.html import Html, code, columns, details, page, paragraph, section, table, tag, tiles, write
-from adlm.reporting.reveal import reveal, reveal_script, watch
+from adlm.reporting.html import (
+    Html,
+    code,
+    columns,
+    details,
+    page,
+    paragraph,
+    reveal,
+    reveal_script,
+    section,
+    table,
+    tag,
+    tiles,
+    watch,
+)
 from adlm.schema import Config, SamplingConfig, as_yaml
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
@@ -41,7 +55,7 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     facts = summary(cfg, read_metrics(run))
     valid = prepare(cfg.data, lm.tokenizer, cfg.model.length, "valid")
     path = run / "report.html"
-    write(path, build_report(cfg, lm, valid, facts, read_metrics(run)))
+    write_atomically(path, build_report(cfg, lm, valid, facts, read_metrics(run)))
     print(f"\nValidation perplexity {facts['first_ppl']:,.0f} -> {facts['last_ppl']:,.1f} (an upper bound)")
     print(f"Report: {path.resolve().as_uri()}\n\nTry next:")
     for command, what in next_commands(run):
@@ -126,12 +140,12 @@ def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
     players = []
     for number, (label, wish) in enumerate(SAMPLES.items()):
         try:
-            frames, text = watch(lm, lm.request(**wish, seed=cfg.seed + number, **chosen))
-        except ValueError as problem:  # settings of the reader's own, such as rows too short for the template
+            snapshots, text = watch(lm, lm.request(**wish, seed=cfg.seed + number, **chosen))
+        except ValueError as problem:  # settings of the reader's own, such as sequences too short for the template
             players += [tag("h3", label), paragraph(f"Left out: {problem}")]
             continue
         facts = f"{text.nfe} network evaluations, {text.seconds:.1f} s, seed {text.seed}"
-        players += [tag("h3", label), reveal(frames, label), paragraph(tag("small", facts))]
+        players += [tag("h3", label), reveal(snapshots, label), paragraph(tag("small", facts))]
     return section(
         "Samples",
         *players,
@@ -158,9 +172,9 @@ def configuration(cfg: Config) -> Html:
     blocks = f"{m.n_blocks} + {m.n_denoiser_blocks}" if m.anchored else f"{m.n_blocks}"
     gamma = f"{o.gamma:g}" if o.gamma_end < 0 else f"{o.gamma:g} to {o.gamma_end:g}"
     rows = [
-        ("model", f"width {m.hidden_size}, {blocks} blocks, {m.n_heads} heads, rows of {m.length} tokens"),
+        ("model", f"width {m.hidden_size}, {blocks} blocks, {m.n_heads} heads, sequences of {m.length} tokens"),
         ("objective", f"{o.name}, gamma {gamma}, anchors by {o.anchor_rule}, at {o.anchor_positions} positions"),
         ("optimizer", f"{cfg.optim.name}, rate {cfg.optim.lr:g}, {cfg.optim.schedule} after {cfg.optim.warmup} steps"),
-        ("batch", f"{t.global_batch_size} rows, {t.steps:,} steps, seed {cfg.seed}"),
+        ("batch", f"{t.global_batch_size} sequences, {t.steps:,} steps, seed {cfg.seed}"),
     ]
     return section("Configuration", table((), rows), details("Every setting", code(as_yaml(cfg))))

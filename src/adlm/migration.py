@@ -11,19 +11,27 @@ from adlm.errors import require
 RENAMED = {
     "data.max_rows": "data.max_sequences",
     "data.valid_share": "data.valid_fraction",
-    "eval.chain_rows": "eval.chain_sequences",
+    "bench.out": "out",
+    "eval.out": "out",
     "eval.perplexity_batch_size": "eval.batch_size",
+    "eval.release_json": "out",
     "eval.rows": "eval.sequences",
+    "eval.samplers": "sampling.sampler",
+    "eval.steps": "sampling.steps",
+    "eval.temperatures": "sampling.temperature",
+    "eval.top_ps": "sampling.top_p",
     "objective.anchor_share": "objective.anchor_fraction",
     "objective.time_density_a": "objective.time_density",
     "optim.final": "optim.min_lr_ratio",
     "reason.recite": "reason.story_steps",
     "reason.recite_rate": "reason.story_lr_ratio",
+    "sampling.out": "out",
     "train.row_pieces": "train.length_warmup",
     "train.row_pieces_share": "train.length_warmup_fraction",
     "train.valid_rows": "train.valid_sequences",
 }
-"""Old key -> today's."""
+"""Old key -> today's. One that is also in REMOVED is renamed on the command line, where the user asked for it, and
+dropped from saved settings: there it belonged to the command that wrote them."""
 
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
@@ -32,12 +40,27 @@ REMOVED_VALUES = {("model.bridge", "residual")}
 """(today's key, old value) that no version of today can read."""
 
 REMOVED: dict[str, tuple[Any, ...]] = {
+    "bench.dense_steps": (),
+    "bench.evaluations": (),
+    "bench.out": (),
+    "bench.warmup": (),
+    "eval.chain_rows": (),
+    "eval.chain_sequences": (),
+    "eval.features": (),
+    "eval.out": (),
+    "eval.reference": (),
+    "eval.release_json": (),
+    "eval.samplers": (),
+    "eval.steps": (),
+    "eval.temperatures": (),
+    "eval.top_ps": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
     "objective.hard": (),  # a threshold of anchor_rule=loss alone
     "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
     "objective.time_density_b": (),  # see `migrate`
     "sampling.grid": ("",),
+    "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),
 }

@@ -11,7 +11,8 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from numbers import Integral, Real
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from adlm.errors import choose, require
 
@@ -74,3 +75,23 @@ Fraction = Annotated[float, Range("in [0, 1]", low=0, high=1)]
 FractionBelowOne = Annotated[float, Range("in [0, 1)", low=0, high=1, open_high=True)]
 PositiveFraction = Annotated[float, Range("in (0, 1]", low=0, high=1, open_low=True)]
 InnerFraction = Annotated[float, Range("in (0, 1)", low=0, high=1, open_low=True, open_high=True)]
+
+# Type of a setting -> what may stand for it in Python (numbers of numpy too), and what to say.
+KINDS: dict[type, tuple[type, str]] = {
+    str: (str, "a text"), int: (Integral, "an integer"), float: (Real, "a number"), bool: (bool, "True or False"),
+}  # fmt: skip
+
+
+def accept(key: str, value: Any, hint: Any) -> Any:
+    """Return a value that Python handed over, as the annotated type of its field; refuse another type (True is no
+    number), half of a character, and what is against the rule of the field."""
+    kind, *rules = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    allowed, said = KINDS[kind]
+    fits = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+    require(fits, f"{key} must be {said}, got {value!r:.60}")
+    if kind is str and any("\ud800" <= character <= "\udfff" for character in str(value)):
+        # a text cut inside an emoji, bytes that were no UTF-8: no tokenizer can read it
+        raise ValueError(f"{key} holds half of a character (a lone surrogate): {value!r:.60}")
+    for rule in rules:
+        rule.check(key, kind(value))
+    return kind(value)

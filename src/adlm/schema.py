@@ -280,41 +280,23 @@ class EvalConfig:
     checkpoint: str = ""
     """Run folder, exported folder or release .ckpt to evaluate."""
     draws: Count = 4
-    """Noise draws per row of the bound; 2 or more also give its Monte Carlo error."""
+    """Noise draws per sequence of the bound; 2 or more also give its Monte Carlo error."""
     estimator: Annotated[str, Choices(("continuous", "exact-count", "both"))] = "continuous"
     """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
     seed: Seed = 0
     """Of the evaluation noise; the same for all models, so that their numbers are paired."""
-    chain_sequences: WholeNumber = 0
-    """Rows also scored from left to right by the same weights, at one pass per token (0: none)."""
-    out: str = ""
-    """File (json; evaluate: folder) that results are written to; empty: beside the checkpoint."""
     sequences: WholeNumber = 0
-    """Rows evaluated (0: all)."""
+    """Sequences evaluated (0: all)."""
     ema: bool = True
-    """Evaluate the averaged weights."""
+    """Evaluate the EMA of the weights; false: the weights themselves."""
     judge: str = "gpt2-large"
     """evaluate: causal model that scores samples: hub name, folder, GGUF file, run of ours, smollm2, or none."""
     judge_rule: Annotated[str, Choices(("text", "tokens", "release"))] = "text"
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
-    batch_size: Count = 8
-    """evaluate: texts per forward pass of the judge."""
+    batch_size: WholeNumber = 0
+    """Sequences per forward pass; 0: as many as fit easily (evaluate: 8 texts per pass of the judge)."""
     mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
     """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
-    features: str = ""
-    """evaluate: model whose last hidden state MAUVE compares; empty: the judge."""
-    reference: bool = True
-    """evaluate: also measure as many rows of the data (data=NAME; by default the checkpoint's validation split)."""
-    samplers: str = ""
-    """evaluate: samplers to compare, separated by commas; empty: the one of sampling."""
-    steps: str = ""
-    """evaluate: numbers of steps to compare, separated by commas; empty: the one of sampling."""
-    temperatures: str = ""
-    """evaluate: temperatures to compare, separated by commas; empty: the one of sampling."""
-    top_ps: str = ""
-    """evaluate: nucleus sizes to compare, separated by commas; empty: the one of sampling."""
-    release_json: str = ""
-    """evaluate: also write the first setting in the format of the public release's sample_eval to this file."""
 
 
 @dataclass
@@ -365,8 +347,6 @@ class SamplingConfig:
     """Words that must appear, separated by commas; each is placed where the model finds it likely."""
     stop: bool = False
     """End each sample at its first end-of-text token."""
-    out: str = ""
-    """File (jsonl) that samples are appended to as they are drawn; a rerun goes on from it. Empty: only shown."""
 
 
 @dataclass
@@ -476,21 +456,13 @@ class BenchConfig:
     """How fast this machine is (`adlm bench`); model, optimizer, sampler and precision come from their sections."""
 
     batches: str = "16"
-    """Rows of a step, one measurement each: 1,16,64."""
+    """Sequences of a step, one measurement each: 1,16,64."""
     steps: Count = 20
-    """train: optimizer steps timed."""
-    warmup: WholeNumber = 5
-    """Steps (train) or network evaluations (sample) before the clock starts."""
-    evaluations: WholeNumber = 60
-    """sample: network evaluations timed (0: rows are drawn to their end)."""
+    """Steps timed: optimizer steps (train) or network evaluations (sample)."""
     dense: bool = True
-    """Also time the dense twin, and print the ratio."""
-    dense_steps: Count = 3
-    """Steps of the dense twin timed."""
+    """Also time the reference implementation, and print the ratio."""
     vocab_size: Annotated[int, Range("at least 3", low=3)] = 50258
     """Vocabulary, mask included (50258: GPT-2's)."""
-    out: str = ""
-    """File that the JSON line is appended to; empty: only printed."""
 
 
 @dataclass
@@ -522,7 +494,8 @@ class Config:
     seed: Seed = 1
     """Seed of initialisation, data order and noise."""
     out: str = ""
-    """Run folder; empty: runs/<algo>-<data>-<model>."""
+    """Where the command writes: by default the run folder (empty: runs/<algo>-<data>-<model>); commands that make no
+    run say in their --help what it is."""
     model: ModelConfig = field(default_factory=ModelConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

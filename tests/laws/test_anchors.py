@@ -11,10 +11,9 @@ from documents import Document
 from exports import L, export
 
 from adlm import cli
-from adlm.evaluation import anchor_levels
-from adlm.evaluation.anchor_command import read_text
-from adlm.evaluation.anchor_levels import Level, read_level, windows
-from adlm.evaluation.anchors import Guess, Reading
+from adlm.evaluation import anchors
+from adlm.evaluation.anchor_report import read_text
+from adlm.evaluation.anchors import Guesses, Reading, read_levels, windows
 from adlm.objectives.anchors import describe_anchors, describe_rule, for_texts
 from adlm.schema import ObjectiveConfig
 from adlm.tables import ANCHOR_RULES
@@ -37,23 +36,28 @@ def test_tallies_of_networks_that_are_known(monkeypatch):
         found = []
         for l in hidden_L.nonzero().squeeze(1).tolist():
             truth = int(tokens_L[l])
-            found.append(Reading(l, truth, Guess([truth], [0.5], 1, 0.5), Guess([7], [0.9], 4, 0.1)))
+            found.append(Reading(l, truth, Guesses([truth], [0.5], 1, 0.5), Guesses([7], [0.9], 4, 0.1)))
         return found
 
-    monkeypatch.setattr(anchor_levels, "read_hidden", read)
+    class Model:
+        class tokenizer:
+            special_ids = frozenset({0})
+
+        device, length, model, schedule = torch.device("cpu"), 8, None, None
+
+    monkeypatch.setattr(anchors, "read_hidden", read)
+    monkeypatch.setattr(anchors, "FRACTIONS", (1 / 7, 1.0))
     tokens = torch.tensor([0, 1, 1, 2, 3, 3, 4, 5])  # anchors at tau=1: 0 (not maskable), 2, 4, 5
-    maskable = torch.tensor([False, *[True] * 7])
     rule = ObjectiveConfig(tau=1)
-    one, all_ = Level(1 / 7), Level(1.0)
+    one, all_ = read_levels(Model(), rule, [tokens], draws=1, seed=0)  # type: ignore[arg-type]
     for level in (one, all_):
-        read_level(level, None, None, rule, tokens, maskable, 0, seed=0, turn=0)  # type: ignore[arg-type]
         anchor = level.as_dict()["anchor"]
         assert (anchor["recall"], anchor["precision"], anchor["median_rank"]) == (1.0, 1.0, 1)
         assert anchor["nats"] == pytest.approx(0.6931, abs=1e-3) and anchor["hidden_anchors"] == 3
         denoiser = level.as_dict()["denoiser"]
         assert (denoiser["recall"], denoiser["median_rank"], level.as_dict()["agreement"]) == (0.0, 4, 0.0)
-        assert sorted(level.first) == [3, 6, 7]
-    # hidden alone, a 7 would come once; hidden all together, it comes seven times and is no anchor of that row
+        assert sorted(level.first) == [2, 5, 6], "positions in the text, without its begin token"
+    # hidden alone, a 7 would come once; hidden all together, it comes seven times and is no anchor of that sequence
     assert (one.tallies["denoiser"].claims, one.tallies["denoiser"].precision) == (7, 0.0)
     assert (all_.tallies["denoiser"].claims, all_.tallies["denoiser"].precision) == (0, None)
 
@@ -65,12 +69,12 @@ def folder(tmp_path_factory):
 
 def test_the_command_tells_and_writes(folder, tmp_path, capsys):
     text = "hello <b>there</b> [bold]" + "x" * L  # two rows, and text that must not become markup
-    assert cli.main(["anchors", str(folder), text, f"eval.out={tmp_path / 'a.json'}", "--json"]) == 0
+    assert cli.main(["anchors", str(folder), text, f"out={tmp_path / 'a.json'}", "--json"]) == 0
     said = capsys.readouterr().out
     result = json.loads((tmp_path / "a.json").read_text())
     assert json.loads(said.splitlines()[-1]) == result
     assert result["tokens"] == len(text) and 0 < result["anchors"] < len(text)
-    assert [level["share"] for level in result["levels"]] == list(anchor_levels.SHARES)
+    assert [level["share"] for level in result["levels"]] == list(anchors.FRACTIONS)
     for level in result["levels"]:
         for name in ("anchor", "denoiser"):
             assert level[name]["hidden_anchors"] >= result["anchors"] and level[name]["median_rank"] >= 1
@@ -83,14 +87,14 @@ def test_the_command_tells_and_writes(folder, tmp_path, capsys):
     assert "b" not in document.tags
 
 
-@pytest.mark.parametrize("rule", sorted(ANCHOR_RULES.entries))
+@pytest.mark.parametrize("rule", sorted({*ANCHOR_RULES.entries, "loss", "rarity"}))  # two of them are of earlier versions
 def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
-    """Where the rule chooses no tokens (all, none), the paper's rule is shown."""
+    """Where the rule chooses no tokens (all, none), or is there no more, the paper's rule is shown."""
     folder = export(tmp_path / "export")
     info = json.loads((folder / "config.json").read_text())
     info["objective"] |= {"anchor_rule": rule, "tau": 1}
     (folder / "config.json").write_text(json.dumps(info))
-    assert cli.main(["anchors", str(folder), "hello", f"eval.out={tmp_path / 'a.json'}"]) == 0
+    assert cli.main(["anchors", str(folder), "hello", f"out={tmp_path / 'a.json'}"]) == 0
     result = json.loads((tmp_path / "a.json").read_text())
     often, anchors = ("more than", 2) if rule == "common" else ("at most", 3)
     assert result["anchors"] == anchors and result["rule"] == f"tokens that occur {often} 1 time in their sequence"

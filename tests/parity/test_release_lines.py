@@ -58,8 +58,8 @@ def test_its_model_goes_to_the_release_and_back(run):
 
 def test_the_sampling_line_runs_and_writes_its_json(run):
     """As typed, with a small judge and local text. Reference values: the same samples, measured by hand."""
-    from adlm.evaluation.judge import open_judge, read_row, score_rows
-    from adlm.evaluation.quality import entropy
+    from adlm.evaluation.judge import ReadingRule, open_judge, score_texts
+    from adlm.evaluation.measures import entropy
 
     folder, _ = run
     export_release(folder / "adlm", folder / "ckpts" / "tiny.ckpt")
@@ -84,7 +84,8 @@ def test_the_sampling_line_runs_and_writes_its_json(run):
     assert [x["seed"] for x in samples] == [5, 6, 7]
     tokenizer = load_release(folder / "ckpts" / "tiny.ckpt", tokenizer="bytes").tokenizer
     judge = open_judge(str(folder / "judge"), torch.device("cpu"))
-    alone = [score_rows(judge, [read_row(judge, "release", tokenizer, x["tokens"], 32)], 1) for x in samples]
+    rule = ReadingRule("release", tokenizer, 32)
+    alone = [score_texts(judge, [rule.read(judge, x["tokens"])], 1) for x in samples]
     nats, tokens = sum(s.nats_N[0] for s in alone), sum(s.tokens_N[0] for s in alone)
     assert found["gen_ppl"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
     assert found["entropies"] == pytest.approx([entropy(x["tokens"]) for x in samples])

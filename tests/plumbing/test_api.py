@@ -17,8 +17,7 @@ from tiny import tiny_model
 
 import adlm
 from adlm import cli
-from adlm.api.command import run_sample
-from adlm.api.watch import watch_text
+from adlm.api.command import run_sample, watch_text
 from adlm.data.tokenizers import raw_bytes
 from adlm.io.export import describe, save_folder
 from adlm.objectives import Sequences, make_objective, sequence_bounds
@@ -227,7 +226,7 @@ def test_save_and_load_again(lm, tmp_path):
     weights = tmp_path / "copy" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-40] + b"\xff" * 20 + whole[-20:])
-    with pytest.raises(ValueError, match=r"copy/model\.safetensors is damaged: its sha256 is not"):
+    with pytest.raises(ValueError, match=r"copy/model\.safetensors is corrupt: its sha256 is not"):
         adlm.load(tmp_path / "copy", device="cpu")
     info = json.loads((tmp_path / "copy" / "config.json").read_text())
     del info["weights_file_sha256"]  # as older versions wrote it
@@ -256,7 +255,7 @@ def test_save_and_load_again(lm, tmp_path):
         ({"top_p": 0}, "sampling.top_p"),
         ({"steps": 0}, "sampling.steps"),
         ({"seed": None}, "sampling.seed must be an integer"),
-        ({"n": 0}, "n must be at least 1"),
+        ({"n": 0}, "sampling.n=0 must be at least 1"),
         ({"stepz": 3}, "did you mean 'steps'"),
         ({"length": 30}, "longer than 24"),
         ({"length": 999999999999999}, "longer than 24"),
@@ -265,7 +264,7 @@ def test_save_and_load_again(lm, tmp_path):
         ({"temperature": None}, "sampling.temperature must be a number, got None"),
         ({"sampler": 3}, "sampling.sampler must be a text"),
         ({"n": 1.5}, "sampling.n must be an integer, got 1.5"),
-        ({"stop": "yes"}, "sampling.stop must be True or False, got 'yes': whether a text ends at its first end"),
+        ({"stop": "yes"}, "sampling.stop must be True or False, got 'yes'"),
         ({"stop": ["\n"]}, "sampling.stop must be True or False"),
         ({"banned": [3]}, "a word of sampling.banned must be a text, got 3"),
         ({"banned": "the"}, "sampling.banned must be a list of texts, got 'the'"),
@@ -301,6 +300,7 @@ def test_a_banned_phrase_may_take_in_a_required_word(lm):
         ({"text": b"abc"}, "text must be one text or a list"),
         ({"text": "\ud800"}, "text holds half of a character"),
         ({"text": "hello", "draws": 1.5}, "draws must be an integer, got 1.5"),
+        ({"text": "hello", "draws": 0}, "draws=0 must be at least 1"),
         ({"text": "hello", "context": 3}, "context must be one text or a list"),
     ],
 )
@@ -342,8 +342,8 @@ def test_the_home_of_nobody_is_said_to_be_that():
 # adlm sample
 
 
-def config(folder, **sampling) -> Config:
-    cfg = Config(sampling=SamplingConfig(**({"steps": 4, "n": 5} | sampling)))
+def config(folder, out="", **sampling) -> Config:
+    cfg = Config(out=out, sampling=SamplingConfig(**({"steps": 4, "n": 5} | sampling)))
     cfg.eval.checkpoint, cfg.train.device = str(folder), "cpu"
     return cfg
 
@@ -380,7 +380,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_drawn(folde
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("adlm.api.command.draw", lambda *args: pytest.fail("it was drawn and would be lost"))
     for out in (tmp_path, tmp_path / "file" / "samples.jsonl"):
-        with pytest.raises(ValueError, match=f"sampling.out='{out}' cannot be written"):
+        with pytest.raises(ValueError, match=f"out='{out}' cannot be written"):
             run_sample(config(folder, out=str(out)))
 
 
@@ -440,7 +440,7 @@ def test_the_command_line(folder, tmp_path, capsys):
         str(folder),
         "sampling.n=2",
         "sampling.steps=4",
-        f"sampling.out={out}",
+        f"out={out}",
         "train.device=cpu",
         "--json",
     ]

@@ -10,8 +10,7 @@ from tiny import tiny_model
 from adlm import config
 from adlm.bench import command
 from adlm.bench.dense import dense_loss, dense_step, nucleus
-from adlm.bench.sample import measure_sample
-from adlm.bench.train import measure_train, text_like
+from adlm.bench.measure import measure_sample, measure_train, text_like
 from adlm.diffusion.categorical import filter_logits
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import NoiseConfig, ObjectiveConfig
@@ -19,12 +18,12 @@ from adlm.schema import NoiseConfig, ObjectiveConfig
 TINY = (
     "model=nano", "model.hidden_size=16", "model.n_heads=2", "model.n_blocks=1", "model.n_denoiser_blocks=1",
     "model.length=16", "model.cond_dim=8", "model.dropout=0", "bench.vocab_size=40", "bench.batches=2,3",
-    "bench.steps=2", "bench.warmup=1", "bench.dense_steps=2", "sampling.steps=8", "train.device=cpu",
+    "bench.steps=2", "sampling.steps=8", "train.device=cpu",
 )  # fmt: skip
 
 
 def settings(*more):
-    return config.load([*TINY, *more])
+    return config.load([*TINY, *more], run_folder=False)
 
 
 @pytest.mark.parametrize("rule", ["count", "all"])
@@ -56,31 +55,29 @@ def test_both_ways_of_a_training_step_measure_the_same_losses():
     assert ours["tokens_per_s"] == pytest.approx(2 * 16 / ours["ms"] * 1e3)
 
 
-def test_sampling_counts_whole_rows():
-    ours = measure_sample(settings("sampling.sampler=remdm-loop", "bench.evaluations=3"), 2, "ours")
+def test_sampling_counts_whole_sequences():
+    ours = measure_sample(settings("sampling.sampler=remdm-loop", "bench.steps=3"), 2, "ours")
     assert 1 < ours["nfe"] <= 9
     assert ours["ms_per_step"] == pytest.approx(ours["ms_per_evaluation"] * ours["nfe"] / 8)
     assert measure_sample(settings("sampling.top_p=0.9"), 2, "dense")["ms_per_step"] > 0
-    with pytest.raises(ValueError, match=r"no dense twin .* bench.dense=false"):
+    with pytest.raises(ValueError, match=r"no reference implementation .* bench.dense=false"):
         measure_sample(settings("sampling.sampler=first-hitting"), 2, "dense")
-    with pytest.raises(ValueError, match=r"bench.warmup=50 leaves no evaluation"):
-        measure_sample(settings("bench.warmup=50"), 2, "ours")
+    with pytest.raises(ValueError, match=r"sampling.steps=2 is over in 5 evaluations of warm-up"):
+        measure_sample(settings("sampling.steps=2"), 2, "ours")
     with pytest.raises(ValueError, match=r"algo=ar is causal"):
         measure_sample(settings("algo=ar"), 2, "ours")
 
 
-def test_samplers_that_look_draw_whole_rows():
-    ours = measure_sample(settings("sampling.sampler=confidence", "bench.evaluations=0"), 2, "ours")
+def test_samplers_that_read_predictions_draw_whole_sequences():
+    ours = measure_sample(settings("sampling.sampler=confidence", "bench.steps=1"), 2, "ours")
     assert ours["nfe"] == 8
-    with pytest.raises(ValueError, match=r"sampler=confidence decides as it goes .* bench.evaluations=0"):
-        measure_sample(settings("sampling.sampler=confidence"), 2, "ours")
 
 
-def test_dense_twins_of_few_steps_of_time_and_of_other_losses():
-    few = settings("sampling.steps=2", "bench.dense_steps=5", "algo=adlm-time", *TINY)
+def test_the_reference_of_few_steps_of_time_and_of_other_losses():
+    few = settings("sampling.steps=2", "algo=adlm-time", *TINY)
     assert measure_sample(few, 2, "dense")["ms_per_step"] > 0
     for algo in ("d3pm", "sedd"):
-        with pytest.raises(ValueError, match=r"has no dense twin .* bench.dense=false"):
+        with pytest.raises(ValueError, match=r"has no reference implementation .* bench.dense=false"):
             measure_train(settings(f"algo={algo}", *TINY), 2, "dense")
         assert measure_train(settings(f"algo={algo}", *TINY), 2, "ours")["ms"] > 0
 
@@ -89,10 +86,10 @@ def test_the_command_prints_one_line_of_json(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
         command, "alone", lambda name, cfg, batch, which: command.BENCHMARKS[name](copy.deepcopy(cfg), batch, which)
     )
-    with pytest.raises(ValueError, match=r"bench\.out='.*' cannot be written: Is a directory"):
-        command.run_bench(settings(f"bench.out={tmp_path}"), ["train"])
+    with pytest.raises(ValueError, match=r"out='.*' cannot be written: Is a directory"):
+        command.run_bench(settings(f"out={tmp_path}"), ["train"])
     assert not capsys.readouterr().err, "refused before anything is measured"
-    command.run_bench(settings(f"bench.out={tmp_path / 'new' / 'lines.jsonl'}"), ["train"])
+    command.run_bench(settings(f"out={tmp_path / 'new' / 'lines.jsonl'}"), ["train"])
     captured = capsys.readouterr()
     line = json.loads(captured.out)
     assert line["rows"].keys() == {"2", "3"} and line["rows"]["3"]["speedup"] > 0
@@ -112,5 +109,5 @@ def test_out_of_memory_is_a_result_and_bad_words_are_refused(monkeypatch, capsys
         command.run_bench(settings(), [])
     with pytest.raises(ValueError, match=r"benchmark.*'tran'.*train"):
         command.run_bench(settings(), ["tran"])
-    with pytest.raises(ValueError, match=r"bench.batches wants numbers of rows"):
+    with pytest.raises(ValueError, match=r"bench.batches wants numbers of sequences"):
         command.run_bench(settings("bench.batches=0"), ["train"])

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -190,7 +189,7 @@ def test_help_lists_keys_with_meaning_and_default(probe, capsys):
     assert cli.main(["probe", "model=smal", "--help"]) == 0
     out = capsys.readouterr().out
     assert "usage: adlm probe [checkpoint] [key=value ...] [--dry-run] [--json]" in out
-    assert re.search(r"eval\.draws = 4 +Noise draws per row of the bound", out)
+    assert re.search(r"eval\.draws = 4 +Noise draws per sequence of the bound", out)
     assert "eval.ema = true" in out
     assert "sampling.steps" not in out
     assert max(map(len, out.splitlines())) <= 120
@@ -249,11 +248,14 @@ def test_the_shims_run_from_the_repository(program):
 
 
 @pytest.mark.parametrize(
-    ("command", "key"), [("train", "out"), ("sample", "sampling.out"), ("evaluate", "eval.out"), ("bench", "bench.out")]
+    ("command", "old"), [("train", "out"), ("sample", "sampling.out"), ("evaluate", "eval.out"), ("bench", "bench.out")]
 )
-def test_out_is_where_the_command_writes(command, key, monkeypatch):
-    """`adlm evaluate RUN out=X` used to set the run folder, which evaluate does not read."""
+def test_out_is_where_the_command_writes(command, old, monkeypatch):
+    """Under its name of earlier versions, too; not given, it is the folder of a run for commands that make one."""
     seen = {}
     monkeypatch.setattr(cli, "_target", lambda command: lambda cfg, **arguments: seen.update(cfg=cfg))
-    assert cli.main([command, "out=somewhere"]) == 0
-    assert attrgetter(key)(seen["cfg"]) == "somewhere"
+    for key in ("out", old):
+        assert cli.main([command, f"{key}=somewhere"]) == 0
+        assert seen["cfg"].out == "somewhere"
+    assert cli.main([command]) == 0
+    assert seen["cfg"].out == ("runs/adlm-pydocs-small" if command == "train" else "")

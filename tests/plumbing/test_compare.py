@@ -12,8 +12,8 @@ from runs import overrides, start, wait_for_step
 from scipy import stats
 
 from adlm import cli, compare
+from adlm.compare import Comparison, Entry, paired
 from adlm.config.keys import group_choices
-from adlm.evaluation.comparison import Comparison, Entry, paired
 from adlm.evaluation.intervals import summarise
 from adlm.evaluation.perplexity import phases
 from adlm.objectives import make_objective
@@ -50,7 +50,7 @@ def test_every_algorithm_has_its_line(compared):
     assert set(document["differences"]) == {"mdlm", "sedd", "d3pm"}
     text = (compared / "run" / "table.md").read_text()
     assert "Budget of each:" in text
-    assert text.count("\n| ") == len(ALGOS) and "bound" in text and "exact" in text and "3 steps of 8 rows" in text
+    assert text.count("\n| ") == len(ALGOS) and "bound" in text and "exact" in text and "3 steps of 8 sequences" in text
 
 
 def test_arithmetic_is_that_of_the_rows_really_scored(compared):
@@ -226,7 +226,7 @@ def test_a_list_of_seeds_is_several_runs():
     assert compare.each_seed("adlm+seed=1,2+model.bridge=none") == [
         "adlm+seed=1+model.bridge=none", "adlm+seed=2+model.bridge=none",
     ]  # fmt: skip
-    assert compare.each_seed("mdlm+eval.samplers=a,b") == ["mdlm+eval.samplers=a,b"]
+    assert compare.each_seed("mdlm+sampling.prompt=a,b") == ["mdlm+sampling.prompt=a,b"]
 
 
 def test_every_algorithm_has_its_recipe_in_the_docs():

@@ -11,7 +11,7 @@ from runs import start, wait_for_step
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm import config
-from adlm.bench.train import measure, text_like
+from adlm.bench.measure import text_like, time_training
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
 from adlm.models import build_model, layers
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
@@ -174,14 +174,15 @@ def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(com
 @pytest.mark.parametrize(("compile", "recipe"), [("false", "published"), ("true", "fast")])
 def test_replayed_steps_train_as_launched_ones(compile, recipe):
     settings = ["model=nano", "algo=adlm", f"recipe={recipe}", "model.length=128", "model.dropout=0", "optim.lr=3e-3"]
-    settings += ["optim.warmup=1", "bench.warmup=0", "bench.steps=16", "bench.vocab_size=500"]
+    settings += ["optim.warmup=1", "bench.vocab_size=500"]
     settings += [f"train.compile={compile}"]
     curves = []
     for graphs in ("false", "true"):
         torch._dynamo.reset()
         cfg = config.load([*settings, f"train.cuda_graphs={graphs}"])
         with world(cfg.train) as ranks:
-            curves.append(torch.tensor(measure(cfg, 16, "ours", ranks, text_like((8, 16, 128), 500))["losses"]))
+            found = time_training(cfg, "ours", ranks, text_like((8, 16, 128), 500), (0, 16))
+            curves.append(torch.tensor(found["losses"]))
     launched, replayed = curves
     torch.testing.assert_close(replayed, launched, rtol=5e-3, atol=0)
     assert launched[-4:].mean() < launched[:4].mean() - 0.2, "it learned, so that stale inputs or gradients would show"

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,10 +20,9 @@ from torch import nn
 from adlm import cli, config
 from adlm.compat.release import export_release
 from adlm.data.tokenizers import raw_bytes, train_bpe
-from adlm.diffusion.schedules import LogLinear
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
-from adlm.evaluation.perplexity import bits_per_byte, left_to_right, measure, run_ppl, stratified
+from adlm.evaluation.perplexity import bits_per_byte, estimate, measure, run_ppl
 from adlm.io.export import Loaded
 from adlm.io.load import load_checkpoint
 from adlm.models import Hidden
@@ -155,7 +155,7 @@ def test_exact_count_masks_exactly_k_and_weighs_them():
 
 def measure_toy(model, tokens, cfg: EvalConfig, eps: float = 1e-3) -> dict[str, Estimate]:
     objective = ObjectiveConfig(name="nelbo", sampling_eps=eps)
-    return measure(loaded_of(model, objective), Table(tokens), cfg, ALONE, batch_size=4096)  # type: ignore[arg-type]
+    return measure(loaded_of(model, objective), Table(tokens), replace(cfg, batch_size=4096), ALONE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("draws", [1, 4])
@@ -219,7 +219,7 @@ def test_perplexity_of_a_causal_model_is_its_log_probabilities(anchored, padded)
     x = random_tokens(9, 12, 10)
     lengths = np.arange(4, 13) if padded else None
     objective = ObjectiveConfig(name="autoregressive", gamma=0.0)
-    found = measure(loaded_of(model, objective), Table(x, lengths), EvalConfig(draws=3), ALONE, 4)  # type: ignore[arg-type]
+    found = measure(loaded_of(model, objective), Table(x, lengths), EvalConfig(draws=3, batch_size=4), ALONE)  # type: ignore[arg-type]
     assert list(found) == ["exact"]
     log_p = model.log_probs(x[:, :-1]).gather(2, x[:, 1:, None]).squeeze(2).double()
     keep = torch.arange(1, 12) < torch.from_numpy(np.full(9, 12) if lengths is None else lengths)[:, None]
@@ -229,32 +229,10 @@ def test_perplexity_of_a_causal_model_is_its_log_probabilities(anchored, padded)
     assert found["exact"].perplexity == pytest.approx(math.exp(expected), rel=1e-6)
 
 
-def test_left_to_right_is_the_chain_rule(toy):
-    """Probabilities of all sequences sum to one, and each is the product of its conditionals."""
-    model, sequences, _ = toy
-    nll = []
-    for x in sequences:
-        nll.append(3 * left_to_right(model, LogLinear(), Table(x[None]), 1, 2, ALONE).nats)  # type: ignore[arg-type]
-        by_hand = 0.0
-        for l in range(3):
-            z = x.clone()
-            z[l:] = model.mask_id
-            by_hand -= model.whole.log_probs(z[None])[0, l, x[l]].item()
-        assert nll[-1] == pytest.approx(by_hand, rel=1e-5)
-    assert sum(math.exp(-value) for value in nll) == pytest.approx(1, abs=1e-5)
-
-
-def test_left_to_right_stands_beside_the_bound(toy):
-    model, sequences, _ = toy
-    found = measure_toy(model, sequences, EvalConfig(chain_sequences=4, estimator="both"))
-    assert list(found) == ["continuous", "exact-count", "left-to-right"]
-    assert found["left-to-right"].rows == 4 and found["continuous"].rows == 8
-
-
 def test_models_of_another_kind_have_the_continuous_bound_only(toy):
     model, sequences, _ = toy
     other = loaded_of(model, ObjectiveConfig(name="score-entropy"))
-    for cfg in (EvalConfig(estimator="exact-count"), EvalConfig(estimator="both"), EvalConfig(chain_sequences=1)):
+    for cfg in (EvalConfig(estimator="exact-count"), EvalConfig(estimator="both")):
         with pytest.raises(ValueError, match="continuous bound only"):
             measure(other, Table(sequences), cfg, ALONE)  # type: ignore[arg-type]
 
@@ -265,17 +243,30 @@ def test_batch_size_does_not_matter(toy):
     for size in (1, 3, 8):
         objective = make_objective(ObjectiveConfig(name="nelbo"), LINEAR, 2, 0)
         score = lambda rows, draw: sequence_bounds(model, objective.corrupt_for_bound(rows, draw))  # noqa: E731, B023
-        results.append(stratified(score, Table(sequences), 8, 2, 0, size, ALONE, "").nats)  # type: ignore[arg-type]
+        cfg = EvalConfig(draws=2, batch_size=size)
+        results.append(estimate(score, Table(sequences), cfg, ALONE, "").nats)  # type: ignore[arg-type]
     assert results == pytest.approx([results[0]] * 3, rel=1e-6)
 
 
 def test_ranks_get_whole_batches_once():
-    for size in (1, 2, 4):
-        ranks = [World(r, size, torch.device("cpu"), "fp32", "none") for r in range(size)]
-        dealt = [[b.tolist() for b in perplexity.my_batches(23, 5, r)] for r in ranks]
-        alone = [b.tolist() for b in perplexity.my_batches(23, 5, ALONE)]
-        assert sorted(itertools.chain(*dealt)) == sorted(alone)
-        assert sorted(itertools.chain(*alone)) == list(range(23))
+    tokens = random_tokens(23, 4, 10)
+
+    def batches(rank: int, size: int) -> list[list[int]]:
+        seen = []
+
+        def nats_of(sequences, draw):
+            seen.append(sequences.example_B.tolist())
+            return torch.ones(len(sequences.example_B))
+
+        ranks = World(rank, size, torch.device("cpu"), "fp32", "none")
+        ranks.sum = lambda values: values  # type: ignore[method-assign]
+        estimate(nats_of, Table(tokens), EvalConfig(draws=1, batch_size=5), ranks, "")  # type: ignore[arg-type]
+        return seen
+
+    alone = batches(0, 1)
+    assert list(itertools.chain(*alone)) == list(range(23))
+    for size in (2, 4):
+        assert sorted(itertools.chain(*(batches(rank, size) for rank in range(size)))) == alone
 
 
 # Intervals
@@ -347,10 +338,8 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     found = []
     for tokenizer in (raw_bytes(), train_bpe([text], 300)):
         ids = [*tokenizer.encode(text), tokenizer.eos_id]
-        estimate = Estimate(
-            nats=100 / len(ids), tokens=len(ids), rows=1, draws=1, row_error=None, monte_carlo_error=None
-        )
-        found.append(bits_per_byte(estimate, Table(torch.tensor([ids])), tokenizer, "continuous"))
+        one = Estimate(nats=100 / len(ids), tokens=len(ids), rows=1, draws=1, row_error=None, monte_carlo_error=None)
+        found.append(bits_per_byte(one, Table(torch.tensor([ids])), tokenizer, "continuous"))
     assert found == pytest.approx([100 / math.log(2) / len(text.encode())] * 2)
 
 
@@ -359,9 +348,9 @@ def test_half_characters_at_the_edges_of_a_row_are_single_bytes():
     text, tokenizer = "né à là où Ω" * 4, raw_bytes()
     ids = tokenizer.encode(text)
     row = torch.tensor(ids[2:-1])  # begins with the second byte of é, ends after the first of Ω
-    estimate = Estimate(1.0, len(row), rows=1, draws=1, row_error=None, monte_carlo_error=None)
-    assert bits_per_byte(estimate, Table(row[None]), tokenizer, "continuous") == pytest.approx(1 / math.log(2))
-    assert bits_per_byte(estimate, Table(row[None]), tokenizer, "exact") * (len(row) - 1) == pytest.approx(
+    one = Estimate(1.0, len(row), rows=1, draws=1, row_error=None, monte_carlo_error=None)
+    assert bits_per_byte(one, Table(row[None]), tokenizer, "continuous") == pytest.approx(1 / math.log(2))
+    assert bits_per_byte(one, Table(row[None]), tokenizer, "exact") * (len(row) - 1) == pytest.approx(
         len(row) / math.log(2)
     )
 
@@ -375,13 +364,13 @@ def test_raw_weights_and_another_corpus(trained, tmp_path, capsys):
         "data.valid_fraction=0.5",
         "eval.ema=false",
         "eval.sequences=5",
-        f"eval.out={out}",
+        f"out={out}",
     ]
-    assert cli.main(ppl_line(trained, *more, "eval.draws=2", "eval.estimator=both", "eval.chain_sequences=2")) == 0
+    assert cli.main(ppl_line(trained, *more, "eval.draws=2", "eval.estimator=both")) == 0
     result = json.loads(out.read_text())
     assert result["weights"] == "raw" and result["continuous"]["rows"] == 5
-    assert result["exact-count"]["monte_carlo_error_nats"] > 0 and result["left-to-right"]["rows"] == 2
-    assert "not the bound" in capsys.readouterr().out
+    assert result["exact-count"]["monte_carlo_error_nats"] > 0
+    assert "upper bound" in capsys.readouterr().out
 
 
 def test_the_releases_line_on_its_own_kind_of_checkpoint(trained, tmp_path, monkeypatch, capsys):
@@ -419,8 +408,7 @@ def test_any_number_of_ranks_gives_the_same_number(trained, tmp_path, ranks):
     more = [
         "eval.draws=2",
         "eval.estimator=both",
-        "eval.chain_sequences=3",
-        "train.valid_batch_size=2",
+        "eval.batch_size=2",
         "train.device=cpu",
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -428,11 +416,11 @@ def test_any_number_of_ranks_gives_the_same_number(trained, tmp_path, ranks):
     for n in (1, ranks):
         out = tmp_path / f"{n}.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m", "adlm"]
-        line = [*command, *ppl_line(trained, *more, f"eval.out={out}")]
+        line = [*command, *ppl_line(trained, *more, f"out={out}")]
         done = subprocess.run(line, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(json.loads(out.read_text()))
-    for name in ("continuous", "exact-count", "left-to-right"):
+    for name in ("continuous", "exact-count"):
         assert found[0][name] == found[1][name]
 
 

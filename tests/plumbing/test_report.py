@@ -6,10 +6,11 @@ import re
 import pytest
 from documents import Document, player_data
 
-from adlm.reporting import chart, reveal
+from adlm.io.paths import write_atomically
+from adlm.reporting import chart
 from adlm.reporting import html as report
 from adlm.reporting.chart import Axis, Series, line_chart
-from adlm.reporting.html import Html, Piece, esc, legend, page, passage, section, table, tag, tiles
+from adlm.reporting.html import Html, Span, esc, legend, page, passage, section, table, tag, tiles
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\" \x00\x1b"
 
@@ -21,7 +22,7 @@ def example_page() -> str:
         "Report <of> a run",
         tiles({"perplexity": 31.5, "tokens": 12_345_678, "label <b>": "a & b"}),
         section("Curves", report.columns(line_chart("Loss & co", [loss, valid], "step", "nats", log_y=True))),
-        section("Text", passage([Piece("one "), Piece(HOSTILE, "anchor", 'rests "here"')]), legend({"anchor": "rare"})),
+        section("Text", passage([Span("one "), Span(HOSTILE, "anchor", 'rests "here"')]), legend({"anchor": "rare"})),
         section("Table", table(("name", "value"), [("a<b", 0.123456), ("steps", 1200), ("yes", True)], "numbers")),
         report.details("More", report.code("adlm sample runs/demo key='<x>'")),
         subtitle="subtitle",
@@ -62,10 +63,10 @@ def test_text_stays_text():
 
 
 def test_passage_keeps_every_character_and_joins_plain_neighbours():
-    pieces = [Piece("a"), Piece("b\n"), Piece(" c", "anchor"), Piece("d", "anchor"), Piece("e")]
-    assert Document(passage(pieces)).words == "ab\n cde"
-    assert passage(pieces).count("<mark") == 2
-    assert passage(pieces).startswith('<p class="passage">ab\n<mark')
+    spans = [Span("a"), Span("b\n"), Span(" c", "anchor"), Span("d", "anchor"), Span("e")]
+    assert Document(passage(spans)).words == "ab\n cde"
+    assert passage(spans).count("<mark") == 2
+    assert passage(spans).startswith('<p class="passage">ab\n<mark')
 
 
 @pytest.mark.parametrize(
@@ -133,33 +134,33 @@ def test_a_constant_series_can_be_drawn():
 
 def test_write_replaces_the_file_whole(tmp_path):
     path = tmp_path / "new" / "report.html"
-    report.write(path, "first")
-    report.write(path, "second")
+    write_atomically(path, "first")
+    write_atomically(path, "second")
     assert path.read_text() == "second" and [p.name for p in path.parent.iterdir()] == ["report.html"]
 
 
 # The animated reveal
 
-FRAMES = [
-    reveal.Frame(1, ["a", None, None]),
-    reveal.Frame(2, ["a", "</script><b>", None]),
-    reveal.Frame(3, [None, "</script><b>", "c"]),
-    reveal.Frame(5, ["z", "</script><b>", "c"]),
+SNAPSHOTS = [
+    report.Snapshot(1, ["a", None, None]),
+    report.Snapshot(2, ["a", "</script><b>", None]),
+    report.Snapshot(3, [None, "</script><b>", "c"]),
+    report.Snapshot(5, ["z", "</script><b>", "c"]),
 ]
 
 
 def test_reveal_data_gives_back_every_canvas():
-    data = player_data(reveal.reveal(FRAMES, "a text"))
+    data = player_data(report.reveal(SNAPSHOTS, "a text"))
     canvas = [None] * data["length"]
-    for frame, (step, changed) in zip(FRAMES, data["frames"], strict=True):
+    for snapshot, (step, changed) in zip(SNAPSHOTS, data["frames"], strict=True):
         for i, text in changed:
             assert canvas[i] != text
             canvas[i] = text
-        assert (canvas, step) == (list(frame.pieces), frame.step)
+        assert (canvas, step) == (list(snapshot.texts), snapshot.step)
 
 
 def test_reveal_is_well_formed_inert_and_complete_without_scripts():
-    text = page("t", reveal.reveal(FRAMES, 'say "hi"'), reveal.reveal_script())
+    text = page("t", report.reveal(SNAPSHOTS, 'say "hi"'), report.reveal_script())
     document = Document(text)
     assert "b" not in document.tags
     assert "z</script><b>c" in document.words

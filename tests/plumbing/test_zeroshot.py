@@ -38,7 +38,7 @@ def write_sets(root: Path) -> Path:
 
 
 def run(folder: Path, root: Path, *more: str) -> int:
-    keys = [f"data.root={root}", f"data.cache_dir={folder / 'cache'}", f"eval.out={folder / 'zeroshot.json'}"]
+    keys = [f"data.root={root}", f"data.cache_dir={folder / 'cache'}", f"out={folder / 'zeroshot.json'}"]
     return cli.main(["zeroshot", str(folder / "run"), *more, *keys])
 
 
@@ -82,7 +82,7 @@ def test_a_long_set_keeps_its_own_error(tmp_path):
 
 
 def test_all_sets_from_the_published_files(trained, assets, tmp_path, capsys):
-    keys = ["data.max_sequences=6", f"eval.out={tmp_path / 'all.json'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    keys = ["data.max_sequences=6", f"out={tmp_path / 'all.json'}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert cli.main(["zeroshot", str(trained / "run"), f"data.root={assets / 'data'}", *keys]) == 0
     sets = json.loads((tmp_path / "all.json").read_text())["sets"]
     assert list(sets) == list(SETS)

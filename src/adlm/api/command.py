@@ -1,7 +1,8 @@
-"""`adlm sample CHECKPOINT ...`: texts to the terminal and, line by line as they are finished, to a jsonl file.
+"""`adlm sample CHECKPOINT ...`: texts to the terminal and, line by line as they are finished, to the jsonl file `out`.
 
 Sample i is a function of (settings, seed + i), so the file is its own progress: a rerun reads it, drops a line that a
-crash cut short, and draws only what is missing.
+crash cut short, and draws only what is missing. With --watch one text appears live from masks; anchors - tokens rare in
+their sequence - are marked.
 """
 
 import hashlib
@@ -13,30 +14,35 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from adlm.api.language_model import LanguageModel, load
-from adlm.api.results import Generation
-from adlm.api.watch import watch_text
-from adlm.engine import Request
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from adlm.api.language_model import Generation, LanguageModel, load
+from adlm.engine import Request, Result
 from adlm.errors import require
 from adlm.io.load import default_checkpoint
 from adlm.io.paths import writable_file
+from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
 
 # Settings that do not change what sample i is.
-NOT_IDENTITY = ("n", "batch_size", "out", "seed")
+NOT_IDENTITY = ("n", "batch_size", "seed")
 # How every line of `record` begins
 BEGINNING = b'{"text": "'
+HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
 
 
 def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     """Draw sampling.n texts; returns how many, where, and how fast."""
     c = cfg.sampling
-    require(c.n >= 1, f"sampling.n must be at least 1, got {c.n}")
     require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
     checkpoint = cfg.eval.checkpoint or default_checkpoint()
     lm = load(checkpoint, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
     request = request_of(lm, c)
-    path = writable_file("sampling.out", Path(c.out)) if c.out else None
+    path = writable_file("out", Path(cfg.out)) if cfg.out else None
     identity = fingerprint(lm, c) if path else ""
     have = read_samples(path, identity) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
@@ -67,11 +73,9 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
 
 def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
-    settings = asdict(c)
-    own = {name: settings.pop(name) for name in ("template", "prompt", "length", "seed", "stop")}
-    words = {name: [w.strip() for w in settings.pop(name).split(",") if w.strip()] for name in ("banned", "required")}
-    settings["sampler"] = lm.sampler_of(c.sampler)
-    return lm.request(**own, **words, **settings)
+    words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in ("banned", "required")}
+    settings: dict[str, Any] = asdict(c) | words | {"sampler": lm.sampler_of(c.sampler)}
+    return lm.request(**settings)
 
 
 def draw(lm: LanguageModel, request: Request, seeds: list[int], batch_size: int) -> Iterator[Generation]:
@@ -80,8 +84,36 @@ def draw(lm: LanguageModel, request: Request, seeds: list[int], batch_size: int)
         yield lm.finish(result)
 
 
+def watch_text(lm: LanguageModel, request: Request, console: Console | None = None) -> Generation:
+    """Draw one text and show every evaluation; returns the finished text."""
+    engine = lm.engine(request.settings.batch_size)
+    with Live(console=console, refresh_per_second=20, transient=False) as live:
+        for update in engine.stream(replace(request, watch=True)):
+            drawn = [] if isinstance(update, Result) else update.drawn
+            live.update(view(lm, update.tokens, drawn, update.nfe, request))
+            if isinstance(update, Result):
+                return lm.finish(update)
+    raise AssertionError("a stream ends with its result")
+
+
+def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, request: Request) -> Panel:
+    """One evaluation: holes as dots, tokens just drawn lit up, anchors in colour."""
+    tok, new = lm.tokenizer, set(drawn)
+    rare = (counts_in_sequence(torch.tensor([tokens])) <= lm.loaded.objective.tau)[0].tolist()
+    text = Text()
+    for l, token in enumerate(tokens):
+        if token == tok.mask_id:
+            text.append(" \u00b7", HOLE)
+        elif token not in tok.special_ids:
+            style = NEW if l in new else ANCHOR if rare[l] and tok.token(token).strip().isalnum() else ""
+            text.append(tok.token(token), style)
+    masks = tokens.count(tok.mask_id)
+    title = f"{request.settings.sampler}, seed {request.seed}: {nfe} evaluations, {masks} of {len(tokens)} to come"
+    return Panel(text, title=title, subtitle="cyan: rare in this text", subtitle_align="left")
+
+
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
-    """What must agree for two samples of one seed to be the same text."""
+    """The digest of what must agree for two samples of one seed to be the same text."""
     settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
@@ -111,16 +143,14 @@ def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
             sample = json.loads(line)
             seed, run = sample["seed"], sample["run"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"sampling.out={str(path)!r}: line {number} is not a sample; choose another file"
-            ) from None
+            raise ValueError(f"out={str(path)!r}: line {number} is not a sample; choose another file") from None
         require(
             run == identity,
-            f"sampling.out={str(path)!r} holds samples of another model or other settings; choose another file",
+            f"out={str(path)!r} holds samples of another model or other settings; choose another file",
         )
         have[seed] = sample
     if rest:
         ours = bool(have) or rest.startswith(BEGINNING) or BEGINNING.startswith(rest)
-        require(ours, f"sampling.out={str(path)!r}: line 1 is not a sample; choose another file")
+        require(ours, f"out={str(path)!r}: line 1 is not a sample; choose another file")
         os.truncate(path, len(whole) - len(rest))
     return have

@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer: generate, stream, score, look inside, save.
+"""A trained model with its tokenizer: generate, stream, score, read predictions, save.
 
     lm = adlm.load("runs/demo")
     lm.generate(n=4, sampler="remdm-loop", steps=256, top_p=0.9, seed=0)
@@ -11,19 +11,19 @@ Everything random follows from `seed`: sample i uses seed + i, whatever the batc
 import functools
 import gc
 import hashlib
+import operator
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from adlm import tables
-from adlm.api.arguments import TYPES, as_path, as_settings, as_tokens, as_words, typed
-from adlm.api.results import Generation, Partial, Score
-from adlm.api.scoring import score_tokens
+from adlm.api.scoring import Score, score_tokens
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
@@ -33,17 +33,45 @@ from adlm.engine.template import Limit, check_canvas, parse_template
 from adlm.errors import choose, require
 from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
 from adlm.io.load import BOX, load_checkpoint
-from adlm.io.paths import pick_device
+from adlm.io.paths import path_of, pick_device
+from adlm.rules import Count, accept
 from adlm.schema import SamplingConfig
 
 Words = Sequence[str]
+SETTINGS = get_type_hints(SamplingConfig, include_extras=True)
+"""Fields of SamplingConfig, with the rules their values obey."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished text."""
+
+    text: str
+    tokens: list[int]
+    nfe: int
+    """Network evaluations (a diffusion model needs far fewer than steps x tokens; guidance counts two each)."""
+    seconds: float
+    """From its first evaluation to its end; texts of one batch share that time."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A text on its way: holes still show as the mask token."""
+
+    text: str
+    tokens: list[int]
+    step: int
+    nfe: int
+    drawn: list[int]
+    """Positions drawn in the last evaluation."""
 
 
 def load(
     source: str | Path = BOX, device: str = "auto", ema: bool = True, tokenizer: str = "", root: str = ""
 ) -> "LanguageModel":
-    """A run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box."""
-    path = as_path("source", source)
+    """Load a run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box."""
+    path = path_given("source", source)
     place = pick_device(str(device))
     if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
         advice = "give a run folder, an exported folder or a .ckpt file"
@@ -51,17 +79,23 @@ def load(
     return LanguageModel(load_checkpoint(path, ema, place, tokenizer, root))
 
 
+def path_given(what: str, value: Any) -> Path:
+    """A path from Python; anything but a text or a path is refused."""
+    require(isinstance(value, (str, os.PathLike)), f"{what} must be a path, got {value!r:.60}")
+    return path_of(value)
+
+
 class LanguageModel:
+    """A trained model with its tokenizer; `adlm.load` makes one."""
+
     def __init__(self, loaded: Loaded):
         self.loaded = loaded
         self.model, self.info = loaded.model, loaded.info
         self.tokenizer: Tokenizer = loaded.tokenizer
+        self.schedule = make_schedule(loaded.noise)
+        self.length: int = loaded.model.config.length
+        """Longest sequence in tokens."""
         self.kept_engine: Engine | CausalEngine | None = None
-
-    @property
-    def length(self) -> int:
-        """Longest row in tokens."""
-        return self.model.config.length
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +103,7 @@ class LanguageModel:
 
     @functools.cached_property
     def weights_digest(self) -> str:
-        """sha256 over all weights: two runs with the same settings are still two models."""
+        """The sha256 of all weights: two runs with the same settings are still two models."""
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
@@ -84,33 +118,21 @@ class LanguageModel:
     # Generating
 
     def generate(
-        self,
-        template: str = "",
-        *,
-        prompt: str = "",
-        n: int = 1,
-        length: int = 0,
-        seed: int = 0,
-        banned: Words = (),
-        required: Words = (),
-        stop: bool = False,
-        **settings: Any,
+        self, template: str = "", *, banned: Words = (), required: Words = (), **settings: Any
     ) -> list[Generation]:
-        """n texts: free, continuing `prompt`, or filling the holes of `template`, in the order of their seeds.
+        """Draw n texts: free, continuing `prompt`, or filling the holes of `template`; sorted by their seeds.
 
-        `length` counts tokens, prompt included (0: the model's). `stop` ends a text at its first end-of-text token.
-        `settings` are the fields of SamplingConfig: sampler, steps, temperature, top_p, top_k, min_p, eta, guidance,
-        stride, batch_size, parity, ...
+        `settings` are the fields of SamplingConfig: n, prompt, seed, sampler, steps, temperature, top_p, top_k, min_p,
+        guidance, batch_size, ...; `length` counts tokens, prompt included (0: the model's); `stop` ends a text at its
+        first end-of-text token. `banned` and `required` are lists of words.
         """
-        request = self.request(template, prompt, length, seed, banned, required, stop, n=n, **settings)
-        n = request.settings.n
-        require(n >= 1, f"n must be at least 1, got {n}")
-        requests = (replace(request, seed=request.seed + i) for i in range(n))
+        request = self.request(template, banned=banned, required=required, **settings)
+        requests = (replace(request, seed=request.seed + i) for i in range(request.settings.n))
         texts = [self.finish(r) for r in self.engine(request.settings.batch_size).run(requests)]
         return sorted(texts, key=lambda g: g.seed)
 
     def stream(self, template: str = "", **arguments: Any) -> Iterator[Partial | Generation]:
-        """The arguments of `generate` (n = 1): partial texts after each evaluation, then the Generation."""
+        """Draw one text, with the arguments of `generate`: partial texts after each evaluation, then the Generation."""
         require("n" not in arguments, "stream yields one text; draw several with generate(n=...)")
         request = replace(self.request(template, **arguments), watch=True)
         for update in self.engine(request.settings.batch_size).stream(request):
@@ -119,56 +141,45 @@ class LanguageModel:
             else:
                 yield Partial(self.text(update.tokens), update.tokens, update.step, update.nfe, update.drawn)
 
-    def request(
-        self,
-        template: str = "",
-        prompt: str = "",
-        length: int = 0,
-        seed: int = 0,
-        banned: Words = (),
-        required: Words = (),
-        stop: bool = False,
-        **settings: Any,
-    ) -> Request:
-        """What the engine is asked for; `generate` and `stream` are this and an engine."""
+    def request(self, template: str = "", *, banned: Words = (), required: Words = (), **settings: Any) -> Request:
+        """What the engine is asked for; the arguments are those of `generate`, checked by the rules of the schema."""
         tok, causal = self.tokenizer, self.model.config.causal
-        for name in settings:
-            choose("setting", name, TYPES)
-        own = as_settings(template=template, prompt=prompt, length=length, seed=seed, stop=stop)
-        template, prompt, length, seed, stop = own.values()
-        settings = as_settings(**settings)
-        check_canvas(length, prompt=prompt, template=template)
-        sampler = settings.setdefault("sampler", self.sampler_of(SamplingConfig.sampler))
+        given = {"sampler": self.sampler_of(SamplingConfig.sampler), **settings, "template": template}
+        for name in given:
+            choose("setting", name, SETTINGS)
+        c = SamplingConfig(**{name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in given.items()})
+        check_canvas(c.length, prompt=c.prompt, template=c.template)
         learns_score = tables.OBJECTIVES.load(self.loaded.objective.name).learns_score
-        misfit = tables.SAMPLERS.load(sampler, "sampling.sampler").misfit(self.model.config, learns_score)
-        require(not misfit, f"sampling.sampler={sampler!r} {misfit}")
-        config = SamplingConfig(**settings)
-        if template:
-            limit = None if config.stride > 0 else Limit(self.length)
-            tokens = parse_template(template, tok.encode, tok.mask_id, [tok.bos_id], limit)
+        misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, learns_score)
+        require(not misfit, f"sampling.sampler={c.sampler!r} {misfit}")
+        if c.template:
+            limit = None if c.stride > 0 else Limit(self.length)
+            tokens = parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
         else:
-            total = length or self.length
-            require(total >= 1, f"sampling.length must be positive, or 0 for the model's, got {length}")
-            check_length(total, self.length, config.stride)
-            # Rows of the training data begin so; without a prompt a diffusion model finds that out by itself.
-            start = [tok.bos_id, *tok.encode(prompt)] if prompt or stop or causal else []
+            total = c.length or self.length
+            check_length(total, self.length, c.stride)
+            # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
+            start = [tok.bos_id, *tok.encode(c.prompt)] if c.prompt or c.stop or causal else []
             require(
                 len(start) < total,
                 f"the prompt has {len(start)} tokens, which leaves nothing to draw in sampling.length={total}",
             )
             tokens = start + [tok.mask_id] * (total - len(start))
         avoided, placed = self.words(banned, required)
-        return Request(tokens, config, seed, avoided, placed, stop_id=tok.eos_id if stop else None)
+        return Request(tokens, c, c.seed, avoided, placed, stop_id=tok.eos_id if c.stop else None)
 
     def sampler_of(self, configured: str) -> str:
-        """sampling.sampler for this model: its default is for diffusion models, and a causal one has a single other."""
+        """The sampler for this model: the schema's default is for diffusion models; a causal one has a single other."""
         default = configured == SamplingConfig.sampler
         return "autoregressive" if default and self.model.config.causal else configured
 
     def words(self, banned: Words, required: Words) -> tuple[list[list[int]], list[list[int]]]:
         """Banned and required words as token sequences; a required one must not hold a banned one."""
-        avoided = [(word, v) for word in as_words("sampling.banned", banned) for v in self.variants(word)]
-        placed = [(word, self.variants(word)[-1]) for word in as_words("sampling.required", required)]
+        for key, words in (("sampling.banned", banned), ("sampling.required", required)):
+            listed = isinstance(words, Iterable) and not isinstance(words, (str, bytes))
+            require(listed, f"{key} must be a list of texts, got {words!r:.60}")
+        avoided = [(word, v) for word in banned for v in self.variants(accept("a word of sampling.banned", word, str))]
+        placed = [(word, self.variants(accept("a word of sampling.required", word, str))[-1]) for word in required]
         for word, tokens in placed:
             for bad, part in avoided:
                 held = any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
@@ -195,10 +206,11 @@ class LanguageModel:
     def engine(self, slots: int) -> Engine | CausalEngine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
         number is asked for: each engine has its own copy of the blocks."""
-        if self.kept_engine is None or len(self.kept_engine.slots) != slots:
+        if self.kept_engine is not None and len(self.kept_engine.slots) != slots:
             self.drop_engine()
-            schedule, tau = make_schedule(self.loaded.noise), self.loaded.objective.tau
-            self.kept_engine = make_engine(self.model, schedule, slots, self.device, tau=tau)
+        if self.kept_engine is None:
+            tau = self.loaded.objective.tau
+            self.kept_engine = make_engine(self.model, self.schedule, slots, self.device, tau=tau)
         return self.kept_engine
 
     def drop_engine(self) -> None:
@@ -207,27 +219,39 @@ class LanguageModel:
         gc.collect()
 
     def finish(self, result: Result) -> Generation:
+        """A sequence of the engine as text; one that was given up is raised as the problem it met."""
         if result.problem:
             raise ValueError(result.problem)
         return Generation(self.text(result.tokens), result.tokens, result.nfe, result.seconds, result.seed)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text of a row without its begin and end tokens; masks show by name."""
+        """Text of a sequence without its begin and end tokens; masks show by name."""
         ends = {self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id}
         return self.tokenizer.decode([t for t in tokens if t not in ends])
 
-    # Looking
+    # Reading predictions
 
     def score(self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()) -> Score:
         """The bound on -log p(text | context) (exact for causal models), with `draws` draws of noise."""
-        encode, draws = self.tokenizer.encode, typed("draws", draws, int)
-        tokens, given = as_tokens("text", text, encode), as_tokens("context", context, encode)
+        draws = accept("draws", draws, Count)
+        tokens, given = self.encode("text", text), self.encode("context", context)
         noise, objective = self.loaded.noise, self.loaded.objective
         return score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given)
 
+    def encode(self, what: str, value: str | Sequence[int]) -> list[int]:
+        """Token ids of a text, or those given."""
+        if isinstance(value, str):
+            return self.tokenizer.encode(accept(what, value, str))
+        wrong = f"{what} must be one text or a list of token ids, got {value!r:.60}"
+        require(not isinstance(value, bytes), wrong)  # whose elements are integers, too
+        try:
+            return [operator.index(token) for token in value]
+        except TypeError:
+            raise ValueError(wrong) from None
+
     @torch.no_grad()
     def log_probs(self, tokens_BL: Tensor) -> Tensor:
-        """log p(x0 | canvas) at every position after SUBS, or of the next token if causal: float32 [B, L, V]."""
+        """Log-probabilities log p(x0 | canvas) at every position, or of the next token if causal: float32 [B, L, V]."""
         return self.model.log_probs(tokens_BL.to(self.device), self.noise_level(tokens_BL))
 
     @torch.no_grad()
@@ -236,9 +260,9 @@ class LanguageModel:
         return self.model.anchor_logits(tokens_BL.to(self.device), self.noise_level(tokens_BL))
 
     def noise_level(self, tokens_BL: Tensor) -> Tensor:
-        """sigma_B at which as many masks are expected as each row has; time-conditioned models want to know it."""
-        share_B = (tokens_BL == self.model.mask_id).float().mean(-1).to(self.device)
-        return noise_level(share_B, make_schedule(self.loaded.noise))
+        """The sigma_B at which as many masks are expected as each sequence has: what time-conditioned models read."""
+        masked_B = (tokens_BL == self.model.mask_id).float().mean(-1).to(self.device)
+        return noise_level(masked_B, self.schedule)
 
     # Keeping
 
@@ -248,7 +272,7 @@ class LanguageModel:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose("precision", precision, ("fp32", "bf16"))]
         weights = {name: weight.to(dtype) for name, weight in self.model.state_dict().items()}
         try:
-            save_folder(as_path("folder", folder), weights, self.tokenizer, self.info | facts)
+            save_folder(path_given("folder", folder), weights, self.tokenizer, self.info | facts)
         except OSError as error:
             raise ValueError(f"folder={str(folder)!r} cannot be written: {error.strerror or error}") from None
 

@@ -15,8 +15,7 @@ import torch._dynamo
 from rich.console import Console
 from rich.table import Table
 
-from adlm.bench.sample import measure_sample
-from adlm.bench.train import measure_train
+from adlm.bench.measure import measure_sample, measure_train
 from adlm.errors import choose, require
 from adlm.io.paths import pick_device, writable_file
 from adlm.schema import Config
@@ -27,15 +26,16 @@ SPEED = {"train": "ms", "sample": "ms_per_step"}
 
 
 def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
+    """`adlm bench train | sample`: the table goes to stderr, the JSON line to stdout and to the file `out`."""
     require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
     name = choose("benchmark", args[0], tuple(BENCHMARKS))
     batches = [read_size(word) for word in cfg.bench.batches.split(",")]
-    out = writable_file("bench.out", Path(cfg.bench.out)) if cfg.bench.out else None
+    out = writable_file("out", Path(cfg.out)) if cfg.out else None
     results = {}
     for batch in batches:
         entry: dict[str, Any] = {}
         for which in ("dense", "ours") if cfg.bench.dense else ("ours",):
-            print(f"{name}, {batch} rows: {which}", file=sys.stderr, flush=True)
+            print(f"{name}, {batch} sequences: {which}", file=sys.stderr, flush=True)
             entry[which] = alone(name, cfg, batch, which)
         if all(SPEED[name] in entry.get(which, ()) for which in ("dense", "ours")):
             entry["speedup"] = entry["dense"][SPEED[name]] / entry["ours"][SPEED[name]]
@@ -52,12 +52,14 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
 
 
 def read_size(word: str) -> int:
-    require(word.strip().isdigit() and int(word) > 0, f"bench.batches wants numbers of rows like 1,16,64; got {word!r}")
+    """A number of sequences."""
+    fits = word.strip().isdigit() and int(word) > 0
+    require(fits, f"bench.batches wants numbers of sequences like 1,16,64; got {word!r}")
     return int(word)
 
 
 def alone(name: str, cfg: Config, batch: int, which: str) -> dict[str, Any]:
-    """Nothing of one measurement is left in memory for the next. Out of memory is a result.
+    """Measure with nothing of an earlier measurement left in memory. Out of memory is a result.
 
     On a GPU that takes emptying its memory, whose peak can be reset; on a CPU, where it cannot, a fresh process.
     """
@@ -81,7 +83,8 @@ def alone(name: str, cfg: Config, batch: int, which: str) -> dict[str, Any]:
 def table(name: str, on: str, results: dict[str, Any]) -> Table:
     rate = "tokens_per_s" if name == "train" else "sequences_per_s"
     out = Table(title=f"{name}, {on}")
-    for heading in ("rows", "", SPEED[name].replace("_", " "), rate.replace("_per_", " / "), "peak GiB", "speedup"):
+    figures = (SPEED[name].replace("_", " "), rate.replace("_per_", " / "), "peak GiB", "speedup")
+    for heading in ("sequences", "", *figures):
         out.add_column(heading, justify="right")
     for batch, entry in results.items():
         for which in ("dense", "ours"):

@@ -1,4 +1,4 @@
-"""The slow, obvious twins of the fast paths: every position, every logit, the bridge as the paper draws it."""
+"""The reference implementation, slow and obvious: every position, every logit, the bridge as the paper draws it."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from adlm.objectives import CorruptedBatch
 
 
 def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(denoiser logits, anchor logits or None), the anchor logits formed and projected back to the width."""
+    """Denoiser logits and anchor logits (or None), the anchor logits formed and projected back to the width."""
     x = F.embedding(tokens_BL, model.embedding)
     anchor_logits = None
     if model.anchor is not None and model.anchor_head is not None and model.bridge is not None:
@@ -24,14 +24,14 @@ def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = Non
 
 
 def dense_loss(model: Network, task: CorruptedBatch) -> Tensor:
-    """The loss of a task from all logits; weights are zero where there is no loss."""
+    """The loss of a corrupted batch from all logits; weights are zero where there is no loss."""
     z, V = task.tokens_BL, model.vocab_size
     logits, anchor_logits = dense_logits(model, z, task.sigma_B)
     total = torch.zeros((), device=z.device)
     for name, term in task.terms.items():
         require(
             term.chunk_loss is cross_entropy_chunk,
-            f"the loss {name!r} has no dense twin to compare with; use bench.dense=false",
+            f"the loss {name!r} has no reference implementation to compare with; use bench.dense=false",
         )
         values = logits if term.head == "denoiser" else anchor_logits
         assert values is not None
@@ -48,7 +48,7 @@ def dense_loss(model: Network, task: CorruptedBatch) -> Tensor:
 
 
 def nucleus(p: Tensor, top_p: float) -> Tensor:
-    """The smallest set of most probable tokens that has at least top_p, renormalised; by sorting the vocabulary."""
+    """Nucleus filter: the smallest set of most probable tokens with at least top_p, renormalised; by sorting."""
     ordered, token = p.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
     kept = torch.zeros_like(p).scatter_(-1, token, ordered)
@@ -65,8 +65,9 @@ def dense_step(
     noise: Tensor,
     sigma_B: Tensor | None = None,
 ) -> Tensor:
-    """One step of Eq. 6 as a loop takes it: distribution, cut and float64 noise at every position of every row. `sigma`
-    is Eq. 6's share that is masked again, sigma_B the noise level that a time-conditioned model is told."""
+    """One step of Eq. 6 as a loop takes it: distribution, nucleus filter and float64 noise at every position of every
+    sequence. `sigma` is Eq. 6's probability of masking again, sigma_B the noise level that a time-conditioned model is
+    conditioned on."""
     logits, _ = dense_logits(model, z_BL, sigma_B)
     logits = logits.float()
     logits[..., model.mask_id] = -1e6

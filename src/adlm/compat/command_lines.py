@@ -93,7 +93,8 @@ def _semi_ar(given: Given) -> list[str]:
 
 
 def _out(given: Given) -> list[str]:
-    folder = given.get("checkpointing.save_dir", given.get("hydra.run.dir", ""))
+    keys = ("checkpointing.save_dir", "sampling.generated_seqs_path", "hydra.run.dir")
+    folder = next((given[key] for key in keys if key in given), "")
     return [f"out={folder.rstrip('/') or folder}"] if folder and "${" not in folder else []
 
 
@@ -198,8 +199,8 @@ RULES: tuple[Rule, ...] = (
     _ignore("trainer.limit_val_batches", "rows of a validation are train.valid_sequences"),
     # checkpoints and folders
     Rule(
-        ("checkpointing.save_dir", "hydra.run.dir"),
-        "`out` (the first if both are given); relative to where you are, never to a run folder",
+        ("checkpointing.save_dir", "sampling.generated_seqs_path", "hydra.run.dir"),
+        "`out` (the first of them that is given); relative to where you are, never to a run folder",
         _out,
     ),
     _rename("checkpointing.resume_from_ckpt", "checkpoint.resume"),
@@ -227,7 +228,6 @@ RULES: tuple[Rule, ...] = (
         "`sampling.stride` and `sampling.length`",
         _semi_ar,
     ),
-    _rename("sampling.generated_seqs_path", "eval.release_json"),
     _ignore("sampling.noise_removal", "no mask is ever left; sampling.parity=release fills the last ones greedily"),
     _ignore("sampling.num_sample_log", "samples during training are train.sample_every"),
     # tracking

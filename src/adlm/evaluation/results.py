@@ -1,17 +1,22 @@
-"""What a result must carry to be repeated: data hashes, settings, versions; and the file it is written to."""
+"""What every result file carries so that its numbers can be repeated (model, data, versions), and where it goes."""
 
+import contextlib
 import json
 import platform
 import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from adlm.data import Blocks
 from adlm.io.export import Loaded
 from adlm.io.paths import write_atomically
+from adlm.training.parallel import World
 from adlm.training.setup import parameter_count
 
 PACKAGES = (
@@ -21,18 +26,17 @@ PACKAGES = (
 
 
 def versions(device: torch.device) -> dict[str, str]:
+    """Versions of Python and the packages that numbers may depend on, and the device."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return found | {"device": kind}
 
 
 def data_facts(blocks: Blocks) -> dict[str, Any]:
-    """Which rows these are: a fingerprint over source contents, reader, detokenizer, tokenizer and packing."""
+    """Which sequences these are: a fingerprint over source contents, reader, detokenizer, tokenizer and packing."""
     m = blocks.manifest
     detokenizer, detokenizer_version = m["origin"]["detokenizer"]
     return {
@@ -53,6 +57,7 @@ def data_facts(blocks: Blocks) -> dict[str, Any]:
 
 
 def model_facts(loaded: Loaded, checkpoint: str, ema: bool) -> dict[str, Any]:
+    """Which model this is: `checkpoint` and `ema` as the user gave them."""
     info = loaded.info
     return {
         "checkpoint": checkpoint,
@@ -67,17 +72,26 @@ def model_facts(loaded: Loaded, checkpoint: str, ema: bool) -> dict[str, Any]:
 
 
 def result_path(out: str, checkpoint: str, name: str) -> Path:
-    """eval.out, else `name` in the checkpoint's folder (beside a file)."""
-    if out:
+    """The file of a result: `out` if that is FILE.json; else `name` in the folder `out`, or beside the checkpoint."""
+    if out.endswith(".json"):
         return Path(out)
-    place = Path(checkpoint)
-    return (place if place.is_dir() else place.parent) / name
+    place = Path(out or checkpoint)
+    return (place if out or place.is_dir() else place.parent) / name
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """A result that cannot be written is still returned: a read-only checkpoint is no reason to lose it."""
+    """Write a result as JSON; one that cannot be written is still returned: a read-only folder must not lose it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
-        print(f"warning: {path} cannot be written ({error.strerror}); give eval.out", file=sys.stderr)
+        print(f"warning: {path} cannot be written ({error.strerror}); give out=FILE", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int, ranks: World) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal of the main rank; calling the result advances it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    shown = ranks.is_main and sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda: bar.update(task, advance=1)

@@ -38,7 +38,7 @@ def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     """`adlm zeroshot CHECKPOINT [set ...]`: a table on the terminal, a JSON file, and the same as a dictionary."""
     require(bool(cfg.eval.checkpoint), "which model? adlm zeroshot FOLDER [set ...] (eval.checkpoint)")
     names = [choose("zero-shot set", name, SETS) for name in args] or list(SETS)
-    path = result_path(cfg.eval.out, cfg.eval.checkpoint, "zeroshot.json")
+    path = result_path(cfg.out, cfg.eval.checkpoint, "zeroshot.json")
     with world(cfg.train) as ranks:
         loaded = open_checkpoint(cfg, ranks)
         paper = PAPER if comparable(loaded) else {}
@@ -53,13 +53,13 @@ def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
         for name in names:
             try:
                 with ranks.main_first():
-                    blocks = rows_of(name, loaded, cfg.data)
+                    blocks = sequences_of(name, loaded, cfg.data)
             except (ValueError, OSError, ModuleNotFoundError) as error:
                 result["sets"][name] = {"error": " ".join(str(error).split())}
                 if ranks.is_main:
                     print(f"{name}: {result['sets'][name]['error']}", file=sys.stderr)
             else:
-                found[name] = measure(loaded, blocks, cfg.eval, ranks, cfg.train.valid_batch_size)
+                found[name] = measure(loaded, blocks, cfg.eval, ranks)
                 result["sets"][name] = {
                     **{kind: estimate.as_dict() for kind, estimate in found[name].items()},
                     "paper_perplexity": paper.get(name),
@@ -75,15 +75,15 @@ def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def comparable(loaded: Loaded) -> bool:
-    """A model of the paper's kind: ADLM, GPT-2's vocabulary with the mask behind it, rows of 1024, 293M parameters."""
+    """Whether the model is of the paper's kind: ADLM, GPT-2's vocabulary and the mask, 1024 tokens, 293M parameters."""
     model = loaded.model
     same_size = math.isclose(parameter_count(model), PAPER_PARAMETERS, rel_tol=0.01)
     gpt2 = (model.vocab_size, model.mask_id) == (50258, 50257)
     return gpt2 and same_size and model.config.length == 1024 and model.config.anchored and not model.config.causal
 
 
-def rows_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
-    """A set's validation rows for this model. Packed, unless the model was trained on one document a row."""
+def sequences_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
+    """A set's validation sequences for this model: packed, unless it was trained on one document a sequence."""
     trained = loaded.info.get("data_settings") or {}
     data = defaults(
         name,
@@ -98,11 +98,11 @@ def rows_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
 
 
 def prepare_fitting(data: DataConfig, tokenizer: Tokenizer, length: int) -> Blocks:
-    """Rows of `length`; one shorter row of everything there is, where a set does not fill a row."""
+    """Sequences of `length`; where a set does not fill one, a single shorter one of everything there is."""
     try:
         return prepare(data, tokenizer, length, "valid")
     except ValueError:
-        have = 2  # begin and end of the row
+        have = 2  # begin and end of the sequence
         for document in resolve(data, "valid").documents(length):
             have += len(tokenizer.encode(document)) + 1
             if have >= length:
@@ -113,8 +113,8 @@ def prepare_fitting(data: DataConfig, tokenizer: Tokenizer, length: int) -> Bloc
 
 
 def show(found: dict[str, dict[str, Estimate]], sets: dict[str, Any], paper: dict[str, float]) -> None:
-    """The table: one line per set and estimator."""
-    table = Table("set", "tokens", "rows", "length", "perplexity", "95% over rows", "Monte Carlo", box=None)
+    """Print the table: one line per set and estimator."""
+    table = Table("set", "tokens", "sequences", "length", "perplexity", "95% over sequences", "Monte Carlo", box=None)
     if paper:
         table.add_column("paper (524B)")
     for column in table.columns[1:]:

@@ -20,6 +20,8 @@ MOST_POINTS = 400
 
 
 class Series(NamedTuple):
+    """A line of a chart."""
+
     name: str
     points: Sequence[tuple[float, float]]
     interval: Sequence[tuple[float, float]] | None = None
@@ -34,7 +36,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """From a value to its place in [0, 1]."""
+    """A scale: from a value to its place in [0, 1]."""
 
     low: float
     high: float
@@ -45,12 +47,12 @@ class Axis:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
-    def wider(self, share: float) -> "Axis":
-        """With room at both ends."""
+    def wider(self, fraction: float) -> "Axis":
+        """The axis with room at both ends."""
         if self.log:
-            margin = (self.high / self.low) ** share
+            margin = (self.high / self.low) ** fraction
             return Axis(self.low / margin, self.high * margin, True)
-        margin = (self.high - self.low) * share
+        margin = (self.high - self.low) * fraction
         return Axis(self.low - margin, self.high + margin, False)
 
     def ticks(self) -> list[float]:
@@ -130,7 +132,7 @@ def line_chart(
         down = HEIGHT - BOTTOM - y_axis.at(y) * (HEIGHT - TOP - BOTTOM)
         return f"{across:.1f},{down:.1f}"
 
-    parts = [*frame(x_axis, y_axis, x_label, y_label + (" (log scale)" if log_y else ""))]
+    parts = [*draw_axes(x_axis, y_axis, x_label, y_label + (" (log scale)" if log_y else ""))]
     for i, s in enumerate(series):
         if scatter:
             bars = [(place(x, low), place(x, high)) for (x, _), (low, high) in zip(s.points, s.interval or ())]
@@ -166,7 +168,7 @@ def line_chart(
 
 
 def clean(s: Series, log_x: bool, log_y: bool) -> Series:
-    """Without points that have no place on the axes, and without more points than can be seen."""
+    """Drop points that have no place on the axes, and thin out more points than can be seen."""
     columns = [s.interval, s.x_interval, s.labels]
     for column in columns:
         require(
@@ -186,7 +188,7 @@ def clean(s: Series, log_x: bool, log_y: bool) -> Series:
     return Series(s.name, [s.points[i] for i in kept], interval, s.marks, x_interval, labels)  # type: ignore[arg-type]
 
 
-def frame(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> list[Html]:
+def draw_axes(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> list[Html]:
     """Grid, axes, tick labels and axis labels."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []

@@ -1,20 +1,28 @@
 """Building blocks of a self-contained HTML report: one file, no external host, light and dark, readable on a phone.
 
 Every block is a function that returns `Html`. Plain strings handed to a block are escaped, `Html` is kept as it is, so
-text of a model can never become markup. Charts are in chart.py, the animated reveal in reveal.py.
+text of a model can never become markup. Charts are in chart.py.
+
+The animated reveal shows a text that appears from masks step by step, with a scrubber and a play button. The page holds
+the first canvas and what changed at each step, so remasking samplers are shown as they work. Without scripts the
+finished text stands there.
 """
 
 import html
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from adlm.io.paths import write_atomically
+from adlm.api import Generation, LanguageModel
+from adlm.engine import Request, Result
 
 # What HTML cannot hold: control characters a byte-level tokenizer may produce.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff\ud800-\udfff]")
+# What stands for a mask in the finished text.
+HOLE = "\u00b7\u00b7\u00b7"
 _VOID = {"br", "hr", "img", "input", "link", "meta"}
 
 
@@ -23,7 +31,7 @@ class Html(str):
 
 
 def esc(value: Any) -> Html:
-    """A value as HTML: escaped, unless it is Html."""
+    """Return a value as HTML: escaped, unless it is Html."""
     if isinstance(value, Html):
         return value
     return Html(html.escape(_CONTROL.sub("\ufffd", str(value)), quote=True))
@@ -105,7 +113,7 @@ def show(value: Any) -> Any:
     return f"{value:.4g}"
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """A stretch of text with a role: '' (plain), anchor, masked, new, or another class of style.css."""
 
     text: str
@@ -114,22 +122,22 @@ class Piece(NamedTuple):
     """Shown when the pointer rests on it."""
 
 
-def passage(pieces: Iterable[Piece]) -> Html:
+def passage(spans: Iterable[Span]) -> Html:
     """Text with some tokens set apart; spaces and line breaks are kept."""
-    spans = [
-        tag("mark", p.text, class_=p.role, title=p.note or None) if p.role else esc(p.text) for p in _merged(pieces)
+    parts = [
+        tag("mark", s.text, class_=s.role, title=s.note or None) if s.role else esc(s.text) for s in _merged(spans)
     ]
-    return tag("p", *spans, class_="passage")
+    return tag("p", *parts, class_="passage")
 
 
-def _merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbouring plain pieces as one: smaller files, and words that a search in the page finds."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        if merged and not piece.role and not merged[-1].role:
-            merged[-1] = Piece(merged[-1].text + piece.text)
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Join neighbouring plain spans: smaller files, and words that a search in the page finds."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and not span.role and not merged[-1].role:
+            merged[-1] = Span(merged[-1].text + span.text)
         else:
-            merged.append(piece)
+            merged.append(span)
     return merged
 
 
@@ -158,7 +166,62 @@ def asset(name: str) -> str:
     return (resources.files("adlm.reporting") / "static" / name).read_text(encoding="utf-8")
 
 
-def write(path: Path, document: str) -> None:
-    """Whole or not at all: a browser that reloads never sees half a report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, document)
+class Snapshot(NamedTuple):
+    """A canvas after some evaluation: the text of each position, None where the mask is."""
+
+    step: int
+    texts: Sequence[str | None]
+
+
+def watch(lm: LanguageModel, request: Request) -> tuple[list[Snapshot], Generation]:
+    """Draw one text, and keep every canvas on the way; special tokens have no text."""
+    tok, snapshots = lm.tokenizer, []
+    for update in lm.engine(request.settings.batch_size).stream(replace(request, watch=True)):
+        texts = [None if t == tok.mask_id else "" if t in tok.special_ids else tok.token(t) for t in update.tokens]
+        snapshots.append(Snapshot(update.nfe, texts))
+        if isinstance(update, Result):
+            return snapshots, lm.finish(update)
+    raise AssertionError("a stream ends with its result")
+
+
+def changes(snapshots: Sequence[Snapshot]) -> list[list]:
+    """What changed, [step, [[position, text or null], ...]], from snapshot to snapshot; before the first: masks."""
+    before: list[str | None] = [None] * len(snapshots[0].texts)
+    found = []
+    for snapshot in snapshots:
+        after = list(snapshot.texts)
+        found.append([snapshot.step, [[i, b] for i, (a, b) in enumerate(zip(before, after)) if a != b]])
+        before = after
+    return found
+
+
+def reveal(snapshots: Sequence[Snapshot], label: str) -> Html:
+    """The player of one text, from its snapshots in their order; the page must also hold `reveal_script`, once."""
+    final = [tag("mark", HOLE if text is None else text) for text in snapshots[-1].texts]
+    # "<" must not end the script element early
+    data = json.dumps({"length": len(final), "frames": changes(snapshots)}, ensure_ascii=False).replace("<", "\\u003c")
+    slider = tag(
+        "input", type="range", min=0, max=len(snapshots), value=len(snapshots), step=1, aria_label=f"step of: {label}"
+    )
+    controls = tag(
+        "div",
+        tag("button", "Play", type="button", class_="play"),
+        slider,
+        tag("output", f"step {snapshots[-1].step}"),
+        class_="controls",
+        hidden=True,
+    )
+    return tag(
+        "div",
+        controls,
+        tag("p", *final, class_="passage canvas"),
+        tag("script", Html(data), type="application/json"),
+        class_="reveal",
+        role="group",
+        aria_label=label,
+    )
+
+
+def reveal_script() -> Html:
+    """The player's script, written into the page once."""
+    return Html(f"<script>{asset('reveal.js')}</script>")

@@ -1,16 +1,31 @@
-"""Stage 3 of `adlm evaluate`: the report, a function of results.json, some texts and reveals.
+"""Stage 3 of `adlm evaluate`: the table on the terminal and the page, functions of results.json, texts and reveals.
 
 Frontiers and not points: generative perplexity against entropy along temperature or top_p, one chart per number of
 steps; and every measure against evaluations and seconds, one line per sampler.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from adlm.reporting.chart import Series, line_chart
-from adlm.reporting.html import Html, columns, details, page, paragraph, section, table, tag, tiles
-from adlm.reporting.reveal import Frame, reveal, reveal_script
-from adlm.tables import SAMPLERS
+from adlm.reporting.html import (
+    Html,
+    Snapshot,
+    columns,
+    details,
+    page,
+    paragraph,
+    reveal,
+    reveal_script,
+    section,
+    table,
+    tag,
+    tiles,
+)
 
 # measure -> (name, whether its axis is logarithmic)
 MEASURES = {
@@ -28,8 +43,8 @@ Point = dict[str, Any]
 """An entry of results["settings"]."""
 
 
-def build_report(results: dict[str, Any], texts: dict[str, list[str]], reveals: dict[str, list[Frame]]) -> str:
-    """`texts`: label of a setting -> some of its texts; `reveals`: what is shown -> canvases."""
+def build_report(results: dict[str, Any], texts: dict[str, list[str]], reveals: dict[str, list[Snapshot]]) -> str:
+    """The page. `texts`: label of a setting -> some of its texts; `reveals`: what is shown -> snapshots."""
     points = results["settings"]
     first, data = points[0], results.get("reference")
     facts = {
@@ -85,11 +100,7 @@ def swept(points: Sequence[Point], key: str) -> list[Any]:
 
 def steps_of(points: Sequence[Point]) -> list[int]:
     """The numbers of steps, without those that only label samplers without steps."""
-    return swept([p for p in points if steps_matter(p)] or points, "steps")
-
-
-def steps_matter(point: Point) -> bool:
-    return SAMPLERS.load(point["sampler"]).steps_matter
+    return swept([p for p in points if p["steps_matter"]] or points, "steps")
 
 
 def lines(points: Sequence[Point], keys: Sequence[str], name: Callable[[Point], str]) -> dict[str, list[Point]]:
@@ -117,7 +128,7 @@ def frontiers(points: Sequence[Point], data: dict[str, Any] | None) -> list[Html
     several = len(swept(points, other)) > 1
     charts = []
     for steps in steps_of(points):
-        here = [p for p in points if p["steps"] == steps or not steps_matter(p)]
+        here = [p for p in points if p["steps"] == steps or not p["steps_matter"]]
         series = []
         for name, group in lines(
             here, ("sampler", other), lambda p: p["sampler"] + (f", {other} {p[other]:g}" if several else "")
@@ -136,7 +147,7 @@ def frontiers(points: Sequence[Point], data: dict[str, Any] | None) -> list[Html
         if data and "gen_ppl" in data["metrics"]:
             at = (value(data, "entropy"), value(data, "gen_ppl"))
             bars = ([ends(data, "gen_ppl")], True, [ends(data, "entropy")])
-            series.append(Series("the data itself", [at], *bars, ["rows of the data"]))
+            series.append(Series("the data itself", [at], *bars, ["sequences of the data"]))
         charts.append(
             line_chart(f"{steps} steps", series, "entropy, nats", MEASURES["gen_ppl"][0], log_y=True, scatter=True)
         )
@@ -163,7 +174,7 @@ def knobs(points: Sequence[Point]) -> list[Html]:
 
 def line_name(points: Sequence[Point]) -> Callable[[Point], str]:
     several = len(steps_of(points)) > 1
-    return lambda p: p["sampler"] + (f", T={p['steps']}" if several and steps_matter(p) else "")
+    return lambda p: p["sampler"] + (f", T={p['steps']}" if several and p["steps_matter"] else "")
 
 
 def costs(points: Sequence[Point]) -> list[Html]:
@@ -180,7 +191,7 @@ def costs(points: Sequence[Point]) -> list[Html]:
         charts = charts_against(here, ("sampler",), lambda p: p["sampler"], key, words, log_x=True)
         lead = f"At temperature {first[0]:g}, top-p {first[1]:g}; along a line, more steps."
         if key == "seconds":
-            lead += " Time of the whole batch on this machine, shared among its rows."
+            lead += " Time of the whole batch on this machine, shared among its texts."
         found.append(section(title, columns(*charts), lead=lead))
     return found
 
@@ -227,7 +238,7 @@ def summary(points: Sequence[Point], data: dict[str, Any] | None) -> Html:
     return section("All numbers", table(head, rows), lead="With 95% bootstrap intervals over samples.")
 
 
-def players(reveals: dict[str, list[Frame]]) -> list[Html]:
+def players(reveals: dict[str, list[Snapshot]]) -> list[Html]:
     return [part for label, frames in reveals.items() for part in (tag("h3", label), reveal(frames, label))]
 
 
@@ -248,3 +259,23 @@ def fine_print(results: dict[str, Any]) -> Html:
     rows += [("weights", tag("code", results["weights_sha256"][:16]))]
     rows += [(name, version) for name, version in results["versions"].items()]
     return section("Definitions and versions", table((), rows))
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print the table; notes go to stderr."""
+    names = [m for m in MEASURES if any(m in p["metrics"] for p in results["settings"])]
+    listing = Table("setting", *(MEASURES[m][0] for m in names), "evaluations", "seconds", box=None)
+    for column in listing.columns[1:]:
+        column.justify = "right"
+    for p in [*filter(None, [results["reference"]]), *results["settings"]]:
+        cells = []
+        for m in names:
+            _, low, high = p["metrics"].get(m, (None, None, None))
+            half = "" if low is None else f" +-{(high - low) / 2:.2g}"
+            cells.append(figure(p, m) + half if m in p["metrics"] else "")
+        cost = (f"{p['nfe']:.1f}", f"{p['seconds']:.3f}") if "nfe" in p else ("", "")
+        listing.add_row(p["label"], *cells, *cost)
+    console = Console()
+    (console if console.is_terminal else Console(width=190)).print(listing)
+    for note in results["notes"]:
+        print(f"note: {note}", file=sys.stderr)

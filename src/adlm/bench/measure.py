@@ -1,0 +1,243 @@
+"""One optimizer step and one step of a sampler, ours and the reference implementation's, with random weights.
+
+train   Network, loss, gradients, clipping, update and EMA. Ours is the step of `adlm train` with the same settings. The
+        reference has the same weights and noise, forms the anchor logits and projects them back, sends every position
+        through both heads, and is neither compiled nor chunked. A time is the median of `bench.steps` steps, since one
+        hiccup of the host is worth several of them; the mean stands beside it.
+sample  Ours is the engine: positions first, head and draw only there, steps that reveal nothing skipped. The reference
+        does what a step-by-step loop does, at every position and every step. A step is one of the T steps of the
+        sampler: ours has fewer network evaluations than steps (`nfe`), and its time per step is the time of a whole
+        batch over T.
+"""
+
+import itertools
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adlm.bench.dense import dense_loss, dense_step
+from adlm.data.loader import Batch
+from adlm.diffusion.schedules import make_schedule, noise_level
+from adlm.engine import Engine, Request
+from adlm.errors import require
+from adlm.io.paths import pick_device
+from adlm.models import Network, build_model
+from adlm.models.flops import count_flops, peak_flops
+from adlm.objectives import make_objective
+from adlm.samplers.base import make_sampler
+from adlm.samplers.scheduled import Scheduled
+from adlm.schema import Config
+from adlm.training.draw import drawn, on_device
+from adlm.training.metrics import peak_memory_gib
+from adlm.training.optim import Ema, Guard, Updater
+from adlm.training.parallel import Step, World, parallelise, world
+
+BATCHES = 8  # different ones, in turn
+# Steps (train) or network evaluations (sample) before the clock starts, and steps of the reference that are timed.
+WARM_UP, REFERENCE_STEPS = 5, 3
+
+
+def text_like(shape: tuple[int, ...], vocab_size: int) -> Tensor:
+    """Tokens with frequencies like text's (1 / rank), so that there are as many anchors as in text."""
+    frequency = 1 / (torch.arange(vocab_size - 1, dtype=torch.float64) + 10)
+    n = torch.Size(shape).numel()
+    return torch.multinomial(frequency, n, replacement=True, generator=torch.Generator().manual_seed(0)).view(shape)
+
+
+def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
+    """Time training steps; `which`: ours or dense. In a process of its own: peak memory is a property of a process."""
+    with world(cfg.train) as ranks:
+        data = text_like((BATCHES, batch, cfg.model.length), cfg.bench.vocab_size)
+        steps = cfg.bench.steps if which == "ours" else REFERENCE_STEPS
+        result = time_training(cfg, which, ranks, data, (WARM_UP, steps))
+    return result | {"losses": result["losses"][:3]}
+
+
+def time_training(
+    cfg: Config, which: str, ranks: World, data: Tensor, steps: tuple[int, int], warmup: int = 0
+) -> dict[str, Any]:
+    """`data`: batches of sequences, taken in turn. `steps`: untimed and timed ones. `warmup`: steps over which the
+    learning rate rises, for a reader of the losses."""
+    torch.manual_seed(cfg.seed)
+    device, V, (_, batch, L) = ranks.device, cfg.bench.vocab_size, data.shape
+    cfg.train.global_batch_size = cfg.train.batch_size = batch
+    model = build_model(cfg.model, V, V - 1).to(device).train()
+    step_module = Step(model)
+    if which == "ours":
+        parallelise(step_module, cfg.train, ranks)
+    objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
+    ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, device)
+    update = Updater(cfg.optim, step_module, ema, guard)
+    host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
+    # the end of a run: gamma is no longer rising
+    tasks = drawn(objective, itertools.cycle(host), cfg.train.steps, 1, cfg, device)
+
+    def step(i: int) -> Tensor:
+        task = on_device(next(tasks)[1][0], device)
+        with ranks.autocast():
+            total = step_module(task).total if which == "ours" else dense_loss(model, task)
+        (total / task.count).backward()
+        update(min(1.0, (i + 1) / (warmup + 1)))
+        return total.detach() / task.count
+
+    before, timed = steps
+    losses = [step(i) for i in range(before)]
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(device)
+    for _ in range(timed):
+        losses.append(step(len(losses)))
+        clock.lap()
+    laps = clock.laps()
+    seconds = statistics.median(laps)
+    scored = {name: len(term.positions_N) for name, term in next(tasks)[1][0].terms.items()}
+    flops = training_flops(cfg, model, scored, batch)
+    result = {
+        "ms": 1e3 * seconds,
+        "mean_ms": 1e3 * statistics.mean(laps),
+        "tokens_per_s": batch * L / seconds,
+        "peak_gib": peak_memory_gib(device, cfg.train.cuda_graphs and which == "ours"),
+        "losses": [round(x.item(), 4) for x in losses],
+    }
+    peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    return result | ({"mfu": flops / seconds / peak} if peak else {})
+
+
+def training_flops(cfg: Config, model: Network, scored: dict[str, int], batch: int) -> float:
+    """FLOPs of one step, counting only the positions whose heads are needed."""
+    tokens = batch * cfg.model.length
+    anchors = scored.pop("anchor", 0) / tokens
+    predicted = sum(scored.values()) / tokens
+    flops = count_flops(cfg.model, model.vocab_size, cfg.model.length, scored=predicted, anchors_scored=anchors)
+    return flops.training_per_token * tokens
+
+
+def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
+    """Time steps of a sampler; `which`: ours or dense."""
+    require(not cfg.model.causal, f"adlm bench sample times samplers of diffusion models; algo={cfg.algo} is causal")
+    torch.manual_seed(cfg.seed)
+    device = pick_device(cfg.train.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    elif cfg.train.num_threads > 0:
+        torch.set_num_threads(cfg.train.num_threads)
+    model = build_model(cfg.model, cfg.bench.vocab_size, cfg.bench.vocab_size - 1)
+    for weight in (p for n, p in model.named_parameters() if ".modulation." in n):
+        torch.nn.init.normal_(weight, std=0.02)  # a model at its start is the identity, and some kernels know zeros
+    # logits with a spread of 4: as peaked as a trained model's, so that a nucleus is a small part of the vocabulary
+    torch.nn.init.normal_(model.head.weight, std=4 / cfg.model.hidden_size**0.5)
+    model = model.to(device).eval().requires_grad_(False)
+    return (engine_steps if which == "ours" else reference_steps)(cfg, model, batch, device)
+
+
+def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
+    """Time bench.steps network evaluations of a batch; to its end, where the sampler reads predictions and decides by
+    them how many there are."""
+    s, schedule = cfg.sampling, make_schedule(cfg.noise)
+    length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
+    compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
+    engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
+    began = time.perf_counter()
+    engine.evaluator.warm_up(length, least=batch // 2)  # some sequences of an evaluation may have nothing to reveal
+    synchronize(device)
+    warm_up = time.perf_counter() - began
+    for seed in range(batch):
+        engine.submit(Request([model.mask_id] * length, s, seed=seed))
+    for _ in range(WARM_UP):
+        engine.step()
+    synchronize(device)
+    evaluations, began = 0, time.perf_counter()
+    while engine.busy and (plan.reads or evaluations < cfg.bench.steps):
+        engine.step()
+        evaluations += 1
+    synchronize(device)
+    seconds = time.perf_counter() - began
+    require(
+        evaluations > 0,
+        f"sampling.steps={s.steps} is over in {WARM_UP} evaluations of warm-up: give more, and a longer model.length",
+    )
+    nfe = WARM_UP + evaluations
+    if not plan.reads:
+        nfe = sum(1 for _ in plan.trajectory(np.arange(length), 0))
+    whole = seconds / evaluations * nfe
+    result = {
+        "ms_per_evaluation": 1e3 * seconds / evaluations,
+        "ms_per_step": 1e3 * whole / s.steps,
+        "sequences_per_s": batch / whole,
+        "nfe": nfe,
+        "warm_up_s": warm_up,
+    }
+    return result | peak_gib(device)
+
+
+@torch.inference_mode()
+def reference_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
+    """Time steps of the reference from the middle of the process."""
+    s, schedule = cfg.sampling, make_schedule(cfg.noise)
+    length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
+    require(
+        isinstance(plan, Scheduled),
+        f"sampling.sampler={s.sampler!r} has no reference implementation to compare with; use bench.dense=false",
+    )
+    assert isinstance(plan, Scheduled)
+    generator = torch.Generator(device).manual_seed(0)
+    half = torch.rand(batch, length, device=device, generator=generator) < 0.5
+    z = torch.randint(0, model.mask_id, (batch, length), device=device, generator=generator)
+    z = torch.where(half, model.mask_id, z)
+    steps, alpha_t = len(plan.rates.reveal), 0.5
+    sigma_B = noise_level(torch.full((batch,), 1 - alpha_t, device=device), schedule)
+
+    def step(i: int) -> None:
+        at = (steps // 2 + i) % steps
+        remask, reveal = plan.rates.remask[at].item(), plan.rates.reveal[at].item()
+        noise = torch.rand(batch, length, model.vocab_size, device=device, dtype=torch.float64, generator=generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            alpha_s = reveal * (1 - alpha_t) + (1 - remask) * alpha_t
+            dense_step(model, z, alpha_s, alpha_t, remask, s.top_p, noise, sigma_B)
+
+    step(0)
+    synchronize(device)
+    began = time.perf_counter()
+    for i in range(REFERENCE_STEPS):
+        step(i)
+    synchronize(device)
+    seconds = (time.perf_counter() - began) / REFERENCE_STEPS
+    return {"ms_per_step": 1e3 * seconds, "sequences_per_s": batch / (seconds * s.steps)} | peak_gib(device)
+
+
+def peak_gib(device: torch.device) -> dict[str, float]:
+    return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
+
+
+class Clock:
+    """A stopwatch: seconds between laps. On a GPU the device notes the time when it gets there, and the host does not
+    wait: a step is then timed as it runs in training, with the next one queued behind it."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.notes: list[Any] = []
+        self.lap()
+
+    def lap(self) -> None:
+        if self.on_gpu:
+            note = torch.cuda.Event(enable_timing=True)
+            note.record()
+            self.notes.append(note)
+        else:
+            self.notes.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        if not self.on_gpu:
+            return [b - a for a, b in itertools.pairwise(self.notes)]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.notes)]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
