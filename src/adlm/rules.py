@@ -51,18 +51,17 @@ class Choices:
 Rule = Range | Choices
 
 
-@functools.cache
-def rules_of(kind: type) -> dict[str, Rule]:
-    """The rules beside the fields of a section of the schema, by field."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = {name: getattr(hint, "__metadata__", (None,))[-1] for name, hint in hints.items()}
-    return {name: rule for name, rule in found.items() if rule is not None}
-
-
 def check_fields(section: Any, name: str) -> None:
     """Check every field of one section of the schema, called `name`, by its own rule."""
-    for field, rule in rules_of(type(section)).items():
+    for field, rule in field_rules(type(section)):
         rule.check(f"{name}.{field}", getattr(section, field))
+
+
+@functools.cache
+def field_rules(kind: type) -> list[tuple[str, Rule]]:
+    """(field, rule) of a class of the schema, where a field has one."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(field, rule) for field, hint in hints.items() for rule in getattr(hint, "__metadata__", ())]
 
 
 Count = Annotated[int, Range("at least 1", low=1)]

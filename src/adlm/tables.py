@@ -60,6 +60,7 @@ OBJECTIVES = Table(
         "autoregressive": "adlm.objectives.autoregressive:Autoregressive",
     },
 )
+
 ANCHOR_RULES = Table(
     "anchor_rules",
     {
@@ -69,6 +70,7 @@ ANCHOR_RULES = Table(
         "none": "adlm.objectives.anchors:none",
     },
 )
+
 SCHEDULES = Table(
     "schedules",
     {
@@ -80,6 +82,7 @@ SCHEDULES = Table(
         "polynomial": "adlm.diffusion.schedules:Polynomial",
     },
 )
+
 SAMPLERS = Table(
     "samplers",
     {
@@ -98,5 +101,29 @@ SAMPLERS = Table(
         "confidence": "adlm.samplers.reading:Confidence",
         "entropy": "adlm.samplers.reading:Entropy",
         "anchor-first": "adlm.samplers.reading:AnchorFirst",
+    },
+)
+
+TASKS = Table(
+    "tasks",
+    {
+        "prosqa": "adlm.reasoning.tasks:PROSQA",
+        "prosqa-2hop": "adlm.reasoning.tasks:PROSQA_2HOP",
+        "prosqa-balanced": "adlm.reasoning.tasks:PROSQA_BALANCED",
+        "prontoqa": "adlm.reasoning.tasks:PRONTOQA",
+        "gsm8k": "adlm.reasoning.tasks:GSM8K",
+    },
+)
+
+METHODS = Table(
+    "methods",
+    {
+        "cot": "adlm.reasoning.methods:COT",
+        "no-cot": "adlm.reasoning.methods:NO_COT",
+        "pause": "adlm.reasoning.methods:PAUSE",
+        "acot": "adlm.reasoning.methods:ACOT",
+        "icot": "adlm.reasoning.methods:ICOT",
+        "coconut": "adlm.reasoning.methods:COCONUT",
+        "coconut-pause": "adlm.reasoning.methods:COCONUT_PAUSE",
     },
 )

@@ -87,7 +87,9 @@ def test_the_command_tells_and_writes(folder, tmp_path, capsys):
     assert "b" not in document.tags
 
 
-@pytest.mark.parametrize("rule", sorted({*ANCHOR_RULES.entries, "loss", "rarity"}))  # two of them are of earlier versions
+@pytest.mark.parametrize(
+    "rule", sorted({*ANCHOR_RULES.entries, "loss", "rarity"})
+)  # two of them are of earlier versions
 def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
     """Where the rule chooses no tokens (all, none), or is there no more, the paper's rule is shown."""
     folder = export(tmp_path / "export")

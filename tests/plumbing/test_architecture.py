@@ -6,8 +6,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
 # Lowest first. schema and errors import nothing of ours.
 LAYERS = [
-    "errors", "rules", "tables", "schema", "migration", "io.paths", "diffusion", "models", "objectives", "samplers",
-    "engine", "data", "io.export",
+    "errors", "rules", "tables", "schema", "config.keys", "migration", "io.paths", "diffusion", "models", "objectives",
+    "samplers", "engine", "data", "io.export",
     "training", "compat", "io.load", "api", "reporting", "evaluation", "reasoning", "serving", "bench", "demo",
     "config", "compare", "cli", "__main__",
 ]  # fmt: skip
@@ -24,9 +24,9 @@ def layer_of(path: Path) -> str:
 
 
 def layer(module: str) -> str:
-    """The layer of `package.module` is its package; the modules of `io` stand at different heights."""
+    """The layer of `package.module` is its package, unless the module stands at a height of its own."""
     parts = module.removesuffix(".__init__").split(".")
-    return ".".join(parts[:2]) if parts[0] == "io" and len(parts) > 1 else parts[0]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in LAYERS else parts[0]
 
 
 def imported(tree: ast.AST, top_level_only: bool) -> set[str]:

@@ -33,7 +33,7 @@ from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
 from adlm.training.draw import drawn, on_device
 from adlm.training.metrics import peak_memory_gib
-from adlm.training.optim import Ema, Guard, Updater
+from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
 
 BATCHES = 8  # different ones, in turn
@@ -70,7 +70,7 @@ def time_training(
     if which == "ours":
         parallelise(step_module, cfg.train, ranks)
     objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
-    ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, device)
+    ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(cfg.train.spike_factor, device)
     update = Updater(cfg.optim, step_module, ema, guard)
     host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
     # the end of a run: gamma is no longer rising

@@ -7,13 +7,23 @@ bound. A2R adds gamma * the anchor network's next-token cross-entropy where the 
 import torch
 from torch import Tensor
 
+from adlm.errors import require
 from adlm.objectives.anchors import find_anchors
 from adlm.objectives.anelbo import anchor_term, draw_anchors, gamma_at
 from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, select
+from adlm.schema import ModelConfig, ObjectiveConfig
 
 
 class Autoregressive(Objective):
     """Nothing is corrupted: the network reads the clean sequence."""
+
+    @classmethod
+    def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
+        # not a rule of the command line: `adlm reason` has anchors in its own way, and plain models
+        require(
+            model.anchored or (cfg.gamma <= 0 and cfg.gamma_end <= 0),
+            f"objective.gamma={cfg.gamma}, objective.gamma_end={cfg.gamma_end}: plain AR has no anchors (algo=a2r has)",
+        )
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         batch = self.corrupt_for_bound(sequences, 0)
