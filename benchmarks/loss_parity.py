@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from adlm.bench.train import measure
 
 from adlm import config
-from adlm.bench.train import measure
 from adlm.data.blocks import Blocks
 from adlm.errors import require
 from adlm.training.parallel import world

@@ -23,8 +23,8 @@ RENAMED = {
     "objective.anchor_share": "objective.anchor_fraction",
     "objective.time_density_a": "objective.time_density",
     "optim.final": "optim.min_lr_ratio",
-    "reason.eval_batch_size": "eval.batch_size",  # on a command line; stored settings hold both
-    "reason.gamma": "objective.gamma",  # likewise
+    "reason.eval_batch_size": "eval.batch_size",
+    "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
     "sampling.out": "out",
     "train.row_pieces": "train.length_warmup",
@@ -60,8 +60,6 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "objective.hard": (),  # a threshold of anchor_rule=loss alone
     "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
     "objective.time_density_b": (),  # see `migrate`
-    "sampling.grid": ("",),
-    "sampling.out": (),
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
     "reason.easier": (0.0,),
@@ -76,6 +74,8 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.words": (0,),
+    "sampling.grid": ("",),
+    "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),
     "track.name": (),

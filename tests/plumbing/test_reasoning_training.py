@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -18,10 +18,12 @@ from adlm.reasoning.generators import PROSQA_NAMES, STORY_KINDS, STORY_NAMES, Sh
 from adlm.reasoning.logic import canonical, distances, read_either_or, read_fact, sentences
 from adlm.reasoning.tasks import PROSQA, PROSQA_2HOP, generate, load_splits
 from adlm.reasoning.training import ReasoningSetup, StageSchedule, learn_stories, train
+from adlm.schema import CheckpointConfig
 from adlm.tables import METHODS, TASKS
 from adlm.training import run as runs
+from adlm.training.checkpoint import Checkpoints
 from adlm.training.metrics import read_metrics
-from adlm.training.parallel import Interruption, world
+from adlm.training.parallel import Interruption, World, world
 
 TINY = [
     "algo=ar", "model=nano", "task=prosqa-2hop", "model.hidden_size=32", "model.n_blocks=1", "model.n_heads=2",
@@ -412,3 +414,19 @@ def test_settings_of_earlier_versions(tmp_path):
     assert migrate(stored, "x") == {"reason.task": "prosqa-2hop", "reason.epochs": 3}
     with pytest.raises(ValueError, match=r"x: reason\.hops=3 is not supported any more"):
         migrate(stored | {"reason.hops": 3}, "x")
+
+
+def test_a_checkpoint_of_an_earlier_version(tmp_path):
+    """Accuracy was kept where lower is better now, and the weight of the anchors was a key of reasoning."""
+    tree = asdict(settings(tmp_path, "method=acot"))
+    tree["reason"] |= {"task": "prosqa", "gamma": 0.5, "hops": 2, "nodes": 6, "words": 8, "names": 4}
+    tree["reason"] |= {"balanced": True, "terse": True}
+    tree["objective"]["gamma"] = 0.0
+    progress = {"step": 4, "best": 0.75, "best_step": 2, "stages": [{"stage": 0}]}
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
+    checkpoints.path(4).mkdir(parents=True)
+    (checkpoints.path(4) / "state.json").write_text(json.dumps({"step": 4, "progress": progress, "config": tree}))
+    info = checkpoints.read_info(4)
+    assert (info["best"], info["extra"]) == (0.25, {"stages": [{"stage": 0}]})
+    assert (info["config"]["reason"]["task"], info["config"]["objective"]["gamma"]) == ("prosqa-2hop", 0.5)
+    assert not {"gamma", "hops"} & set(info["config"]["reason"])

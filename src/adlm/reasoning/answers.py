@@ -25,6 +25,8 @@ from adlm.reasoning.tasks import ReasoningTask
 from adlm.schema import Config, ReasonConfig
 from adlm.training.parallel import World
 
+TOGETHER = 128
+"""Questions answered together where eval.batch_size does not say how many."""
 EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
 
 
@@ -106,8 +108,8 @@ class Answerer:
     task: ReasoningTask
     plan: StagePlan
     max_new_tokens: int
-    batch_size: int
-    """Questions answered together."""
+    batch_size: int = 0
+    """Questions answered together; 0: TOGETHER."""
 
     def answer(self, examples: list[Example], ranks: World) -> tuple[Accuracy, list[str]]:
         """Answer every question; the accuracy and what was written, in the order of the examples."""
@@ -117,8 +119,9 @@ class Answerer:
         layouts = [lay_out(example, self.plan, markers) for example in encode(examples, self.tokenizer)]
         order = sorted(range(len(layouts)), key=lambda i: layouts[i].prompt)  # like lengths together: less padding
         written: list[list[int]] = [[] for _ in layouts]
-        for start in range(0, len(order), self.batch_size):
-            part = order[start : start + self.batch_size]
+        together = self.batch_size or TOGETHER
+        for start in range(0, len(order), together):
+            part = order[start : start + together]
             prompts = [layouts[i].tokens[: layouts[i].prompt] for i in part]
             padded = pad_sequences(prompts, [layouts[i].slots for i in part], self.plan.fed_back, ranks.device)
             with ranks.autocast():

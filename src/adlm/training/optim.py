@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
             if weight_decay:
                 torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
             updates = (update_KRC * (-lr * self.scale(update_KRC.shape) * keep)).unbind(0)
-            sharded = [
+            sharded: list[Tensor] = [
                 distribute_tensor(update, p.device_mesh, p.placements) if isinstance(p, DTensor) else update
                 for update, p in zip(updates, params)
             ]
