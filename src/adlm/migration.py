@@ -22,6 +22,7 @@ RENAMED = {
     "eval.temperatures": "sampling.temperature",
     "eval.top_ps": "sampling.top_p",
     "objective.anchor_share": "objective.anchor_fraction",
+    "objective.time_density_a": "objective.time_density",
     "optim.final": "optim.min_lr_ratio",
     "reason.eval_batch_size": "eval.batch_size",
     "reason.gamma": "objective.gamma",
@@ -58,6 +59,9 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
+    "objective.hard": (),  # a threshold of anchor_rule=loss alone
+    "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
+    "objective.time_density_b": (),  # see `migrate`
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
     "reason.easier": (0.0,),
@@ -72,6 +76,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.words": (0,),
+    "sampling.grid": ("",),
     "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),
@@ -103,6 +108,12 @@ def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
 
     Values may be texts of a command line. Where an old name and today's are both given, today's counts.
     """
+    a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
+    require(
+        _same(a, b),
+        f"{source}: objective.time_density_a={a} and time_density_b={b} differ: today times are drawn from"
+        " Beta(a, a), objective.time_density=a",
+    )
     shape = tuple(settings.get(key) for key in TASK_KEYS)
     if settings.get("reason.task") == "prosqa" and shape in TASKS:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}

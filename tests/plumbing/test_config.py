@@ -88,7 +88,7 @@ def test_later_groups_and_the_command_line_win():
         assert (objective.anchor_rule, objective.tau, objective.anchor_fraction) == ("count", 5, 1.0)
     quick = config.load(["recipe=quick"])
     assert (quick.model, quick.optim) == (fast.model, fast.optim)
-    assert (quick.train.length_warmup, quick.objective.time_density_a, quick.objective.gamma) == (4, 2.0, 0.1)
+    assert (quick.train.length_warmup, quick.objective.time_density, quick.objective.gamma) == (4, 2.0, 0.1)
     assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
     assert config.load(["algo=sedd"]).sampling.sampler == "score"
     assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
@@ -191,7 +191,6 @@ BAD = [
     ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
     ("algo=d3pm objective.T=0", "set objective.T"),
     ("objective.T=1000", "needs objective.T=0"),
-    ("objective.anchor_rule=loss objective.hard=0", "objective.hard=0.0 must be above 0"),
     ("objective.gamma_end=-2", "objective.gamma_end=-2.0 must be at least 0, or -1"),
     ("objective.gamma_end=0 objective.gamma_warmup=1", "leaves nothing of the run for objective.gamma_end"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),
@@ -208,7 +207,7 @@ BAD = [
     ("train.cuda_graphs=true train.checkpoint_activations=true", "cannot record train.checkpoint_activations"),
     ("algo=ar objective.gamma=0.1", "plain AR has no anchors"),
     ("algo=ar objective.gamma_end=0.1", "plain AR has no anchors"),
-    ("objective.time_density_a=0.5", "objective.time_density_a=0.5 must be at least 1"),
+    ("objective.time_density_a=0.5", "objective.time_density=0.5 must be at least 1"),
     ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
     ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),
     ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),

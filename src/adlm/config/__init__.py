@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from adlm.compat.command_lines import RELEASE_KEYS, rewrite
-from adlm.config.checks import check_noise, check_objective, check_sampling
+from adlm.config.checks import check_noise, check_objective
 from adlm.config.keys import group_choices, keys, nearest
 from adlm.data import corpora
 from adlm.errors import choose, require
 from adlm.io.paths import expanded
 from adlm.migration import RENAMED, migrate
 from adlm.rules import Location, check_fields
+from adlm.samplers.rules import check_sampling
 from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from adlm.tables import CORPORA, GROUPS, config_folders
 
