@@ -31,6 +31,8 @@ from adlm.schema import Config, SamplingConfig
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
+# Settings that are gone, as they were: a rerun still continues files of earlier versions.
+GONE = {"grid": ""}
 # How every line of `record` begins
 BEGINNING = b'{"text": "'
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
@@ -119,7 +121,7 @@ def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     if c.grid:  # what it says, not where it lies
         settings["grid"] = [column.tolist() for column in profile_of(c.grid)]
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
-    text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
+    text = json.dumps([GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
