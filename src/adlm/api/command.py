@@ -121,8 +121,8 @@ def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     if c.grid:  # what it says, not where it lies
         settings["grid"] = [column.tolist() for column in profile_of(c.grid)]
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
-    text = json.dumps([GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    what = [GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest]
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> None:
