@@ -85,8 +85,8 @@ class Harness(LM):
         return found
 
     def split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, divided where the context ends; spaces at its end belong to the continuation, since a vocabulary
-        puts them in front of words."""
+        """Tokens of both, divided where the context ends; spaces at its end belong to the continuation, since
+        vocabularies put them in front of words."""
         encode = self.lm.tokenizer.encode
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
