@@ -1,4 +1,4 @@
-"""`python -m main mode=... key=value ...`: the public release's command lines, run by adlm (docs/config.md)."""
+"""`python -m main mode=... key=value ...`: the public release's command lines, run by adlm (docs/configuration.md)."""
 
 import sys
 

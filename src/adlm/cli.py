@@ -15,14 +15,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from adlm import compat, config
-from adlm.config.keys import GROUPS, Key, group_choices, group_help, keys
+from adlm import config
+from adlm.compat.command_lines import release_line
+from adlm.config.keys import Key, group_choices, group_help, keys
 from adlm.errors import choose, require
+from adlm.rules import Range
 from adlm.schema import Config, as_yaml
+from adlm.tables import GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
+    """One line of the table: the function that does the work, and what the command line hands to it."""
+
     target: str
     """`module:function`. Called with the Config, then one keyword argument per flag given, and `args` if `rest`."""
     help: str
@@ -40,6 +45,8 @@ class Command:
     """Overrides that the command line may override again."""
     out: str = ""
     """What `out` is, where that is no run folder (for --help); it then stays empty unless it is given."""
+    sweeps: bool = False
+    """Numbers and names of `sampling` may be lists; the settings they make are handed over as sweep=[...]."""
     short: str = ""
     """Section whose keys may be typed without its name: `adlm serve port=8000`."""
     sections: tuple[str, ...] = ()
@@ -57,20 +64,20 @@ COMMANDS: dict[str, Command] = {
     ),
     "train": Command(
         "adlm.training.loop:run_train",
-        "train a model, or go on with the run in `out`; under torchrun on many devices",
+        "train a model, or resume the run in `out`; under torchrun on many devices",
         flags={"dry-run": "print model, tokens and memory, then stop"},
         sections=("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track"),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",
-        "draw texts from a model: free, after a prompt or into a template; a rerun goes on with the file",
+        "draw texts from a model: free, after a prompt or into a template; a rerun continues the file",
         words=("eval.checkpoint",),
         flags={"watch": "show one text appearing, live in the terminal"},
         out="jsonl file that samples are appended to as they are drawn; a rerun continues it (empty: only shown)",
         sections=("sampling", "eval"),
     ),
     "data": Command(
-        "adlm.data.command:run_data",
+        "adlm.data.preparation:run_data",
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
         rest=True,
         sections=("data",),
@@ -125,20 +132,23 @@ COMMANDS: dict[str, Command] = {
         words=("eval.checkpoint",),
         defaults=("data=checkpoint", "sampling.n=128"),
         out="folder of samples, results and report (empty: evaluate/ in the checkpoint's folder)",
+        sweeps=True,
         sections=("eval", "sampling", "data", "train"),
     ),
     "import": Command(
-        "adlm.compat.release:run_import",
+        "adlm.compat.checkpoints:run_import",
         "a checkpoint of the public release -> an exported folder of ours: adlm import FILE.ckpt FOLDER",
         words=("eval.checkpoint", "out"),
         required=2,
+        out="exported folder",
         sections=("eval", "data"),
     ),
     "export": Command(
-        "adlm.compat.release:run_export",
+        "adlm.compat.checkpoints:run_export",
         "an exported folder -> a checkpoint the public release loads: adlm export FOLDER FILE.ckpt",
         words=("eval.checkpoint", "out"),
         required=2,
+        out="checkpoint file",
     ),
     "reason": Command(
         "adlm.reasoning.command:run_reason",
@@ -169,9 +179,6 @@ ELSEWHERE = {
     "generate": "adlm sample",
     "eval": "adlm evaluate, adlm ppl",
 }
-
-# Commands that the release's `mode=` stands for.
-MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "evaluate"}
 
 # Optional packages and the extra that brings them.
 EXTRAS = {
@@ -217,14 +224,11 @@ def _fail(message: str, status: int) -> int:
 
 def release_main(program: str, argv: Sequence[str] | None = None) -> int:
     """`python -m adlm_main mode=... ...` and `python -m main ...`, as the public release's users type them."""
-    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        ours = compat.release_argv(program, given)
-        mode = [text.partition("=")[2] for text in given if text.startswith("mode=")]
-        command = MODES[choose("mode", mode[-1] if mode else "train", MODES)]
+        line = release_line(program, list(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
         return _fail(str(error), 1)
-    return main([command, *ours])
+    return main(line)
 
 
 def _run(argv: list[str]) -> int:
@@ -258,10 +262,13 @@ def _run(argv: list[str]) -> int:
         raise UsageError(f"adlm {name} needs {' and '.join(command.words[: command.required])}")
     if rest and not command.rest:
         raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
-    # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
     line = [*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
-    cfg = config.load(line, run_folder=not command.out)
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
+    # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
+    if command.sweeps:
+        cfg, arguments["sweep"] = config.load_sweep(line)
+    else:
+        cfg = config.load(line, run_folder=not command.out)
     if command.rest:
         arguments["args"] = rest
     if command.line:
@@ -315,9 +322,9 @@ def print_choices(key: str) -> None:
             print(f"{name:<18} {group_help(key, name)}")
         return
     choose("key", key, [*keys(), *GROUPS])
-    allowed = config.choices(key)
-    require(allowed is not None, f"{key} takes any {keys()[key].kind.__name__}: {keys()[key].help}")
-    for name in allowed or ():
+    setting = keys()[key]
+    require(setting.choices is not None, f"{key} takes any {setting.kind.__name__}: {setting.help}")
+    for name in setting.choices or ():
         print(name or "''")
 
 
@@ -330,7 +337,7 @@ def print_overview(out: TextIO | None = None) -> None:
 
 
 def print_help(name: str, command: Command) -> None:
-    """Usage, flags, groups and the keys of the command's sections, with meaning and default."""
+    """Usage, flags, groups and the keys of the command's sections, with default, meaning and what is allowed."""
     words = "".join(f" [{key.rsplit('.', 1)[-1]}]" for key in command.words) + (" [word ...]" if command.rest else "")
     print(f"usage: adlm {name}{words} [key=value ...]{''.join(f' [--{f}]' for f in command.flags)} [--json]\n")
     print(f"{command.help}\n")
@@ -338,6 +345,10 @@ def print_help(name: str, command: Command) -> None:
         print(f"  --{flag:<22} {text}")
     if command.out:
         _print_entry("out", "", command.out)
+    if command.sweeps:
+        _print_entry(
+            "sampling.KEY=64,128", "", "numbers and names of sampling may be lists: every combination is measured"
+        )
     print("\nGroups (a name stands for several settings):")
     for group in GROUPS:
         _print_entry(group, "", ", ".join(group_choices(group)))
@@ -345,14 +356,20 @@ def print_help(name: str, command: Command) -> None:
         print(f"\n{section or 'General'}:")
         for key in keys().values():
             if key.name.rpartition(".")[0] == section:
-                default = repr(key.default) if key.kind is str else str(key.default).lower()
-                _print_entry(key.name, default, key.help + _unsaid_choices(key))
+                _print_entry(key.name, default_text(key), f"{key.help} {allowed_text(key)}")
 
 
-def _unsaid_choices(key: Key) -> str:
-    """The names a key may take, unless its help already says them."""
-    allowed = [name for name in config.choices(key.name) or () if name]
-    return "" if all(name in key.help for name in allowed) else f" One of: {', '.join(allowed)}."
+def default_text(key: Key) -> str:
+    """A default as it would be typed."""
+    return repr(key.default) if key.kind is str else str(key.default).lower()
+
+
+def allowed_text(key: Key) -> str:
+    """The values a key may take, unless its help already says them."""
+    if isinstance(key.rule, Range):
+        return f"[{key.rule}]"
+    unsaid = key.choices is not None and not all(name in key.help for name in key.choices)
+    return f"[{key.rule}]" if unsaid else ""
 
 
 def _print_entry(key: str, default: str, text: str) -> None:

@@ -1,7 +1,8 @@
 """Settings of earlier versions, read as today's: renamed keys, renamed values, keys that are gone.
 
 Exported folders, run folders and command lines of every version still load. A key that is gone is dropped where its
-value asked for nothing, and refused where a model or run really used it.
+value asked for nothing, and refused where a model or run really used it. `adlm.config` calls `migrate` wherever
+settings come in, and nothing below it knows old names.
 """
 
 from typing import Any
@@ -55,6 +56,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.steps": (),
     "eval.temperatures": (),
     "eval.top_ps": (),
+    "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
     "objective.hard": (),  # a threshold of anchor_rule=loss alone
@@ -89,6 +91,9 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
+INSTEAD: dict[str, str] = {}
+"""Key that is gone -> what to do instead, for the message; by default it showed no gain."""
+
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
 TASKS: dict[tuple[Any, ...], str] = {
@@ -99,10 +104,13 @@ TASKS: dict[tuple[Any, ...], str] = {
 
 
 def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages."""
+    """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
+
+    Values may be texts of a command line. Where an old name and today's are both given, today's counts.
+    """
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
     require(
-        a == b,
+        _same(a, b),
         f"{source}: objective.time_density_a={a} and time_density_b={b} differ: today times are drawn from"
         " Beta(a, a), objective.time_density=a",
     )
@@ -110,19 +118,33 @@ def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
     if settings.get("reason.task") == "prosqa" and shape in TASKS:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}
         settings["reason.task"] = TASKS[shape]
-    current = {}
-    for key, value in settings.items():
-        if key in REMOVED:
-            harmless = REMOVED[key]
-            require(
-                not harmless or value in harmless,
-                f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
-            )
+    current: dict[str, Any] = {}
+    for old, value in settings.items():
+        if old in REMOVED and _asks_for_nothing(value, REMOVED[old]):
             continue
-        key = RENAMED.get(key, key)
+        key = RENAMED.get(old, old)
+        require(
+            key != old or old not in REMOVED,
+            f"{source}: {old}={value} is not supported any more: {INSTEAD.get(old, 'it showed no gain (docs/LOG.md)')}",
+        )
         require(
             not isinstance(value, str) or (key, value) not in REMOVED_VALUES,
             f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
         )
-        current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
+        if key == old or key not in settings:
+            current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
+
+
+def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return not harmless or any(_same(value, h) for h in harmless)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether a value, or its text on a command line, is `other`."""
+    if value == other or str(value).lower() == str(other).lower():
+        return True
+    try:
+        return not isinstance(other, bool | str) and float(value) == float(other)
+    except (TypeError, ValueError):
+        return False

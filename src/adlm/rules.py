@@ -2,9 +2,10 @@
 
     eta: Fraction = 0.02
     norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
+    sampler: Annotated[str, Choices(tables.SAMPLERS)] = "mdlm"
 
-The command line, the Python API and the server check values by these rules; `--help` and the server's request model
-are generated from them.
+The command line, the Python API and the server check values by these rules; `--help`, docs/configuration.md and the
+server's request model are generated from them.
 """
 
 import functools
@@ -17,12 +18,10 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from adlm.errors import choose, require
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Range:
     """Finite numbers from `low` to `high`; `open_low` and `open_high` leave out the end. nan is never inside."""
 
-    wanted: str
-    """The range in words, for messages: `in [0, 1]`."""
     low: float = -math.inf
     high: float = math.inf
     open_low: bool = False
@@ -30,50 +29,84 @@ class Range:
     also: float | None = None
     """One more value that is allowed, and means something else (-1: off)."""
 
+    def __str__(self) -> str:
+        """The range in words: `at least 1`, `in [0, 1)`."""
+        low, high = _short(self.low), _short(self.high)
+        if self.high == math.inf:
+            said = f"above {low}" if self.open_low else f"at least {low}"
+        else:
+            said = f"in {'(' if self.open_low else '['}{low}, {high}{')' if self.open_high else ']'}"
+        return said if self.also is None else f"{said}, or {_short(self.also)}"
+
     def check(self, key: str, value: Any) -> None:
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
         finite = "finite and " if value == math.inf else ""
         inside = value == self.also or (above and below and abs(value) < math.inf)
-        require(inside, f"{key}={value} must be {finite}{self.wanted}")
+        require(inside, f"{key}={value} must be {finite}{self}")
+
+
+def _short(number: float) -> str:
+    power = 2**20 <= number < math.inf and int(number) & (int(number) - 1) == 0
+    return f"2^{int(number).bit_length() - 1}" if power else f"{number:g}"
 
 
 @dataclass(frozen=True)
 class Choices:
-    """One of the names of a table or tuple."""
+    """One of the names of a table or tuple, which may grow until it is asked, or of those in `also`."""
 
-    names: Iterable[str]
+    of: Iterable[str]
+    also: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.also, *self.of)
+
+    def __str__(self) -> str:
+        return ", ".join(name or "''" for name in self.names)
 
     def check(self, key: str, value: Any) -> None:
         choose(key, value, self.names)
 
 
-Rule = Range | Choices
+@dataclass(frozen=True)
+class Location:
+    """A file or folder as a user names it. The command line reads ~ as home, which shells do not in `out=~/x`."""
+
+    def __str__(self) -> str:
+        return "a path"
+
+    def check(self, key: str, value: Any) -> None:
+        pass
+
+
+Rule = Range | Choices | Location
 
 
 def check_fields(section: Any, name: str) -> None:
     """Check every field of one section of the schema, called `name`, by its own rule."""
-    for field, rule in field_rules(type(section)):
-        rule.check(f"{name}.{field}", getattr(section, field))
+    for field, rule in rules_of(type(section)).items():
+        rule.check(f"{name}.{field}" if name else field, getattr(section, field))
 
 
 @functools.cache
-def field_rules(kind: type) -> list[tuple[str, Rule]]:
-    """(field, rule) of a class of the schema, where a field has one."""
-    hints = get_type_hints(kind, include_extras=True)
-    return [(field, rule) for field, hint in hints.items() for rule in getattr(hint, "__metadata__", ())]
+def rules_of(section: type) -> dict[str, Rule]:
+    """Field -> its rule, of a section of the schema."""
+    hints = get_type_hints(section, include_extras=True)
+    return {field: kind.__metadata__[-1] for field, kind in hints.items() if hasattr(kind, "__metadata__")}
 
 
-Count = Annotated[int, Range("at least 1", low=1)]
-WholeNumber = Annotated[int, Range("at least 0", low=0)]
-Seed = Annotated[int, Range("in [0, 2^63)", low=0, high=(1 << 63) - 1)]
-NotNegative = Annotated[float, Range("at least 0", low=0)]
-AtLeastOne = Annotated[float, Range("at least 1", low=1)]
-Positive = Annotated[float, Range("above 0", low=0, open_low=True)]
-Fraction = Annotated[float, Range("in [0, 1]", low=0, high=1)]
-FractionBelowOne = Annotated[float, Range("in [0, 1)", low=0, high=1, open_high=True)]
-PositiveFraction = Annotated[float, Range("in (0, 1]", low=0, high=1, open_low=True)]
-InnerFraction = Annotated[float, Range("in (0, 1)", low=0, high=1, open_low=True, open_high=True)]
+Place = Annotated[str, Location()]
+Count = Annotated[int, Range(low=1)]
+WholeNumber = Annotated[int, Range(low=0)]
+Seed = Annotated[int, Range(low=0, high=1 << 63, open_high=True)]
+NotNegative = Annotated[float, Range(low=0)]
+AtLeastOne = Annotated[float, Range(low=1)]
+Positive = Annotated[float, Range(low=0, open_low=True)]
+Fraction = Annotated[float, Range(low=0, high=1)]
+FractionBelowOne = Annotated[float, Range(low=0, high=1, open_high=True)]
+PositiveFraction = Annotated[float, Range(low=0, high=1, open_low=True)]
+InnerFraction = Annotated[float, Range(low=0, high=1, open_low=True, open_high=True)]
 
 # Type of a setting -> what may stand for it in Python (numbers of numpy too), and what to say.
 KINDS: dict[type, tuple[type, str]] = {

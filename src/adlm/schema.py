@@ -19,18 +19,13 @@ from adlm.rules import (
     FractionBelowOne,
     InnerFraction,
     NotNegative,
+    Place,
     Positive,
     PositiveFraction,
     Range,
     Seed,
     WholeNumber,
 )
-
-CORPORA = (
-    "pydocs", "file", "prepared", "checkpoint", "openwebtext", "openwebtext-train", "openwebtext-valid", "lm1b",
-    "lm1b-gpt2", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "pubmed", "arxiv", "text8", "text8-crop",
-    "tinystories", "fineweb-edu", "wikipedia",
-)  # fmt: skip
 
 
 @dataclass
@@ -45,7 +40,7 @@ class ModelConfig:
     """Blocks before the anchors are read (all blocks, when not anchored)."""
     n_denoiser_blocks: WholeNumber = 6
     """Blocks after the anchors are read; ignored when not anchored. The paper uses half of n_blocks."""
-    length: Annotated[int, Range("at least 4", low=4)] = 1024
+    length: Annotated[int, Range(low=4)] = 1024
     """Longest sequence in tokens."""
     dropout: FractionBelowOne = 0.1
     """Dropout probability on the output of attention and MLP, in training."""
@@ -119,7 +114,7 @@ class ObjectiveConfig:
     """Weight of the anchor term (0: plain NELBO through both stages)."""
     gamma_warmup: Fraction = 3e-3
     """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
-    gamma_end: Annotated[float, Range("at least 0, or -1: gamma stays", low=0, also=-1)] = -1.0
+    gamma_end: Annotated[float, Range(low=0, also=-1)] = -1.0
     """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
     """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or none."""
@@ -142,7 +137,7 @@ class ObjectiveConfig:
 
 @dataclass
 class DataConfig:
-    name: Annotated[str, Choices(CORPORA)] = "pydocs"
+    name: Annotated[str, Choices(tables.CORPORA)] = "pydocs"
     """A name of the corpora table (`adlm data list`); `file` reads data.path."""
     path: str = ""
     """Local file or folder in the corpus' published format; empty: the hub, or the embedded corpus."""
@@ -150,23 +145,23 @@ class DataConfig:
     """Local file or folder of the validation split; empty: held out of `path`."""
     text_key: str = "text"
     """Field that holds the text (jsonl, csv, parquet); only used by data.name=file."""
-    valid_name: Annotated[str, Choices(("", *CORPORA))] = ""
+    valid_name: Annotated[str, Choices(tables.CORPORA, also=("",))] = ""
     """Corpus to validate on; empty: the training corpus' own validation split."""
     valid_fraction: InnerFraction = 0.01
-    """Share of documents, taken from the end, held out when a corpus has no validation split."""
+    """Fraction of the documents, taken from the end, held out when a corpus has no validation split."""
     tokenizer: str = ""
-    """gpt2, bert-base-uncased, text8, bytes, bpe-N, a tokenizer.json, or a folder with vocabulary files; empty: the
-    corpus' default."""
+    """gpt2, bert-base-uncased, text8, bytes, bpe-N (trained on the corpus), a tokenizer.json, or a folder with
+    vocabulary files; empty: the corpus' default."""
     wrap: bool = True
-    """Concatenate documents and cut into rows; False: one document a row, truncated and padded."""
+    """Concatenate documents and cut them into sequences; False: one document a sequence, truncated and padded."""
     packing: Annotated[str, Choices(("stream", "release"))] = "stream"
     """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
     cache_dir: str = ""
-    """Where prepared blocks live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
+    """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
     num_proc: WholeNumber = 0
     """Threads that tokenise; 0: all cores."""
     max_sequences: WholeNumber = 0
-    """Keep only this many rows of each split (0: all), reading no further than needed."""
+    """Keep only this many sequences of each split (0: all), reading no further than needed."""
     root: str = ""
     """Folder with local copies of the public data sets, looked up by corpus (zero-shot evaluation)."""
 
@@ -239,7 +234,7 @@ class TrainConfig:
     """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-    num_threads: Annotated[int, Range("in [0, 1024]", low=0, high=1024)] = 0
+    num_threads: Annotated[int, Range(low=0, high=1024)] = 0
     """CPU threads; 0: all cores (1 per process under torchrun unless OMP_NUM_THREADS says otherwise)."""
 
 
@@ -256,14 +251,14 @@ class CheckpointConfig:
     milestone_every: WholeNumber = 0
     """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
-    """Continue from the newest valid checkpoint of the run folder."""
-    init_from: str = ""
+    """Resume from the newest valid checkpoint of the run folder."""
+    init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
 
 
 @dataclass
 class EvalConfig:
-    checkpoint: str = ""
+    checkpoint: Place = ""
     """Run folder, exported folder or release .ckpt to evaluate."""
     draws: Count = 4
     """Noise draws per sequence of the bound; 2 or more also give its Monte Carlo error."""
@@ -280,7 +275,7 @@ class EvalConfig:
     judge_rule: Annotated[str, Choices(("text", "tokens", "release"))] = "text"
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     batch_size: WholeNumber = 0
-    """Sequences per forward pass; 0: as many as fit easily (evaluate: 8 texts per pass of the judge)."""
+    """Sequences per forward pass; 0: as many as fit easily (ppl, zeroshot), 8 (evaluate's judge), 128 (reason)."""
     mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
     """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
 
@@ -299,11 +294,11 @@ class SamplingConfig:
     """Rows that share a network call."""
     seed: Seed = 0
     """Decides every random choice; sample i uses seed + i."""
-    temperature: Annotated[float, Range("in [0, 3e38]", low=0, high=3e38)] = 1.0
+    temperature: Annotated[float, Range(low=0, high=3e38)] = 1.0
     """Divides the logits; 0 is greedy."""
     top_p: PositiveFraction = 1.0
     """Nucleus: keep the smallest set of tokens with at least this probability."""
-    top_k: Annotated[int, Range("in [0, 2^31)", low=0, high=(1 << 31) - 1)] = 0
+    top_k: Annotated[int, Range(low=0, high=1 << 31, open_high=True)] = 0
     """Keep the k most probable tokens (0: all)."""
     min_p: FractionBelowOne = 0.0
     """Keep tokens with at least this fraction of the most probable one's probability."""
@@ -319,7 +314,7 @@ class SamplingConfig:
     """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
     parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
-    guidance: Annotated[float, Range("in [0, 100]", low=0, high=100)] = 0.0
+    guidance: Annotated[float, Range(low=0, high=100)] = 0.0
     """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: WholeNumber = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
@@ -389,7 +384,7 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface (then set a key)."""
-    port: Annotated[int, Range("in [0, 65535]", low=0, high=65535)] = 8000
+    port: Annotated[int, Range(low=0, high=65535)] = 8000
     """TCP port (0: any free one, printed at the start)."""
     api_key: str = ""
     """Key that requests must carry as `Authorization: Bearer KEY`; empty: $ADLM_API_KEY, or none."""
@@ -421,7 +416,7 @@ class BenchConfig:
     """Steps timed: optimizer steps (train) or network evaluations (sample)."""
     dense: bool = True
     """Also time the reference implementation, and print the ratio."""
-    vocab_size: Annotated[int, Range("at least 3", low=3)] = 50258
+    vocab_size: Annotated[int, Range(low=3)] = 50258
     """Vocabulary, mask included (50258: GPT-2's)."""
 
 
@@ -443,13 +438,11 @@ class TrackConfig:
 class Config:
     """The whole tree, as `adlm config` prints it."""
 
-    algo: str = "adlm"
+    algo: Annotated[str, Choices(tables.ALGORITHMS)] = "adlm"
     """Label of the algorithm; the group of that name sets model and objective."""
-    mode: str = "train"
-    """What the release's shims do: train, ppl_eval or sample_eval."""
     seed: Seed = 1
     """Seed of initialisation, data order and noise."""
-    out: str = ""
+    out: Place = ""
     """Where the command writes: by default the run folder (empty: runs/<algo>-<data>-<model>); commands that make no
     run say in their --help what it is."""
     model: ModelConfig = field(default_factory=ModelConfig)

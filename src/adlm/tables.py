@@ -1,31 +1,57 @@
 """Every choice by name, in one place: name -> "module:attribute" of what it stands for.
 
 Nothing is imported until a name is looked up, so the command line knows all names without loading torch. A package of
-yours adds a name without touching this file, by an entry point of the group `adlm.<table>` (docs/extending.md):
+yours adds a name without touching this file, by an entry point of the group `adlm.<table>`, and YAML groups of its
+folder configs/ by one of the group `adlm.configs` (docs/extending.md):
 
     [project.entry-points."adlm.samplers"]
     mine = "my_package.sampler:MySampler"
+
+    [project.entry-points."adlm.configs"]
+    mine = "my_package"  # algo=mine reads my_package/configs/algo/mine.yaml
 """
 
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
-from typing import Any
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from adlm.errors import choose
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+@functools.cache
+def installed(group: str) -> tuple["EntryPoint", ...]:
+    """Entry points `adlm.<group>` of other packages."""
+    return tuple(e for e in _ours() if e.group == f"adlm.{group}")
+
+
+@functools.cache
+def _ours() -> tuple["EntryPoint", ...]:
+    # Read once for all groups, and not for `adlm --help`: a search of the whole environment takes some 20 ms.
+    from importlib.metadata import distributions
+
+    return tuple(e for d in distributions() for e in d.entry_points if e.group.startswith("adlm."))
 
 
 class Table(Mapping[str, str]):
     """Names of one kind of thing, with the place of each."""
+
+    # Two tables are the same if they are one object; rules that hold a table can be hashed.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, group: str, entries: dict[str, str]):
         self.group, self.entries = group, entries
 
     @functools.cached_property
     def targets(self) -> dict[str, str]:
-        """Our own entries, then those of installed packages."""
-        return self.entries | {e.name: e.value for e in entry_points(group=f"adlm.{self.group}")}
+        """Our own entries, then those of installed packages, which never replace ours."""
+        return self.entries | {e.name: e.value for e in installed(self.group) if e.name not in self.entries}
 
     def __getitem__(self, name: str) -> str:
         return self.targets[name]
@@ -37,10 +63,141 @@ class Table(Mapping[str, str]):
         return len(self.targets)
 
     def load(self, name: str, key: str = "") -> Any:
-        """Import what `name` stands for; an unknown name is refused with the nearest known one. `key`: the setting."""
-        module, _, attribute = self[choose(key or self.group, name, self)].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        """What `name` stands for; an unknown one is refused with the nearest known. `key`: the setting to blame."""
+        target = self[choose(key or self.group, name, self)]
+        module, _, attribute = target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except Exception as error:
+            if name in self.entries:  # ours: a missing extra, which has its own message, or a bug, which is not hidden
+                raise
+            what = f"entry point {name} = {target!r} of the group adlm.{self.group}"
+            raise ValueError(f"the {what} cannot be loaded ({type(error).__name__}: {error})") from error
 
+
+class Group(Collection[str]):
+    """A group of YAML files, each of which sets several keys: `algo=NAME` reads configs/algo/NAME.yaml."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @functools.cached_property
+    def files(self) -> dict[str, Path]:
+        """Name -> file; of two files of a name ours counts."""
+        found = (path for folder in reversed(config_folders()) for path in (folder / self.name).glob("*.yaml"))
+        return dict(sorted((path.stem, path) for path in found))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def help(self, name: str) -> str:
+        """The first comment of the file, which says what it is."""
+        for line in self.files[name].read_text(encoding="utf-8").splitlines():
+            if line.startswith("# ") and "@package" not in line:
+                return line.removeprefix("# ")
+        return ""
+
+
+@functools.cache
+def config_folders() -> tuple[Path, ...]:
+    """Folders of YAML groups: ours, then configs/ of the packages named by entry points `adlm.configs`."""
+    found = [Path(__file__).parent / "configs"]
+    for entry in installed("configs"):
+        # Found without importing the package, which may load torch.
+        spec = importlib.util.find_spec(entry.value.partition(".")[0])
+        places = spec.submodule_search_locations if spec else None
+        folder = Path(places[0], *entry.value.split(".")[1:], "configs") if places else None
+        if folder is None or not folder.is_dir():
+            what = f"entry point {entry.name} = {entry.value!r} of the group adlm.configs"
+            raise ValueError(f"the {what} names no package with a folder configs/")
+        found.append(folder)
+    return tuple(found)
+
+
+GROUPS = {
+    name: Group(name)
+    for name in (
+        "model", "data", "noise", "optim", "lr_scheduler", "recipe", "algo", "sampling", "task", "method", "experiment",
+    )
+}  # fmt: skip
+"""Later groups win over earlier ones: a corpus may set the length, a recipe may set the block, an algorithm is applied
+on top of any recipe, and an experiment has the last word below the command line. configs/config.yaml keeps the same
+order. `data` has also every corpus of the table (data/corpora.py)."""
+
+ALGORITHMS = GROUPS["algo"]
+
+CORPORA = Table(
+    "corpora",
+    {
+        "pydocs": "adlm.data.corpora:PYDOCS",
+        "file": "adlm.data.corpora:FILE",
+        "prepared": "adlm.data.corpora:PREPARED",
+        "checkpoint": "adlm.data.corpora:CHECKPOINT",
+        "openwebtext": "adlm.data.corpora:OPENWEBTEXT",
+        "openwebtext-train": "adlm.data.corpora:OPENWEBTEXT_TRAIN",
+        "openwebtext-valid": "adlm.data.corpora:OPENWEBTEXT_VALID",
+        "lm1b": "adlm.data.corpora:LM1B",
+        "lm1b-gpt2": "adlm.data.corpora:LM1B_GPT2",
+        "wikitext2": "adlm.data.corpora:WIKITEXT2",
+        "wikitext103": "adlm.data.corpora:WIKITEXT103",
+        "ptb": "adlm.data.corpora:PTB",
+        "lambada": "adlm.data.corpora:LAMBADA",
+        "ag_news": "adlm.data.corpora:AG_NEWS",
+        "pubmed": "adlm.data.corpora:PUBMED",
+        "arxiv": "adlm.data.corpora:ARXIV",
+        "text8": "adlm.data.corpora:TEXT8",
+        "text8-crop": "adlm.data.corpora:TEXT8_CROP",
+        "tinystories": "adlm.data.corpora:TINYSTORIES",
+        "fineweb-edu": "adlm.data.corpora:FINEWEB_EDU",
+        "wikipedia": "adlm.data.corpora:WIKIPEDIA",
+    },
+)
+"""Name -> a `Corpus` (data/corpora.py)."""
+
+FORMATS = Table(
+    "formats",
+    {
+        "auto": "adlm.data.formats:by_suffix",
+        "lines": "adlm.data.formats:stripped_lines",
+        "wikitext": "adlm.data.formats:wikitext_lines",
+        "jsonl": "adlm.data.formats:jsonl",
+        "scientific_papers": "adlm.data.formats:scientific_papers",
+        "ag_news": "adlm.data.formats:ag_news_csv",
+    },
+)
+"""Published format of a corpus' files -> a function (path, text_key) -> documents. A parquet or jsonl copy of any of
+them is read by its suffix instead."""
+
+DETOKENIZERS = Table(
+    "detokenizers",
+    {
+        "none": "adlm.data.formats:unchanged",
+        "wikitext": "adlm.data.formats:detokenize_wikitext",
+        "ptb": "adlm.data.formats:detokenize_ptb",
+        "lm1b": "adlm.data.formats:detokenize_lm1b",
+        "lambada": "adlm.data.formats:detokenize_lambada",
+        "scientific_papers": "adlm.data.formats:detokenize_scientific_papers",
+    },
+)
+"""Name -> a function document -> document that undoes the tokenisation a corpus was published with."""
+
+TOKENIZERS = Table(
+    "tokenizers",
+    {
+        "gpt2": "adlm.data.tokenizers:gpt2",
+        "bert-base-uncased": "adlm.data.tokenizers:bert_base_uncased",
+        "text8": "adlm.data.tokenizers:text8_characters",
+        "bytes": "adlm.data.tokenizers:raw_bytes",
+    },
+)
+"""Name -> a function root -> `Tokenizer`; `root` is data.root, a folder that may hold vocabulary files. Beside these,
+data.tokenizer may be bpe-N, a tokenizer.json or a folder."""
 
 BRIDGES = Table(
     "bridges",

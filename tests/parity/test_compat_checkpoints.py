@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from adlm.compat.names import from_release, release_names
+from adlm.compat.checkpoints import (
+    export_release,
+    from_release,
+    import_release,
+    load_release,
+    read_release,
+    release_names,
+    tokenizer_of,
+)
 from adlm.compat.pickles import Checkpoint, Inert, plain
-from adlm.compat.reading import read_release
-from adlm.compat.release import export_release, import_release, load_release, tokenizer_of
 from adlm.data.tokenizers import load_tokenizer
 from adlm.io.export import describe, load_folder, save_folder
 from adlm.models import build_model
@@ -248,7 +254,7 @@ def linear(tree):
         (drop, False, "lacks 1 parameters"),
         (add, False, "has 1 parameters that are not the release's"),
         (reshape, False, "backbone.output_layer.linear.bias has shape (36,), a model of this shape needs (35,)"),
-        (shorten, True, "averaged weights for"),
+        (shorten, True, "EMA weights for"),
         (swap, True, "backbone.vocab_embed.embedding"),
         (expand, False, "is not a whole tensor of the file"),
         (contradict, False, "its settings say model.n_heads=8, its weights 2"),

@@ -1,8 +1,9 @@
-"""Detokenizers: each rule by hand, and the order of rules where it shows."""
+"""Detokenizers: each replacement by hand, and their order where it shows."""
 
 import pytest
 
-from adlm.data.detokenizers import DETOKENIZERS, LM1B, WIKITEXT, Rule, apply, get_detokenizer
+from adlm.data.formats import LM1B_MARKS, WIKITEXT_MARKS, Replacement, replaced
+from adlm.tables import DETOKENIZERS
 
 CASES = [
     # ---- wikitext
@@ -57,29 +58,29 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "before", "after"), CASES)
 def test_by_hand(name, before, after):
-    assert get_detokenizer(name)(before) == after
+    assert DETOKENIZERS.load(name)(before) == after
 
 
 def test_scientific_papers_is_wikitext_then_lm1b():
     text = 'cost of $ 5 @.@ 2 ( see ref . ) and / or it \'s " so " \n next , one .'
-    both = DETOKENIZERS["lm1b"](DETOKENIZERS["wikitext"](text))
-    assert get_detokenizer("scientific_papers")(text) == both
+    both = DETOKENIZERS.load("lm1b")(DETOKENIZERS.load("wikitext")(text))
+    assert DETOKENIZERS.load("scientific_papers")(text) == both
     assert both == 'cost of $5.2 (see ref.) and/or it\'s "so"\nnext, one.'
 
 
 def test_ptb_rewrites_ten_times_and_no_more():
     run = " ".join(["N"] * 30)
-    assert get_detokenizer("ptb")(f"a {run} b").count("1") == 30, "overlapping runs need two passes, not more"
+    assert DETOKENIZERS.load("ptb")(f"a {run} b").count("1") == 30, "overlapping runs need two passes, not more"
 
 
 def test_unknown_name():
     with pytest.raises(ValueError, match="did you mean 'wikitext'"):
-        get_detokenizer("wikitxt")
+        DETOKENIZERS.load("wikitxt")
 
 
 def test_needles_only_save_time():
-    """A rule's needle must be in every text its pattern matches: leaving needles out changes nothing."""
+    """A replacement's needle must be in every text its pattern matches: leaving needles out changes nothing."""
     texts = [before for _, before, _ in CASES] + [before + "\n" for _, before, _ in CASES]
-    for rules in (WIKITEXT, LM1B):
-        slow = [Rule(rule.old, rule.new) for rule in rules]
-        assert [apply(rules, text) for text in texts] == [apply(slow, text) for text in texts]
+    for rules in (WIKITEXT_MARKS, LM1B_MARKS):
+        slow = [Replacement(rule.old, rule.new) for rule in rules]
+        assert [replaced(rules, text) for text in texts] == [replaced(slow, text) for text in texts]

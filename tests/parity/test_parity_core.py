@@ -5,7 +5,7 @@ import torch
 from dense import dense_anelbo
 from release import MASK, V, load
 
-from adlm.compat.names import from_release
+from adlm.compat.checkpoints import from_release
 from adlm.objectives import CorruptedBatch, Sequences, Term, loss, make_objective
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.objectives.anelbo import gamma_at

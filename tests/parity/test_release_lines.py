@@ -13,7 +13,7 @@ import torch
 from judges import save_gpt2
 from release import README_SAMPLE, README_TRAIN
 
-from adlm.compat.release import export_release, load_release
+from adlm.compat.checkpoints import export_release, load_release
 
 ROOT = Path(__file__).parents[2]
 TINY = (

@@ -1,22 +1,32 @@
-"""Imports point one way: a module may import its own layer and the layers below it, nothing above."""
+"""Imports point one way: a module may import its own layer and the layers below it, nothing above. Modules and
+functions stay small, names are used once, and each choice has one table."""
 
 import ast
 from pathlib import Path
 
+import pytest
+
+from adlm import tables
+from adlm.config.keys import keys
+
 PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
-# Lowest first. schema and errors import nothing of ours.
+# Lowest first. errors imports nothing of ours; data imports only what stands before diffusion.
 LAYERS = [
     "errors", "rules", "tables", "schema", "config.keys", "migration", "io.paths", "diffusion", "models", "objectives",
-    "samplers", "engine", "data", "io.export",
-    "training", "compat", "io.load", "api", "reporting", "evaluation", "reasoning", "serving", "bench", "demo",
-    "config", "compare", "cli", "__main__",
+    "samplers", "data", "compat.command_lines", "config", "engine", "io.export",
+    "training", "compat.pickles", "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
+    "serving", "bench", "demo", "compare", "cli", "__main__",
 ]  # fmt: skip
+BELOW_DATA = {"errors", "rules", "tables", "schema", "io.paths", "data"}
 # What may be imported at the top of a module; the rest is optional and imported where used.
 ALWAYS_PRESENT = {"torch", "numpy", "safetensors", "tokenizers", "rich", "hydra", "omegaconf"}
 # These are useless without the packages of their extra (or of torch's CUDA build), and imported only where used.
 NEED_AN_EXTRA = {"serving", "evaluation/harness.py", "models/kernels.py", "engine/kernels.py", "training/kernels.py"}
 # No tensors here: the command line must answer `--help` without loading torch.
-NO_TORCH = {"rules", "tables", "migration", "schema", "errors", "config", "compat", "cli"}
+NO_TORCH = {
+    "rules", "tables", "migration", "schema", "errors", "config", "data", "compat.command_lines", "compat.pickles",
+    "compat.checkpoints", "cli",
+}  # fmt: skip
 
 
 def layer_of(path: Path) -> str:
@@ -49,7 +59,7 @@ MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.
 
 def test_every_module_belongs_to_a_layer():
     assert MODULES
-    assert {layer_of(p) for p in MODULES} <= {*LAYERS, "io"}
+    assert {layer_of(p) for p in MODULES} <= {*LAYERS, "io", "compat"}
 
 
 def test_imports_point_down():
@@ -64,6 +74,13 @@ def test_imports_point_down():
             if target in LAYERS and LAYERS.index(target) > own:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not wrong, wrong
+
+
+def test_data_knows_only_settings_and_paths():
+    for path in (PACKAGE / "data").glob("*.py"):
+        names = imported(ast.parse(path.read_text()), top_level_only=False)
+        used = {layer(name.removeprefix("adlm.")) for name in names if name.startswith("adlm.")}
+        assert used <= BELOW_DATA, (path.name, used - BELOW_DATA)
 
 
 def test_optional_packages_are_imported_where_used():
@@ -82,9 +99,111 @@ def test_optional_packages_are_imported_where_used():
     assert not wrong, wrong
 
 
+# ---- size and names --------------------------------------------------------------------------------------------------
+
+TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in [*MODULES, PACKAGE / "__init__.py"]}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [
+        (f"{name}:{node.name}", node)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, Function)
+    ]
+
+
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Triton passes one argument for each pointer and stride."""
+    return any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    a = node.args
+    names = [arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
 def test_modules_stay_readable():
     # the schema is a table of settings with their help, not code
     limit = {"schema.py": 600}
     lines = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in MODULES}
     long = {name: n for name, n in lines.items() if n > limit.get(name, 450)}
     assert not long, long
+
+
+@pytest.mark.xfail(strict=False, reason="until every branch of the refactoring is merged")
+def test_the_package_has_at_most_120_modules():
+    assert len(TREES) <= 120, len(TREES)
+
+
+@pytest.mark.xfail(strict=False, reason="until every branch of the refactoring is merged")
+def test_there_are_at_most_160_keys():
+    assert len(keys()) <= 160, len(keys())
+
+
+@pytest.mark.xfail(strict=False, reason="until every branch of the refactoring is merged")
+def test_no_class_name_is_used_twice():
+    found: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    assert not twice, twice
+
+
+@pytest.mark.xfail(strict=False, reason="until every branch of the refactoring is merged")
+def test_no_function_has_more_than_8_parameters():
+    many = {
+        name: len(parameters(node)) for name, node in functions() if len(parameters(node)) > 8 and not is_kernel(node)
+    }
+    assert not many, many
+
+
+@pytest.mark.xfail(strict=False, reason="until every branch of the refactoring is merged")
+def test_no_function_has_more_than_80_lines():
+    long = {name: n for name, node in functions() if (n := (node.end_lineno or 0) - node.lineno + 1) > 80}
+    assert not long, long
+
+
+# ---- one table for each choice ---------------------------------------------------------------------------------------
+
+# Maps between the release's names and ours, which name ours again. Numbers of the paper by name are facts, no tables.
+ALLOWED = {"compat/command_lines.py", "compat/checkpoints.py"}
+
+
+def name_sets() -> dict[str, set[str]]:
+    """What must be said only once: the names of each table and the choices of each key."""
+    found = {name: set(table.entries) for name, table in vars(tables).items() if isinstance(table, tables.Table)}
+    found |= {f"group {name}": set(group) for name, group in tables.GROUPS.items()}
+    return found | {key.name: {n for n in key.choices if n} for key in keys().values() if key.choices is not None}
+
+
+def keys_of(node: ast.Dict) -> list[ast.expr | None]:
+    """None where every value is a number, or a dictionary or tuple of numbers."""
+    parts = [part for value in node.values for part in ast.walk(value) if isinstance(part, ast.Constant | ast.Name)]
+    numbers = all(isinstance(p, ast.Constant) and (p.value is None or isinstance(p.value, int | float)) for p in parts)
+    return [] if numbers else node.keys
+
+
+@pytest.mark.xfail(strict=False, reason="until every branch of the refactoring is merged")
+def test_no_second_tables():
+    """Tuples, lists, sets and dicts of a module that repeat three names or more of a table."""
+    wrong = []
+    for module, tree in TREES.items():
+        if module in {"tables.py", "schema.py", *ALLOWED}:
+            continue
+        for statement in tree.body:
+            if not isinstance(statement, ast.Assign | ast.AnnAssign):
+                continue
+            for node in ast.walk(statement):
+                items = keys_of(node) if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+                words = {item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)}
+                wrong += [
+                    f"{module}:{node.lineno} repeats {sorted(words & names)} of {table}"
+                    for table, names in name_sets().items()
+                    if len(words & names) >= 3
+                ]
+    assert not wrong, "\n".join(wrong)

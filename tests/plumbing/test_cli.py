@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from adlm import cli
-from adlm.cli import COMMANDS, MODES, Command
+from adlm.cli import COMMANDS, Command
+from adlm.compat import command_lines
 from adlm.config.keys import keys
 
 ROOT = Path(__file__).parents[2]
@@ -218,10 +219,10 @@ def test_config_prints_yaml_that_can_be_read_back(capsys, tmp_path):
 
 
 def test_the_releases_modes_are_commands(probe, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "MODES", {mode: "probe" for mode in MODES})
+    monkeypatch.setattr(command_lines, "MODES", {mode: "probe" for mode in command_lines.MODES})
     assert cli.release_main("adlm_main", ["mode=ppl_eval", "data=wikitext2", "eval.checkpoint_path=x.ckpt"]) == 0
     cfg = probe.calls[0][0]
-    assert (cfg.mode, cfg.eval.checkpoint, cfg.algo) == ("ppl_eval", "x.ckpt", "two-stage")
+    assert (cfg.eval.checkpoint, cfg.algo) == ("x.ckpt", "two-stage")
     assert cli.release_main("main", ["mode=pple_val"]) == 1
     assert "did you mean 'ppl_eval'?" in capsys.readouterr().err
 

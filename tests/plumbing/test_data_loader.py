@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from adlm.data.loader import Batches, RowOrder, read_ahead
+from adlm.data.loader import Batches, SequenceOrder, read_ahead
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import raw_bytes, text8_characters
 from adlm.schema import DataConfig
@@ -37,38 +37,38 @@ def take(batches, n):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 64, 65, 1000, 4097])
 def test_every_epoch_is_a_permutation(n):
-    order = RowOrder(n, seed=7)
+    order = SequenceOrder(n, seed=7)
     for epoch in (0, 1, 5):
         assert sorted(order[np.arange(n) + epoch * n].tolist()) == list(range(n))
 
 
 def test_one_at_a_time_is_the_same_as_all_at_once():
-    order = RowOrder(1000, seed=3)
+    order = SequenceOrder(1000, seed=3)
     assert [int(order[e]) for e in range(500, 1500)] == order[np.arange(500, 1500)].tolist()
 
 
 def test_epochs_and_seeds_differ_and_nothing_else_matters():
     n = 1000
-    a, b = RowOrder(n, 1), RowOrder(n, 2)
+    a, b = SequenceOrder(n, 1), SequenceOrder(n, 2)
     first, second, other = a[np.arange(n)], a[np.arange(n, 2 * n)], b[np.arange(n)]
     for x, y in itertools.combinations([first, second, other, np.arange(n)], 2):
         assert (x == y).mean() < 0.01
         assert abs(stats.spearmanr(x, y).statistic) < 0.15
-    assert RowOrder(n, 1)[np.arange(n)].tolist() == first.tolist()
+    assert SequenceOrder(n, 1)[np.arange(n)].tolist() == first.tolist()
 
 
 def test_order_never_changes_between_versions():
     """Runs are resumed with later versions of the package and of numpy: these numbers are a promise."""
     two_epochs = [6, 1, 9, 0, 3, 7, 8, 4, 5, 2, 6, 2, 1, 0, 5, 3, 7, 4, 9, 8]
-    assert RowOrder(10, seed=1)[np.arange(20)].tolist() == two_epochs
-    large = RowOrder(1_000_000, seed=123)[np.array([0, 1, 999_999, 10**12])]
+    assert SequenceOrder(10, seed=1)[np.arange(20)].tolist() == two_epochs
+    large = SequenceOrder(1_000_000, seed=123)[np.array([0, 1, 999_999, 10**12])]
     assert large.tolist() == [224536, 43296, 282543, 203745]
 
 
 def test_positions_are_uniform():
     """Over many seeds, each row is first, and each pair of rows is adjacent, equally often."""
     n, seeds = 7, 1400
-    orders = np.stack([RowOrder(n, seed)[np.arange(n)] for seed in range(seeds)])
+    orders = np.stack([SequenceOrder(n, seed)[np.arange(n)] for seed in range(seeds)])
     for position in (0, 3, 6):
         assert stats.chisquare(np.bincount(orders[:, position], minlength=n)).pvalue > 1e-4
     pairs = np.bincount(orders[:, 0] * n + orders[:, 1], minlength=n * n).reshape(n, n)
@@ -76,16 +76,16 @@ def test_positions_are_uniform():
 
 
 def test_without_shuffling_rows_come_in_order():
-    assert RowOrder(5, 1, shuffle=False)[np.arange(12)].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert SequenceOrder(5, 1, shuffle=False)[np.arange(12)].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_huge_example_numbers():
-    order = RowOrder(9_000_000, 1)
+    order = SequenceOrder(9_000_000, 1)
     assert 0 <= int(order[10**15]) < 9_000_000
 
 
 def test_batches_are_the_order(blocks):
-    order = RowOrder(len(blocks), 5)
+    order = SequenceOrder(len(blocks), 5)
     batches = Batches(blocks, seed=5, global_batch_size=6)
     for g, batch in enumerate(take(batches, 50)):
         assert batch.examples.tolist() == list(range(6 * g, 6 * g + 6))
@@ -137,7 +137,7 @@ def test_crop_windows(tmp_path):
     tok = text8_characters()
     cfg = DataConfig(name="text8-crop", root=str(tmp_path), cache_dir=str(tmp_path / "cache"))
     rows = prepare(cfg, tok, 16, "train")
-    order = RowOrder(len(rows), 3)
+    order = SequenceOrder(len(rows), 3)
     starts = set()
     for batch in take(Batches(rows, 3, 8), 12):
         assert batch.tokens.shape == (8, 16)
@@ -198,5 +198,5 @@ def test_bad_sizes(blocks):
         Batches(blocks, 1, 0)
     with pytest.raises(ValueError, match="rank 4 is not one of 4"):
         Batches(blocks, 1, 8, 4, 4)
-    with pytest.raises(ValueError, match="no rows"):
-        RowOrder(0, 1)
+    with pytest.raises(ValueError, match="no sequences"):
+        SequenceOrder(0, 1)

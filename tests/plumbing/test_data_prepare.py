@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from adlm.data import blocks as storage
+from adlm.data import packing
 from adlm.data import preparation as module
-from adlm.data import shards
-from adlm.data.blocks import Blocks, Damaged
-from adlm.data.command import run_data
-from adlm.data.preparation import prepare, tokenizer_for
+from adlm.data.blocks import Blocks, Corrupt
+from adlm.data.preparation import prepare, run_data, tokenizer_for
 from adlm.data.tokenizers import load_tokenizer, raw_bytes, text8_characters, train_bpe
 from adlm.schema import Config, DataConfig
 
@@ -122,22 +121,22 @@ def test_a_renamed_file_is_the_same_corpus(cfg, tmp_path):
 
 def test_batches_and_threads_do_not_show(cfg, monkeypatch, tmp_path):
     whole = prepare(cfg, BYTES, 32, "train")
-    monkeypatch.setattr(shards, "CHARACTERS", 50)
-    for packing in ("stream", "release"):
-        a = prepare(replace(cfg, cache_dir=str(tmp_path / "other"), packing=packing), BYTES, 32, "train")
+    monkeypatch.setattr(packing, "SHARD_CHARACTERS", 50)
+    for how in ("stream", "release"):
+        a = prepare(replace(cfg, cache_dir=str(tmp_path / "other"), packing=how), BYTES, 32, "train")
         assert np.array_equal(a.tokens, whole.tokens), "40 documents are one group of 1000"
 
 
 def test_max_rows_reads_no_further_than_needed(cfg, monkeypatch):
-    monkeypatch.setattr(shards, "CHARACTERS", 50)
+    monkeypatch.setattr(packing, "SHARD_CHARACTERS", 50)
     whole, part = prepare(cfg, BYTES, 32, "train"), prepare(replace(cfg, max_sequences=3), BYTES, 32, "train")
     assert np.array_equal(part.tokens, whole.tokens[:3])
     assert part.manifest["documents"] < 12
 
 
 def test_large_vocabularies_use_four_bytes(tmp_path, cfg):
-    assert storage.row_dtype(65536) == np.uint16
-    assert storage.row_dtype(65537) == np.uint32
+    assert packing.token_dtype(65536) == np.uint16
+    assert packing.token_dtype(65537) == np.uint32
 
 
 # ---- damage, kills, crowds ------------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ def test_damage_is_noticed_and_repaired(cfg, harm):
         (folder / "frequencies.npy").write_bytes(b"nonsense")
     else:
         rows.unlink()
-    with pytest.raises(Damaged):
+    with pytest.raises(Corrupt):
         Blocks(folder)
     with pytest.warns(UserWarning, match="preparing it again"):
         again = prepare(cfg, BYTES, 32, "train")
@@ -178,12 +177,12 @@ def test_every_piece_is_checked_when_asked(cfg, monkeypatch):
     data[70] ^= 1
     (rows.folder / "rows.bin").write_bytes(data)
     Blocks(rows.folder)
-    with pytest.raises(Damaged, match="damaged between bytes 64 and 128"):
+    with pytest.raises(Corrupt, match="corrupt between bytes 64 and 128"):
         Blocks(rows.folder, check_all=True)
 
 
 def test_goes_on_after_an_interruption(cfg, monkeypatch):
-    monkeypatch.setattr(shards, "CHARACTERS", 50)
+    monkeypatch.setattr(packing, "SHARD_CHARACTERS", 50)
     whole = np.array(prepare(replace(cfg, cache_dir=cfg.cache_dir + "2"), BYTES, 32, "train").tokens)
     encoded, allowed = [], 5
     real = type(BYTES).encode_batch
@@ -204,7 +203,7 @@ def test_goes_on_after_an_interruption(cfg, monkeypatch):
     damaged.write_bytes(damaged.read_bytes()[:-30])
     allowed = 1000
     assert np.array_equal(prepare(cfg, BYTES, 32, "train").tokens, whole)
-    total = sum(1 for _ in shards.batches(iter(texts(cfg)[:36])))
+    total = sum(1 for _ in packing.grouped(iter(texts(cfg)[:36])))
     assert total > 10
     assert len(encoded) == 5 + total - 4
     assert not list(Path(cfg.cache_dir).glob("*.partial"))
@@ -212,9 +211,11 @@ def test_goes_on_after_an_interruption(cfg, monkeypatch):
 
 KILLED = """
 import sys
-from adlm.data import load_tokenizer, prepare, shards
+from adlm.data import packing
+from adlm.data.preparation import prepare
+from adlm.data.tokenizers import load_tokenizer
 from adlm.schema import DataConfig
-shards.CHARACTERS = 2000
+packing.SHARD_CHARACTERS = 2000
 path, cache = sys.argv[1:]
 print("ready", flush=True)
 prepare(DataConfig(name="file", path=path, cache_dir=cache), load_tokenizer("bytes"), 64, "train")
@@ -282,12 +283,12 @@ def test_too_short_says_what_would_fit(cfg):
     message = refusal(cfg, length=4096, split="valid")
     tokens = sum(len(text.encode()) + 1 for text in texts(cfg)[36:])
     assert f"has {tokens} tokens in 4 documents" in message
-    assert "one row of model.length=4096 needs 4094" in message
+    assert "one sequence of model.length=4096 needs 4094" in message
     assert f"model.length={tokens + 2} would fit one; or hold out more than data.valid_fraction=0.1" in message
     assert refusal(cfg, length=10**6).endswith("would fit one")
     assert not list(Path(cfg.cache_dir).glob("*.partial")), "nothing is left behind"
     assert len(prepare(cfg, BYTES, tokens + 2, "valid")) == 1
-    assert "too short for a row" in refusal(cfg, length=2)
+    assert "too short for a sequence" in refusal(cfg, length=2)
 
 
 def test_release_packing_that_drops_everything(cfg, tmp_path):
@@ -318,26 +319,25 @@ def test_a_source_that_cannot_be_read_is_not_blamed_on_the_cache(cfg, monkeypatc
     def failing(file, algorithm):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("adlm.data.cache.hashlib.file_digest", failing)
+    monkeypatch.setattr("adlm.data.blocks.hashlib.file_digest", failing)
     assert refusal(cfg) == f"cannot read {cfg.path} (Input/output error)"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk(cfg, monkeypatch):
     prepare(cfg, BYTES, 32, "train")
-    real = storage.RowWriter.__init__
+    real = storage.BlockWriter.__init__
 
     def on_full_disk(self, *args, **kwargs):
         real(self, *args, **kwargs)
         self._file.close()
         self._file = open("/dev/full", "wb")  # noqa: SIM115
 
-    monkeypatch.setattr(storage.RowWriter, "__init__", on_full_disk)
+    monkeypatch.setattr(storage.BlockWriter, "__init__", on_full_disk)
     assert "No space left on device" in refusal(cfg, length=16)
 
 
 def test_unknown_choices(cfg):
-    assert "data.packing='strem' is unknown (did you mean 'stream'?)" in refusal(replace(cfg, packing="strem"))
     assert "split='tran' is unknown (did you mean 'train'?)" in refusal(cfg, split="tran")
     assert "did you mean 'openwebtext" in refusal(replace(cfg, name="openwebtxt"))
 
@@ -379,7 +379,7 @@ def test_a_prepared_folder_can_be_copied_and_used_alone(cfg, tmp_path):
     assert np.array_equal(prepare(copy, tokenizer, 32, "train").tokens, train.tokens)
     assert len(prepare(copy, tokenizer, 32, "valid")) == len(valid)
     assert "was prepared with tokenizer 'bytes', not with 'text8'" in refusal(copy, text8_characters())
-    assert "has rows of 32 tokens, but model.length=64" in refusal(copy, length=64)
+    assert "has sequences of 32 tokens, but model.length=64" in refusal(copy, length=64)
     other = replace(cfg, valid_name="prepared", valid_path=str(folders["v"]))
     assert len(prepare(other, tokenizer, 32, "valid")) == len(valid), "train on text, validate on a prepared folder"
     assert "holds no manifest.json" in refusal(replace(copy, path=str(tmp_path)))
@@ -410,7 +410,7 @@ def test_command_prepares_both_splits(cfg, capsys):
     result = run_data(whole, ["prepare"])
     assert Blocks(result["train"]["folder"]).fingerprint == prepare(cfg, BYTES, 32, "train").fingerprint
     assert json.loads(json.dumps(result)) == result
-    assert "rows of 32" in capsys.readouterr().out
+    assert "sequences of 32" in capsys.readouterr().out
     assert set(run_data(whole, ["prepare", "valid"])) == {"tokenizer", "vocab_size", "valid"}
     with pytest.raises(ValueError, match="did you mean 'prepare'"):
         run_data(whole, ["prepar"])

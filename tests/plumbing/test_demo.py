@@ -14,7 +14,7 @@ from tiny import random_tokens, tiny_model
 
 import adlm
 from adlm import cli, config
-from adlm.data import prepare
+from adlm.data.preparation import prepare
 from adlm.diffusion.schedules import LogLinear
 from adlm.evaluation.anchor_report import anchors_section, hide
 from adlm.evaluation.anchors import guesses, read_hidden

@@ -56,7 +56,8 @@ def test_a_step_never_waits_for_the_device():
     objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 210, seed=0)
     update = Updater(OptimConfig(), model, Ema(model, 0.99), GradientGuard(10.0, torch.device("cuda")))
     tasks = [
-        objective.corrupt(Sequences(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0) for i in (0, 1)
+        objective.corrupt(Sequences(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0)
+        for i in (0, 1)
     ]
     for i, task in enumerate(tasks):
         torch.cuda.set_sync_debug_mode("error" if i else "default")  # the first step compiles and allocates

@@ -18,7 +18,7 @@ from tiny import random_tokens, tiny_model
 from torch import nn
 
 from adlm import cli, config
-from adlm.compat.release import export_release
+from adlm.compat.checkpoints import export_release
 from adlm.data.tokenizers import raw_bytes, train_bpe
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise

@@ -8,7 +8,8 @@ import torch
 from runs import run_config
 
 from adlm import cli
-from adlm.data import defaults, load_tokenizer
+from adlm.data.corpora import defaults
+from adlm.data.tokenizers import load_tokenizer
 from adlm.evaluation import zeroshot
 from adlm.evaluation.zeroshot import PAPER, SETS, comparable, prepare_fitting
 from adlm.io.export import Loaded

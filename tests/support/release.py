@@ -1,6 +1,6 @@
 """What the public release wrote, in our terms: its toy model, and the command lines of its README and scripts."""
 
-from adlm.compat.names import from_release
+from adlm.compat.checkpoints import from_release
 from adlm.models import build_model
 from adlm.schema import ModelConfig
 

@@ -1,5 +1,2 @@
-"""The release's world: its override names (`overrides.py`) and its checkpoints (`release.py`)."""
-
-from adlm.compat.command_lines import RELEASE_KEYS, release_argv, rewrite
-
-__all__ = ["RELEASE_KEYS", "release_argv", "rewrite"]
+"""The public release's world: its command lines (command_lines.py), its checkpoints (checkpoints.py), which are read
+as data and never executed (pickles.py)."""

@@ -1,21 +1,22 @@
 """The release's override names become ours, in argv, before anything is composed.
 
-One explicit table, `RULES`: every key of the public ADLM / MDLM / ReMDM command lines either turns into ours, or is
-accepted with a note that says why it means nothing here, or is refused with the way to say it. Keys that are in neither
-world are left alone and refused by `adlm.config`. docs/config.md holds the same table; a test compares the two.
+One explicit table, `TRANSLATIONS`: every key of the public ADLM / MDLM / ReMDM command lines either turns into ours, or
+is accepted with a note that says why it means nothing here, or is refused with the way to say it. Keys that are in
+neither world are left alone and refused by `adlm.config`. docs/configuration.md shows the same table.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from adlm.data.corpora import ALIASES
 from adlm.errors import choose
 
 Given = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """`keys` of the release that are read together; `becomes` says what they turn into; `note` is told when ignored."""
+class Translation:
+    """Keys of the release that are read together; `becomes` says what they turn into, `note` why they are ignored."""
 
     keys: tuple[str, ...]
     becomes: str
@@ -23,21 +24,21 @@ class Rule:
     note: str = ""
 
 
-def _rename(old: str, new: str) -> Rule:
-    return Rule((old,), f"`{new}`", lambda given: [f"{new}={given[old]}"])
+def _rename(old: str, new: str) -> Translation:
+    return Translation((old,), f"`{new}`", lambda given: [f"{new}={given[old]}"])
 
 
-def _corpus(old: str, new: str) -> Rule:
-    return Rule((old,), f"`{new}`", lambda given: [f"{new}={CORPORA.get(given[old], given[old])}"])
+def _corpus(old: str, new: str) -> Translation:
+    return Translation((old,), f"`{new}`", lambda given: [f"{new}={ALIASES.get(given[old], given[old])}"])
 
 
-def _ignore(old: str, why: str) -> Rule:
-    return Rule((old,), f"ignored: {why}", lambda given: [], why)
+def _ignore(old: str, why: str) -> Translation:
+    return Translation((old,), f"ignored: {why}", lambda given: [], why)
 
 
-def _values(old: str, table: dict[str, list[str]], becomes: str) -> Rule:
+def _values(old: str, table: dict[str, list[str]], becomes: str) -> Translation:
     """A key with few values, each of which turns into some overrides."""
-    return Rule((old,), becomes, lambda given: table[choose(old, given[old].lower(), table)])
+    return Translation((old,), becomes, lambda given: table[choose(old, given[old].lower(), table)])
 
 
 def _true(value: str) -> bool:
@@ -45,7 +46,8 @@ def _true(value: str) -> bool:
 
 
 def _gamma(given: Given) -> list[str]:
-    # The release's weight is min(factor1, step / max_steps * factor2): factor1 from the share factor1 / factor2 on.
+    # The release's weight is min(factor1, step / max_steps * factor2): it reaches factor1 after factor1 / factor2
+    # of the run.
     factor1 = _number(given, "base_scaling_factor1", 3e-3)
     factor2 = _number(given, "base_scaling_factor2", 1.0)
     if factor1 <= 0 or factor2 <= 0:
@@ -62,13 +64,12 @@ def _number(given: Given, key: str, default: float) -> float:
 
 def _sample_count(given: Given) -> list[str]:
     batches = _number(given, "sampling.num_sample_batches", 1)
-    rows = _number(given, "loader.eval_batch_size", 1)
-    wanted = [f"sampling.n={int(batches * rows)}"] if "sampling.num_sample_batches" in given else []
-    return wanted
+    size = _number(given, "loader.eval_batch_size", 1)
+    return [f"sampling.n={int(batches * size)}"] if "sampling.num_sample_batches" in given else []
 
 
 def _sampler(given: Given) -> list[str]:
-    # Order as in the release: dfm has its own loop; the predictors ddpm and analytic never look at sampling.sampler.
+    # Order as in the release: dfm has its own loop; the predictors ddpm and analytic never read sampling.sampler.
     predictor = choose(
         "sampling.predictor", given.get("sampling.predictor", "ddpm_cache"), ("ddpm", "ddpm_cache", "analytic")
     )
@@ -102,30 +103,23 @@ def _time_conditioning(given: Given) -> list[str]:
     return [] if causal else [f"model.time_conditioning={given['time_conditioning']}"]
 
 
-def _refuse(old: str, why: str, harmless: Sequence[str] = ()) -> Rule:
+def _refuse(old: str, why: str, harmless: Sequence[str] = ()) -> Translation:
     def apply(given: Given) -> list[str]:
         if given[old].lower() not in harmless:
             raise ValueError(f"{old}={given[old]}: {why}")
         return []
 
-    return Rule((old,), f"refused: {why}" + (f" ({', '.join(harmless)} is accepted)" if harmless else ""), apply)
+    return Translation((old,), f"refused: {why}" + (f" ({', '.join(harmless)} is accepted)" if harmless else ""), apply)
 
 
-# The release's names of corpora, as values of data.train and data.valid.
-CORPORA = {
-    "openwebtext-split": "openwebtext",
-    "scientific_papers_arxiv": "arxiv",
-    "scientific_papers_pubmed": "pubmed",
-}
-
-RULES: tuple[Rule, ...] = (
+TRANSLATIONS: tuple[Translation, ...] = (
     # objective
     _values(
         "enable_anchor_loss",
         {"true": ["algo=adlm"], "false": ["algo=two-stage"]},
         "`algo=adlm` (true), `algo=two-stage` (false)",
     ),
-    Rule(
+    Translation(
         ("base_scaling_factor1", "base_scaling_factor2"),
         "`objective.gamma` = factor1, `objective.gamma_warmup` = factor1 / factor2",
         _gamma,
@@ -138,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _values("backbone", {"dit": [], "ar": ["algo=ar"]}, "`algo=ar`; `dit` keeps the algorithm"),
     _rename("T", "objective.T"),
-    Rule(("time_conditioning",), "`model.time_conditioning` (nothing for `ar`)", _time_conditioning),
+    Translation(("time_conditioning",), "`model.time_conditioning` (nothing for `ar`)", _time_conditioning),
     _rename("training.ema", "optim.ema"),
     _rename("training.sampling_eps", "objective.sampling_eps"),
     _ignore("training.antithetic_sampling", "times are always stratified over the global batch"),
@@ -151,17 +145,17 @@ RULES: tuple[Rule, ...] = (
     _corpus("data.train", "data.name"),
     _corpus("data.valid", "data.valid_name"),
     _rename("data.tokenizer_name_or_path", "data.tokenizer"),
-    _ignore("data.streaming", "blocks are prepared once and memory-mapped"),
+    _ignore("data.streaming", "sequences are prepared once and memory-mapped"),
     _rename("loader.global_batch_size", "train.global_batch_size"),
     _rename("loader.batch_size", "train.batch_size"),
-    Rule(
+    Translation(
         ("sampling.num_sample_batches", "loader.eval_batch_size"),
-        "`sampling.n` = batches x sequences of a batch",
+        "`sampling.n` = batches x size (`sampling.batch_size` never changes a text)",
         _sample_count,
     ),
     _ignore("loader.eval_global_batch_size", "results do not depend on it"),
-    _ignore("loader.num_workers", "rows are memory-mapped"),
-    _ignore("loader.pin_memory", "rows are memory-mapped"),
+    _ignore("loader.num_workers", "sequences are memory-mapped"),
+    _ignore("loader.pin_memory", "sequences are memory-mapped"),
     # model, noise, optimizer
     _rename("noise.type", "noise.name"),
     _ignore("model.name", "the group's name is enough"),
@@ -194,9 +188,9 @@ RULES: tuple[Rule, ...] = (
     _ignore("trainer.accumulate_grad_batches", "it follows from train.global_batch_size and train.batch_size"),
     _ignore("trainer.num_sanity_val_steps", "there is no sanity pass"),
     _ignore("trainer.limit_train_batches", "the length of a run is train.steps"),
-    _ignore("trainer.limit_val_batches", "rows of a validation are train.valid_sequences"),
+    _ignore("trainer.limit_val_batches", "the size of a validation is train.valid_sequences"),
     # checkpoints and folders
-    Rule(
+    Translation(
         ("checkpointing.save_dir", "sampling.generated_seqs_path", "hydra.run.dir"),
         "`out` (the first of them that is given); relative to where you are, never to a run folder",
         _out,
@@ -204,7 +198,7 @@ RULES: tuple[Rule, ...] = (
     _rename("checkpointing.resume_from_ckpt", "checkpoint.resume"),
     _refuse(
         "checkpointing.resume_ckpt_path",
-        "a run goes on from its own folder (out=FOLDER); to start from other weights use checkpoint.init_from=FOLDER",
+        "a run resumes from its own folder (out=FOLDER); to start from other weights use checkpoint.init_from=FOLDER",
     ),
     _rename("callbacks.checkpoint_every_n_steps.every_n_train_steps", "checkpoint.every"),
     # evaluation
@@ -216,12 +210,12 @@ RULES: tuple[Rule, ...] = (
     _ignore("eval.generate_samples", "samples during training are train.sample_every"),
     # sampling
     _rename("sampling.nucleus_p", "sampling.top_p"),
-    Rule(
+    Translation(
         ("sampling.predictor", "sampling.dfm"),
         "`sampling.sampler=ddpm`, `analytic` (`score` for `sedd`) or `dfm`; `ddpm_cache` keeps the sampler",
         _sampler,
     ),
-    Rule(
+    Translation(
         ("sampling.semi_ar", "sampling.stride_length", "sampling.num_strides"),
         "`sampling.stride` and `sampling.length`",
         _semi_ar,
@@ -234,7 +228,7 @@ RULES: tuple[Rule, ...] = (
     _ignore("wandb", "logging to wandb is off unless track.wandb=true"),
 )  # fmt: skip
 
-RELEASE_KEYS: dict[str, Rule] = {key: rule for rule in RULES for key in rule.keys}
+RELEASE_KEYS: dict[str, Translation] = {key: t for t in TRANSLATIONS for key in t.keys}
 
 # Whole families that configure libraries we do not use.
 IGNORED_PREFIXES = {
@@ -246,17 +240,18 @@ IGNORED_PREFIXES = {
 
 # Names of the release's group files: (group, name) -> ours.
 GROUP_NAMES = {
-    ("data", "openwebtext-split"): "openwebtext",
+    **{("data", theirs): ours for theirs, ours in ALIASES.items()},
     ("data", "openwebtext-streaming"): "openwebtext",
     ("data", "lm1b-streaming"): "lm1b",
-    ("data", "scientific_papers_arxiv"): "arxiv",
-    ("data", "scientific_papers_pubmed"): "pubmed",
     ("model", "small-ar"): "small",
     ("model", "tiny-ar"): "tiny",
     ("noise", "ar"): "loglinear",
     ("lr_scheduler", "constant_warmup"): "constant",
     ("lr_scheduler", "cosine_decay_warmup"): "cosine",
 }
+
+# Commands that the release's `mode=` stands for.
+MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "evaluate"}
 
 # What adlm_main.py and main.py stand for when a key is not given; parity settings make their numbers comparable.
 PROGRAM_ALGO = {"adlm_main": "two-stage", "main": "mdlm"}
@@ -269,7 +264,7 @@ RELEASE_DEFAULTS = (
 def rewrite(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """argv in either world's names -> (argv in ours, notes on what was ignored and why).
 
-    A rule's overrides take the place of its first key, so that of two settings of one thing the later still wins.
+    What keys turn into takes the place of the first of them, so that of two settings of one thing the later still wins.
     """
     split = [_split(text) for text in argv]
     given = {key: value for key, value in split if key}
@@ -277,14 +272,14 @@ def rewrite(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     ours: list[str] = []
     notes: list[str] = []
     for text, (key, value) in zip(argv, split):
-        rule = RELEASE_KEYS.get(key)
+        translation = RELEASE_KEYS.get(key)
         family = next((prefix for prefix in IGNORED_PREFIXES if key.startswith(prefix)), None)
-        if rule is not None:
-            if id(rule) not in done:
-                done.add(id(rule))
-                ours += rule.apply(given)
-            if rule.note:
-                notes.append(f"{key}={value} ignored: {rule.note}")
+        if translation is not None:
+            if id(translation) not in done:
+                done.add(id(translation))
+                ours += translation.apply(given)
+            if translation.note:
+                notes.append(f"{key}={value} ignored: {translation.note}")
         elif family is not None:
             notes.append(f"{key}={value} ignored: {IGNORED_PREFIXES[family]}")
         elif (key, value) in GROUP_NAMES:
@@ -304,9 +299,11 @@ def _split(text: str) -> tuple[str, str]:
     return key.lstrip("+"), value
 
 
-def release_argv(program: str, argv: Sequence[str]) -> list[str]:
-    """What `python -m adlm_main ...` or `python -m main ...` means: the release's defaults, then the overrides."""
+def release_line(program: str, argv: Sequence[str]) -> list[str]:
+    """What `python -m adlm_main mode=... ...` or `python -m main ...` means: a command of ours, the release's defaults,
+    then the overrides."""
     given = dict(_split(text) for text in argv)
+    command = MODES[choose("mode", given.get("mode", "train"), MODES)]
     extra = [f"algo={PROGRAM_ALGO[program]}", *RELEASE_DEFAULTS]
     if given.get("data", "openwebtext") == "openwebtext":
         extra.append("data.valid_name=wikitext103")  # the release trains on all of it and validates elsewhere
@@ -316,4 +313,4 @@ def release_argv(program: str, argv: Sequence[str]) -> list[str]:
         extra.append(f"model.n_denoiser_blocks={int(_number(given, 'model.n_blocks', 0)) // 2}")
     if "seed" in given:
         extra.append(f"sampling.seed={given['seed']}")
-    return [*extra, *argv]
+    return [command, *extra, *(text for text in argv if _split(text)[0] != "mode")]

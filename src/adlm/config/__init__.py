@@ -3,33 +3,38 @@
 Hydra's grammar outside (`model=small data=lm1b train.steps=1_000`), plain dataclasses inside. Groups are composed by
 `hydra.compose`, not `@hydra.main`: the latter changes directory and makes run folders on every rank. Single values are
 read here by the type of their key, so that a mistake is answered at once, in our words, with the nearest valid name.
+keys.py says what can be set.
+
+Whatever comes in passes the same two gates: `migrate` (names of earlier versions) and `check_values` (the rule beside
+each field of schema.py). Rules that join several settings stand beside what needs them and are called by `check`.
 """
 
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adlm import compat
-from adlm.config.checks import check, choices
-from adlm.config.keys import CONFIG_DIR, GROUPS, group_choices, keys, nearest
+from adlm.compat.command_lines import RELEASE_KEYS, rewrite
+from adlm.config.checks import check_noise, check_objective
+from adlm.config.keys import group_choices, keys, nearest
+from adlm.data import corpora
 from adlm.errors import choose, require
-from adlm.io.paths import expanded, write_atomically
+from adlm.io.paths import expanded
 from adlm.migration import RENAMED, migrate
-from adlm.schema import Config, as_yaml
-
-__all__ = ["check", "choices", "flatten", "from_yaml", "load", "save"]
+from adlm.rules import Location, check_fields
+from adlm.samplers.rules import check_sampling
+from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
+from adlm.tables import CORPORA, GROUPS, config_folders
 
 # These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
-# Where commands write, and what they start from: ~ is the user's home, which shells do not say of `out=~/x`
-PLACES = ("out", "eval.checkpoint", "checkpoint.init_from")
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -37,74 +42,97 @@ def load(argv: Sequence[str], world_size: int | None = None, run_folder: bool = 
     """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
 
     `world_size` is the number of ranks that share the global batch; by default what torchrun says. `run_folder`: an
-    empty `out` becomes the folder of a run.
+    empty `out` becomes a folder below runs/ (not for commands that write beside a checkpoint, or nothing).
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    ours, notes = compat.rewrite(argv)
-    if os.environ.get("RANK", "0") == "0":
-        for note in notes:
-            print(f"adlm: note: {note}", file=sys.stderr)
-    groups, values = _sort(ours)
-    composed, chosen = _compose(tuple(groups.items()))
-    cfg = copy.deepcopy(composed)
-    _assign(cfg, values)
-    _derive(cfg, chosen, ranks)
-    if run_folder and not cfg.out:
-        cfg.out = f"runs/{_label(cfg, chosen)}"
-    check(cfg, ranks)
-    return cfg
+    return _build(_today(argv), world_size, run_folder)
 
 
-def _sort(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """argv -> (group -> choice, key -> value). The last of several wins and a leading + or ++ changes nothing, since
-    every key exists."""
-    groups: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for text in argv:
+def load_sweep(argv: Sequence[str]) -> tuple[Config, list[SamplingConfig]]:
+    """As `load`, but numbers and names of `sampling` may be lists (`sampling.steps=64,128`): every combination of them
+    once, checked, in the order typed. The Config has the first."""
+    columns = [[(key, word) for word in _words(key, text)] for key, text in _today(argv).items()]
+    found = [_build(dict(line), None, run_folder=False) for line in itertools.product(*columns)]
+    settings: list[SamplingConfig] = []
+    for cfg in found:
+        if cfg.sampling not in settings:
+            settings.append(cfg.sampling)
+    return found[0], settings
+
+
+def _words(key: str, text: str) -> list[str]:
+    swept = key in ("sampling", "sampling.sampler") or (
+        key.startswith("sampling.") and key in keys() and keys()[key].kind in (int, float)
+    )
+    return [word.strip() for word in text.split(",") if word.strip()] or [text] if swept else [text]
+
+
+def _today(argv: Sequence[str]) -> dict[str, str]:
+    """argv -> group or key -> text, in today's names. The last of several wins, and a leading + or ++ changes nothing,
+    since every key exists. What was renamed or ignored is said on stderr."""
+    ours, notes = rewrite(argv)
+    given: dict[str, str] = {}
+    for text in ours:
         match = OVERRIDE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not of the form key=value")
         key, value = match["key"], match["value"]
         require(match["sign"] != "~", f"{text!r}: a setting cannot be removed; give {key} a value")
-        key = RENAMED.get(key, key)
+        if key in RENAMED:
+            notes.append(f"{key} is now {RENAMED[key]}")
+        value = value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
+        given[RENAMED.get(key, key)] = value
+    today = migrate(given, "command line")
+    notes += [f"{key}={value} ignored: the key is gone" for key, value in given.items() if key not in today]
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"adlm: note: {note}", file=sys.stderr)
+    return today
+
+
+def _build(given: dict[str, str], world_size: int | None, run_folder: bool) -> Config:
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    groups: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for key, text in given.items():
         if key in GROUPS:
-            groups[key] = choose(key, _unquote(value), group_choices(key))
+            groups[key] = choose(key, text, group_choices(key))
         elif key in keys():
-            values[key] = _read_value(key, _unquote(value))
+            values[key] = _read_value(key, text)
         else:
-            known = [*keys(), *GROUPS, *compat.RELEASE_KEYS]
+            known = [*keys(), *GROUPS, *RELEASE_KEYS]
             raise ValueError(f"unknown key {key!r}{nearest(key, known)}; `adlm config` prints all keys")
-    return groups, values
-
-
-def _unquote(text: str) -> str:
-    return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
+    composed, chosen = _compose(tuple(groups.items()))
+    cfg = copy.deepcopy(composed)
+    _assign(cfg, values)
+    _derive(cfg, chosen, ranks, run_folder)
+    check(cfg, ranks)
+    return cfg
 
 
 def _read_value(key: str, text: str) -> Any:
     """Read `text` by the type of its key. Strings are literal: Hydra would read a run named 2024_01 as the number
     202401 and stumble over a path with `=`. Whole numbers may be written 1e6 or 1_000_000."""
-    kind = keys()[key].kind
-    if kind is str:
-        if key in PLACES:
+    setting = keys()[key]
+    if setting.kind is str:
+        if isinstance(setting.rule, Location):
             return expanded(text)
-        allowed = choices(key)
-        return text if allowed is None else choose(key, text if text in allowed else text.lower(), allowed)
-    if kind is bool:
+        known = setting.choices
+        return text.lower() if known is not None and text not in known and text.lower() in known else text
+    if setting.kind is bool:
         require(text.lower() in TRUTH, f"{key}={text} is not true or false")
         return TRUTH[text.lower()]
     try:
         number = int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
-        if kind is int and number != int(number):
+        if setting.kind is int and number != int(number):
             raise ValueError
-        return kind(number)
+        return setting.kind(number)
     except (ValueError, OverflowError):
-        raise ValueError(f"{key}={text} is not a {'whole ' if kind is int else ''}number") from None
+        raise ValueError(f"{key}={text} is not a {'whole ' if setting.kind is int else ''}number") from None
 
 
 @functools.cache
 def _compose(groups: tuple[tuple[str, str], ...]) -> tuple[Config, dict[str, str]]:
-    """The schema's defaults overlaid with the chosen group files; also which file of each group was taken.
+    """The schema's defaults overlaid with the chosen groups; also which name of each group was taken.
 
     Remembered, since it takes a tenth of a second and notebooks and tests ask for the same few again and again.
     """
@@ -113,13 +141,21 @@ def _compose(groups: tuple[tuple[str, str], ...]) -> tuple[Config, dict[str, str
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf, open_dict
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    # A corpus of another package is loaded only if it is asked for: a broken one must not stop everything else.
+    for name in {*CORPORA.entries, dict(groups).get("data", "")} & {*CORPORA} - {*GROUPS["data"]}:
+        store.store(group="data", name=name, node=corpora.group(name), package="_global_")
+    ours, *foreign = config_folders()
+    overrides = [f"{group}={name}" for group, name in groups]
+    if foreign:
+        overrides.append(f"hydra.searchpath=[{','.join(folder.as_uri() for folder in foreign)}]")
     # A caller may be a Hydra application itself: its global state is put back.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            tree = compose("config", overrides=[f"{k}={v}" for k, v in groups], return_hydra_config=True)
+        with initialize_config_dir(str(ours), version_base="1.3"):
+            tree = compose("config", overrides=overrides, return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = outer
     chosen = {group: str(tree.hydra.runtime.choices.get(group)) for group in GROUPS}
@@ -139,32 +175,26 @@ def _assign(cfg: Config, values: dict[str, Any]) -> None:
         setattr(owner, name, value)
 
 
-def _derive(cfg: Config, chosen: dict[str, str], ranks: int) -> None:
-    """Settings that follow from others, all in this one place."""
+def _derive(cfg: Config, chosen: dict[str, str], ranks: int, run_folder: bool) -> None:
+    """Fill in the settings that follow from others, all in this one place."""
     if cfg.algo in MATCHED:
         cfg.model.n_blocks += cfg.model.n_denoiser_blocks
         cfg.model.n_denoiser_blocks = 0
     if not cfg.train.batch_size:
         cfg.train.batch_size = max(1, cfg.train.global_batch_size // ranks)
+    if run_folder and not cfg.out:
+        label = f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
+        if chosen["task"] != "None":
+            base = cfg.reason.base.rstrip("/").rsplit("/", 1)[-1] or chosen["model"]
+            label = f"{cfg.reason.method}-{chosen['task']}-{base}"
+        cfg.out = f"runs/{label if chosen['experiment'] == 'None' else chosen['experiment']}"
 
 
-def _label(cfg: Config, chosen: dict[str, str]) -> str:
-    """The name of a run that was given none."""
-    if chosen["experiment"] != "None":
-        return chosen["experiment"]
-    if chosen["task"] != "None":
-        base = cfg.reason.base.rstrip("/").rsplit("/", 1)[-1] or chosen["model"]
-        return f"{cfg.reason.method}-{chosen['task']}-{base}"
-    return f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
-
-
-def save(cfg: Config, path: str | Path) -> None:
-    """Write config.yaml whole or not at all: a run folder never holds half of one."""
-    write_atomically(Path(path), as_yaml(cfg))
+# ---- saved settings -------------------------------------------------------------------------------------------------
 
 
 def from_yaml(path: str | Path) -> Config:
-    """Read a saved config.yaml; unknown keys and wrong types are refused. Nothing is derived again."""
+    """Read the config.yaml of a run; unknown keys and wrong types are refused. Nothing is derived again."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -174,24 +204,96 @@ def from_yaml(path: str | Path) -> Config:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings")
-    cfg = Config()
-    flat = migrate(_flatten(found), str(path))
-    for key in flat:
-        require(key in keys(), f"{path}: unknown key {key!r}{nearest(key, keys())}")
-    _assign(
-        cfg, {key: value if keys()[key].kind is str else _read_value(key, str(value)) for key, value in flat.items()}
-    )
+    cfg = from_tree(found, str(path))
     check(cfg)
     return cfg
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+def from_tree(tree: Mapping[Any, Any], source: str) -> Config:
+    """Settings saved by any version (config.yaml, the config.json of an export, the state of a checkpoint), whole or
+    some of the sections; single values are checked. `source`: for messages."""
+    flat = migrate(_flatten(tree), source)
+    values = {}
+    for key, value in flat.items():
+        require(key in keys(), f"{source}: unknown key {key!r}{nearest(key, keys())}")
+        values[key] = value if keys()[key].kind is str else _read_value(key, str(value))
+    cfg = Config()
+    _assign(cfg, values)
+    check_values(cfg)
+    return cfg
+
+
+def flatten(cfg: Config) -> dict[str, Any]:
+    """{'model.n_heads': 12, ...}, in the schema's order."""
+    return _flatten(dataclasses.asdict(cfg))
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
 
 
-def flatten(cfg: Config) -> dict[str, Any]:
-    """{'model.n_heads': 12, ...}, in the schema's order."""
-    return _flatten(dataclasses.asdict(cfg))
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check(cfg: Config, world_size: int = 1) -> None:
+    """Raise a one-line ValueError for the first setting that cannot work, alone or with the others."""
+    check_values(cfg)
+    cfg.model.check()
+    check_noise(cfg.noise)
+    check_objective(cfg.objective, cfg.model)
+    check_train(cfg.train, cfg.model, world_size)
+    check_sampling(cfg.sampling)
+    corpora.check(cfg.data)
+
+
+def check_values(cfg: Config) -> None:
+    """Hold every value to the rule beside its field."""
+    check_fields(cfg, "")
+    for section in dataclasses.fields(cfg):
+        if dataclasses.is_dataclass(section.type):
+            check_fields(getattr(cfg, section.name), section.name)
+
+
+def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
+    """Batches over ranks, sequence-length warmup, device."""
+    require(
+        t.global_batch_size % world_size == 0,
+        f"train.global_batch_size={t.global_batch_size} must be a multiple of the number of ranks ({world_size})",
+    )
+    per_rank = t.global_batch_size // world_size
+    over = f"(train.global_batch_size={t.global_batch_size} over {world_size} ranks)"
+    require(
+        t.batch_size == 0 or per_rank % t.batch_size == 0,
+        f"train.batch_size={t.batch_size} must divide the {per_rank} sequences per rank {over}",
+    )
+    require(
+        m.length % t.length_warmup == 0, f"train.length_warmup={t.length_warmup} must divide model.length={m.length}"
+    )
+    piece = m.length // t.length_warmup
+    require(
+        piece >= 4,  # a sequence of one token has nothing to predict it from, or to predict
+        f"train.length_warmup={t.length_warmup} cuts model.length={m.length} into sequences of {piece}; they must be at"
+        " least 4 tokens long",
+    )
+    device, _, number = t.device.partition(":")
+    require(
+        device in ("auto", "cpu", "cuda") and (not number or (device == "cuda" and number.isdigit())),
+        f"train.device={t.device!r} must be auto, cpu, cuda or cuda:N",
+    )
+    if t.cuda_graphs:
+        check_graphs(t, world_size)
+
+
+def check_graphs(t: TrainConfig, world_size: int) -> None:
+    on, needed = "train.cuda_graphs=true", t.global_batch_size // world_size
+    require(t.device != "cpu", f"{on} needs a GPU, not train.device=cpu")
+    require(world_size == 1, f"{on} is for one process, not {world_size}")
+    require(t.strategy != "fsdp", f"{on} needs whole weights in one place: train.strategy=ddp, not fsdp")
+    require(not t.checkpoint_activations, f"{on} cannot record train.checkpoint_activations=true")
+    require(
+        t.batch_size in (0, needed),
+        f"{on} needs all sequences of a step at once: train.batch_size={needed}, not {t.batch_size}",
+    )

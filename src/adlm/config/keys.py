@@ -1,4 +1,6 @@
-"""What can be set: every dotted key of the schema with its type, default and help, and every YAML group.
+"""What can be set: every dotted key of the schema with its type, default, help and rule, and every YAML group.
+
+    keys()["sampling.top_p"]  # Key(kind=float, default=1.0, help="Nucleus: ...", rule=Range(low=0, high=1, ...))
 
 Help texts are read from the source of `schema.py` (the string under a field), so that a setting is described once.
 """
@@ -12,14 +14,8 @@ from typing import Any, get_type_hints
 
 from adlm import schema
 from adlm.errors import similar
-from adlm.rules import Rule
-
-CONFIG_DIR = Path(__file__).parents[1] / "configs"
-# Later groups win over earlier ones: a corpus may set the length, a recipe may set the block, an algorithm is applied
-# on top of any recipe, and an experiment has the last word below the command line. config.yaml keeps the same order.
-GROUPS = (
-    "model", "data", "noise", "optim", "lr_scheduler", "recipe", "algo", "sampling", "task", "method", "experiment",
-)  # fmt: skip
+from adlm.rules import Choices, Rule
+from adlm.tables import CORPORA, GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +28,11 @@ class Key:
     help: str
     rule: Rule | None
     """The values it may take, beyond its type."""
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """Names a closed setting may take; None where any value of its type is meant."""
+        return self.rule.names if isinstance(self.rule, Choices) else None
 
 
 @functools.cache
@@ -64,18 +65,14 @@ def _field_docstrings() -> dict[tuple[str, str], str]:
     return found
 
 
-@functools.cache
 def group_choices(group: str) -> tuple[str, ...]:
-    """Names of the YAML files of a group."""
-    return tuple(sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")))
+    """Names that `group=NAME` knows: YAML files, and of `data` every corpus."""
+    return tuple(sorted({*GROUPS[group], *(CORPORA if group == "data" else ())}))
 
 
 def group_help(group: str, name: str) -> str:
-    """The first comment of a group's YAML, which says what it is."""
-    for line in (CONFIG_DIR / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and "@package" not in line:
-            return line.removeprefix("# ")
-    return ""
+    """What a name of a group stands for, in one line."""
+    return GROUPS[group].help(name) if name in GROUPS[group] else CORPORA.load(name).about
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

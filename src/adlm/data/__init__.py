@@ -1,29 +1,20 @@
-"""Text in, batches of token rows out. Nothing here imports torch.
+"""Text in, batches of token sequences out. Imports only errors, rules, schema, tables and io.paths; never torch.
 
     cfg = DataConfig(name="pydocs")
     tokenizer = tokenizer_for(cfg)
     blocks = prepare(cfg, tokenizer, length=128, split="train")
     for batch in Batches(blocks, seed=1, global_batch_size=32): ...
 
-Adding a corpus = one line in CORPORA (corpora.py), and a reader in FORMATS (formats.py) if its files are of a new kind.
+| module | |
+|---|---|
+| corpora | the public data sets: where each comes from and how it is read |
+| sources | which documents a split is: local files, the hub, or a module such as pydocs |
+| pydocs | the corpus inside every CPython |
+| formats | readers of local files, detokenizers |
+| hub | the Hugging Face hub |
+| tokenizers | text to ids and back |
+| packing | documents to sequences of one length |
+| blocks | prepared sequences on disk, the cache folder |
+| preparation | all of this in order: `prepare`, `tokenizer_for`, `adlm data` |
+| loader | which sequence comes when |
 """
-
-from adlm.data.blocks import Blocks
-from adlm.data.corpora import CORPORA, defaults, find_local
-from adlm.data.loader import Batch, Batches, RowOrder
-from adlm.data.preparation import prepare, tokenizer_for
-from adlm.data.tokenizers import Tokenizer, load_tokenizer
-
-__all__ = [
-    "CORPORA",
-    "Batch",
-    "Batches",
-    "Blocks",
-    "RowOrder",
-    "Tokenizer",
-    "defaults",
-    "find_local",
-    "load_tokenizer",
-    "prepare",
-    "tokenizer_for",
-]

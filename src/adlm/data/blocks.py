@@ -1,24 +1,29 @@
-"""Prepared rows on disk: memory-mapped, checksummed, self-describing.
+"""Prepared sequences on disk: memory-mapped, checksummed, self-describing; and the cache folder that holds them.
 
-A folder holds
-  rows.bin          the rows [n, length], uint16 where the vocabulary allows, else uint32
-  lengths.npy       real tokens of each row, only where rows are padded
-  frequencies.npy   how often each id occurs in the rows (padding not counted), for the `rarity` anchor rule
+A prepared folder holds
+  rows.bin          the sequences, rows of a matrix [n, length], uint16 where the vocabulary allows, else uint32
+  lengths.npy       real tokens of each sequence, only where sequences are padded
+  frequencies.npy   how often each id occurs (padding not counted)
   tokenizer.json    so that the folder can be copied to another machine and used alone
-  manifest.json     what the rows are, their sizes and checksums; written last
-`RowWriter` streams into a folder that nobody reads yet; whoever calls it renames the folder when it is complete.
+  manifest.json     what the sequences are, their sizes and checksums; written last
+`BlockWriter` streams into a folder that nobody reads yet; whoever calls it renames the folder when it is complete.
 """
 
+import contextlib
+import hashlib
 import json
 import os
+import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adlm.data.packing import Rows
-from adlm.io.paths import write_atomically
+from adlm.data.packing import PackedSequences, token_dtype
+from adlm.io.paths import path_of, write_atomically
+from adlm.schema import DataConfig
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -28,20 +33,15 @@ PIECE_BYTES = 16 << 20
 CHECKED_BYTES = 1 << 30
 
 
-class Damaged(Exception):
+class Corrupt(Exception):
     """The folder is not what its manifest says; the caller rebuilds it."""
 
 
-def row_dtype(vocab_size: int) -> np.dtype:
-    """The smallest storage for ids below vocab_size."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
 class Blocks:
-    """Rows of a prepared folder, read where they lie."""
+    """The sequences of a prepared folder, read where they lie."""
 
     def __init__(self, folder: str | Path, check_all: bool = False) -> None:
-        """Raises Damaged unless sizes and checksums agree (of every byte, with check_all)."""
+        """Raises Corrupt unless sizes and checksums agree (of every byte, with check_all)."""
         self.folder = Path(folder)
         self.manifest: dict[str, Any] = _read_manifest(self.folder)
         _check(self.folder, self.manifest, check_all)
@@ -55,12 +55,12 @@ class Blocks:
 
     @property
     def length(self) -> int:
-        """Tokens of a stored row."""
+        """Tokens of a stored sequence."""
         return self.manifest["length"]
 
     @property
     def crop(self) -> int:
-        """Length of the window that training cuts from a row at random; 0: rows are used whole."""
+        """Length of the random window that training takes of a sequence; 0: sequences are used whole."""
         return self.manifest["crop"]
 
     @property
@@ -71,55 +71,55 @@ class Blocks:
         return self.manifest["rows"]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Row `index`, as stored."""
+        """Sequence `index`, as stored."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+            raise IndexError(f"sequence {index} of {len(self)}")
         return self.tokens[index]
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Rows [n, length] as int64, ready to become a tensor."""
+        """Sequences [n, length] as int64, ready to become a tensor."""
         return np.asarray(self.tokens[indices], dtype=np.int64)
 
     def attention_masks(self, indices: np.ndarray) -> np.ndarray | None:
-        """[n, length], True at real tokens; None when no row is padded."""
+        """[n, length], True at real tokens; None when no sequence is padded."""
         if self.lengths is None:
             return None
         return np.arange(self.length)[None, :] < self.lengths[indices][:, None]
 
     def frequencies(self) -> np.ndarray:
-        """Occurrences of each id in these rows [vocab_size], int64."""
+        """Occurrences of each id in these sequences [vocab_size], int64."""
         return np.load(self.folder / "frequencies.npy")
 
     def __repr__(self) -> str:
-        return f"Blocks({self.folder.name}, rows={len(self):,}, length={self.length})"
+        return f"Blocks({self.folder.name}, sequences={len(self):,}, length={self.length})"
 
 
-class RowWriter:
-    """Rows, their checksums and their statistics, written as they come."""
+class BlockWriter:
+    """Writes sequences as they come, with their checksums and statistics."""
 
     def __init__(self, folder: Path, length: int, vocab_size: int, max_sequences: int = 0) -> None:
         self.folder, self.length, self.max_sequences = folder, length, max_sequences
-        self.dtype = row_dtype(vocab_size)
+        self.dtype = token_dtype(vocab_size)
         self.frequencies = np.zeros(vocab_size, dtype=np.int64)
-        self.rows = 0
+        self.written = 0
         self._lengths: list[np.ndarray] = []
         self._crcs: list[int] = []
         self._crc, self._in_piece, self.bytes = 0, 0, 0
         self._file = open(folder / "rows.bin", "wb")  # noqa: SIM115 (closed by finish)
 
-    def write(self, rows: Rows) -> None:
-        """Append rows, up to max_sequences in all."""
-        room = self.max_sequences - self.rows if self.max_sequences else len(rows.tokens)
-        tokens = np.ascontiguousarray(rows.tokens[:room], dtype=self.dtype)
+    def write(self, packed: PackedSequences) -> None:
+        """Append sequences, up to max_sequences in all."""
+        room = self.max_sequences - self.written if self.max_sequences else len(packed.tokens)
+        tokens = np.ascontiguousarray(packed.tokens[:room], dtype=self.dtype)
         if not tokens.size:
             return
         real = tokens.ravel()
-        if rows.lengths is not None:
-            lengths = rows.lengths[:room].astype(np.uint32)
+        if packed.lengths is not None:
+            lengths = packed.lengths[:room].astype(np.uint32)
             self._lengths.append(lengths)
             real = tokens[np.arange(self.length)[None, :] < lengths[:, None]]
         self.frequencies += np.bincount(real, minlength=len(self.frequencies))
-        self.rows += len(tokens)
+        self.written += len(tokens)
         data = tokens.data.cast("B")
         self._file.write(data)
         self.bytes += len(data)
@@ -133,7 +133,7 @@ class RowWriter:
 
     @property
     def full(self) -> bool:
-        return bool(self.max_sequences) and self.rows >= self.max_sequences
+        return bool(self.max_sequences) and self.written >= self.max_sequences
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write everything to disk, the manifest last."""
@@ -151,7 +151,7 @@ class RowWriter:
         manifest = {
             "format": FORMAT,
             **manifest,
-            "rows": self.rows,
+            "rows": self.written,
             "length": self.length,
             "dtype": self.dtype.name,
             "padded": padded,
@@ -167,7 +167,7 @@ class RowWriter:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether the folder claims to hold prepared rows."""
+    """Whether the folder claims to hold prepared sequences."""
     return (folder / MANIFEST).is_file()
 
 
@@ -175,9 +175,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Damaged(f"{folder / MANIFEST} cannot be read ({error})") from None
+        raise Corrupt(f"{folder / MANIFEST} cannot be read ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise Damaged(f"{folder / MANIFEST} is not of format {FORMAT}")
+        raise Corrupt(f"{folder / MANIFEST} is not of format {FORMAT}")
     return manifest
 
 
@@ -185,18 +185,77 @@ def _check(folder: Path, manifest: dict[str, Any], check_all: bool) -> None:
     path = folder / "rows.bin"
     size = path.stat().st_size if path.is_file() else -1
     if size != manifest["bytes"]:
-        raise Damaged(f"{path} has {size} bytes, its manifest says {manifest['bytes']}")
+        raise Corrupt(f"{path} has {size} bytes, its manifest says {manifest['bytes']}")
     crcs = manifest["crc32"]
     step = 1 if check_all else max(1, -(-len(crcs) * PIECE_BYTES // CHECKED_BYTES))
     with open(path, "rb") as file:
         for piece in range(0, len(crcs), step):
             file.seek(piece * PIECE_BYTES)
             if zlib.crc32(file.read(PIECE_BYTES)) != crcs[piece]:
-                raise Damaged(f"{path} is damaged between bytes {piece * PIECE_BYTES} and {(piece + 1) * PIECE_BYTES}")
+                raise Corrupt(f"{path} is corrupt between bytes {piece * PIECE_BYTES} and {(piece + 1) * PIECE_BYTES}")
     for name, crc in manifest["small_files"].items():
         if not (folder / name).is_file() or _crc_of(folder / name) != crc:
-            raise Damaged(f"{folder / name} is missing or damaged")
+            raise Corrupt(f"{folder / name} is missing or corrupt")
 
 
 def _crc_of(path: Path) -> int:
     return zlib.crc32(path.read_bytes())
+
+
+# ---- the cache folder -----------------------------------------------------------------------------------------------
+
+
+def cache_folder(cfg: DataConfig) -> Path:
+    """data.cache_dir, else $ADLM_CACHE, else ~/.cache/adlm."""
+    return path_of(cfg.cache_dir or os.environ.get("ADLM_CACHE", "") or "~/.cache/adlm")
+
+
+def sha256(path: Path, cache: Path) -> str:
+    """Digest of a file, remembered by (path, size, time of change): hashing a large corpus takes minutes."""
+    status = path.stat()
+    key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    memory = cache / "sources.json"
+    known: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(memory.read_text(encoding="utf-8"))
+    if key not in known:
+        try:
+            with open(path, "rb") as file:
+                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:  # of the source, and no fault of the cache (`cache_errors`)
+            raise ValueError(f"cannot read {path} ({error.strerror or error})") from None
+        cache.mkdir(parents=True, exist_ok=True)
+        write_atomically(memory, json.dumps(known, indent=1))
+    return known[key]
+
+
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[bool]:
+    """One process at a time builds `target`; the others wait. Released by the system if the holder dies.
+
+    False where the file system has no locks.
+    """
+    with open(target.with_name(target.name + ".lock"), "w") as file:
+        try:
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if sys.stderr.isatty():
+                    print(f"waiting for another process that prepares {target.name}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            alone = True
+        except (ImportError, OSError):
+            alone = False
+        yield alone
+
+
+@contextlib.contextmanager
+def cache_errors(cache: Path) -> Iterator[None]:
+    """Turn an error of the file system under `cache` into one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"cannot write prepared data under {cache} ({reason}); choose data.cache_dir") from None

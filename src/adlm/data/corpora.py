@@ -1,18 +1,20 @@
-"""The table of corpora: where each comes from, how it is split, read, detokenized and packed.
+"""The corpora of `tables.CORPORA`: where each comes from, how it is split, read, detokenized and packed.
 
 A corpus is read from local files in its published format (`data.path`, or found by name under `data.root`), else from
 the hub. Revisions name the hub's own parquet conversion where the original is a loading script, which current
-`datasets` refuses to run.
+`datasets` refuses to run. Neither numpy nor torch is imported here: the command line reads this table.
 """
 
 import fnmatch
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from adlm.data.formats import plain_name
-from adlm.errors import choose, require
+from adlm.errors import require
 from adlm.io.paths import path_of
 from adlm.schema import DataConfig
+from adlm.tables import CORPORA
 
 PARQUET = "refs/convert/parquet"
 SPLITS = ("train", "valid", "test")
@@ -20,7 +22,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Corpus:
-    """One line of the table."""
+    """One corpus of the table; a package of yours brings one by an entry point of the group adlm.corpora."""
 
     about: str
     hub: str = ""
@@ -31,14 +33,19 @@ class Corpus:
     """Our split -> the hub's, in its slicing notation."""
     text_key: str = "text"
     form: str = "auto"
-    """Format of the published local files (formats.FORMATS)."""
+    """Format of the published local files: a name of tables.FORMATS, or text8."""
     files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Our split (or `any`: not split) -> names of the published files, best first; * and / as in a shell."""
+    module: str = ""
+    """Module whose documents() are the text, for a corpus without files; its identity() says what they depend on."""
+    needs_path: bool = False
+    """There is nothing to read without data.path."""
     detokenizer: str = "none"
+    """A name of tables.DETOKENIZERS."""
     tokenizer: str = "gpt2"
     wrap: bool = True
     length: int = 1024
-    """The row length it is usually reported with."""
+    """Tokens of a sequence, as it is usually reported."""
     valid_documents: int = 0
     """Documents held out from the end when the files are not split (0: data.valid_fraction)."""
     valid_fraction: float = 0.0
@@ -46,7 +53,7 @@ class Corpus:
     only: str = ""
     """Every split is this one (evaluation sets, and the halves of OpenWebText by name)."""
     crop: bool = False
-    """Training rows are twice as long, and a window is cut at random when they are read."""
+    """Training sequences are stored twice as long; a random window is taken when they are read."""
 
 
 def _wikitext(name: str) -> dict[str, tuple[str, ...]]:
@@ -65,7 +72,7 @@ def _wikitext(name: str) -> dict[str, tuple[str, ...]]:
 
 
 _THREE = {"train": "train", "valid": "validation", "test": "test"}
-_OWT = Corpus(
+OPENWEBTEXT = Corpus(
     "OpenWebText; the last 100,000 documents are the validation split",
     hub="Skylion007/openwebtext",
     revision=PARQUET,
@@ -73,8 +80,8 @@ _OWT = Corpus(
     files={"any": ("openwebtext*.jsonl", "openwebtext*.parquet", "openwebtext/*.parquet")},
     valid_documents=100_000,
 )
-_LM1B = Corpus(
-    "One Billion Words, one sentence a row, lower-cased WordPiece",
+LM1B = Corpus(
+    "One Billion Words, one sentence a sequence, lower-cased WordPiece",
     hub="dvruette/lm1b",
     splits={"train": "train", "valid": "test", "test": "test"},
     form="lines",
@@ -88,8 +95,8 @@ _LM1B = Corpus(
     wrap=False,
     length=128,
 )
-_TEXT8 = Corpus(
-    "text8: 100 million characters of Wikipedia, cut 90/5/5; rows of 256",
+TEXT8 = Corpus(
+    "text8: 100 million characters of Wikipedia, cut 90/5/5; sequences of 256",
     hub="afmck/text8",
     splits={"train": "train", "valid": "train", "test": "train"},
     form="text8",
@@ -107,81 +114,116 @@ _PAPERS = Corpus(
     detokenizer="scientific_papers",
 )
 
-CORPORA: dict[str, Corpus] = {
-    "pydocs": Corpus(
-        "English documentation inside every CPython; nothing to download", tokenizer="bpe-4096", valid_fraction=0.05,
-    ),
-    "file": Corpus(
-        "your own text, jsonl, csv or parquet file or folder: data.path=, data.text_key=", tokenizer="bpe-8192",
-    ),
-    "prepared": Corpus("a folder written by `adlm data prepare`: data.path=, data.valid_path="),
-    "checkpoint": Corpus("the corpus that a checkpoint was trained on (evaluation only)"),
-    "openwebtext": _OWT,
-    "openwebtext-train": replace(_OWT, about="OpenWebText without its last 100,000 documents", only="train"),
-    "openwebtext-valid": replace(_OWT, about="the last 100,000 documents of OpenWebText", only="valid"),
-    "lm1b": _LM1B,
-    "lm1b-gpt2": replace(
-        _LM1B, about="One Billion Words packed with GPT-2's tokenizer", tokenizer="gpt2", wrap=True, length=1024
-    ),
-    "wikitext2": Corpus(
-        "WikiText-2, raw", "Salesforce/wikitext", "wikitext-2-raw-v1", splits=_THREE, form="wikitext",
-        files=_wikitext("wikitext-2"), detokenizer="wikitext",
-    ),
-    "wikitext103": Corpus(
-        "WikiText-103, raw", "Salesforce/wikitext", "wikitext-103-raw-v1", splits=_THREE, form="wikitext",
-        files=_wikitext("wikitext-103"), detokenizer="wikitext",
-    ),
-    "ptb": Corpus(
-        "Penn Treebank, Mikolov's plain text", "ptb-text-only/ptb_text_only", "penn_treebank", PARQUET, _THREE,
-        text_key="sentence", form="lines", detokenizer="ptb",
-        files={split: (f"ptb.{split}.txt",) for split in SPLITS},
-    ),
-    "lambada": Corpus(
-        "LAMBADA, OpenAI's test file", "EleutherAI/lambada_openai", "default", splits={"test": "test"}, only="test",
-        form="jsonl", detokenizer="lambada", files={"test": ("lambada_test.jsonl",)},
-    ),
-    "ag_news": Corpus(
-        "AG News, title and description", "fancyzhx/ag_news", form="ag_news",
-        splits={"train": "train", "valid": "test", "test": "test"},
-        files={"train": ("ag_news*/train.csv",), "valid": ("ag_news*/test.csv",), "test": ("ag_news*/test.csv",)},
-    ),
-    "pubmed": replace(
-        _PAPERS, about="scientific_papers: PubMed articles", config="pubmed",
-        files={
-            "train": ("pubmed-dataset/train.txt",),
-            "valid": ("pubmed-dataset/val.txt", "scientific_papers_pubmed*.jsonl", "pubmed_sum*.jsonl"),
-            "test": ("pubmed-dataset/test.txt",),
-        },
-    ),
-    "arxiv": replace(
-        _PAPERS, about="scientific_papers: arXiv articles", config="arxiv",
-        files={
-            "train": ("arxiv-dataset/train.txt",),
-            "valid": ("arxiv-dataset/val.txt", "scientific_papers_arxiv*.jsonl", "arxiv_*.jsonl"),
-            "test": ("arxiv-dataset/test.txt",),
-        },
-    ),
-    "text8": _TEXT8,
-    "text8-crop": replace(_TEXT8, about="text8 with random windows of training rows", crop=True),
-    "tinystories": Corpus(
-        "TinyStories", "roneneldan/TinyStories", splits={"train": "train", "valid": "validation"},
-        files={
-            "train": ("TinyStories*-train.txt",), "valid": ("TinyStories*-valid.txt",),
-            "any": ("tinystories*.txt", "tinystories*.jsonl"),
-        },
-    ),
-    "fineweb-edu": Corpus(
-        "FineWeb-Edu, the 10-billion-token sample", "HuggingFaceFW/fineweb-edu", "sample-10BT",
-        splits={"train": "train[:-20000]", "valid": "train[-20000:]"},
-        files={"any": ("fineweb-edu*/*.parquet", "fineweb-edu*.jsonl", "fineweb-edu*.parquet")},
-        valid_documents=20_000,
-    ),
-    "wikipedia": Corpus(
-        "English Wikipedia", "wikimedia/wikipedia", "20231101.en",
-        splits={"train": "train[:-20000]", "valid": "train[-20000:]"},
-        files={"any": ("wikipedia_[A-Z][A-Z].jsonl", "wikipedia*.jsonl", "wikipedia*.parquet")},
-    ),
-}  # fmt: skip
+PYDOCS = Corpus(
+    "English documentation inside every CPython; nothing to download",
+    module="adlm.data.pydocs",
+    tokenizer="bpe-4096",
+    valid_fraction=0.05,
+)
+FILE = Corpus(
+    "your own text, jsonl, csv or parquet file or folder: data.path=, data.text_key=",
+    needs_path=True,
+    tokenizer="bpe-8192",
+)
+PREPARED = Corpus("a folder written by `adlm data prepare`: data.path=, data.valid_path=", needs_path=True)
+CHECKPOINT = Corpus("the corpus that a checkpoint was trained on (evaluation only)")
+OPENWEBTEXT_TRAIN = replace(OPENWEBTEXT, about="OpenWebText without its last 100,000 documents", only="train")
+OPENWEBTEXT_VALID = replace(OPENWEBTEXT, about="the last 100,000 documents of OpenWebText", only="valid")
+LM1B_GPT2 = replace(
+    LM1B, about="One Billion Words packed with GPT-2's tokenizer", tokenizer="gpt2", wrap=True, length=1024
+)
+WIKITEXT2 = Corpus(
+    "WikiText-2, raw",
+    "Salesforce/wikitext",
+    "wikitext-2-raw-v1",
+    splits=_THREE,
+    form="wikitext",
+    files=_wikitext("wikitext-2"),
+    detokenizer="wikitext",
+)
+WIKITEXT103 = Corpus(
+    "WikiText-103, raw",
+    "Salesforce/wikitext",
+    "wikitext-103-raw-v1",
+    splits=_THREE,
+    form="wikitext",
+    files=_wikitext("wikitext-103"),
+    detokenizer="wikitext",
+)
+PTB = Corpus(
+    "Penn Treebank, Mikolov's plain text",
+    "ptb-text-only/ptb_text_only",
+    "penn_treebank",
+    PARQUET,
+    _THREE,
+    text_key="sentence",
+    form="lines",
+    detokenizer="ptb",
+    files={split: (f"ptb.{split}.txt",) for split in SPLITS},
+)
+LAMBADA = Corpus(
+    "LAMBADA, OpenAI's test file",
+    "EleutherAI/lambada_openai",
+    "default",
+    splits={"test": "test"},
+    only="test",
+    form="jsonl",
+    detokenizer="lambada",
+    files={"test": ("lambada_test.jsonl",)},
+)
+AG_NEWS = Corpus(
+    "AG News, title and description",
+    "fancyzhx/ag_news",
+    form="ag_news",
+    splits={"train": "train", "valid": "test", "test": "test"},
+    files={"train": ("ag_news*/train.csv",), "valid": ("ag_news*/test.csv",), "test": ("ag_news*/test.csv",)},
+)
+PUBMED = replace(
+    _PAPERS,
+    about="scientific_papers: PubMed articles",
+    config="pubmed",
+    files={
+        "train": ("pubmed-dataset/train.txt",),
+        "valid": ("pubmed-dataset/val.txt", "scientific_papers_pubmed*.jsonl", "pubmed_sum*.jsonl"),
+        "test": ("pubmed-dataset/test.txt",),
+    },
+)
+ARXIV = replace(
+    _PAPERS,
+    about="scientific_papers: arXiv articles",
+    config="arxiv",
+    files={
+        "train": ("arxiv-dataset/train.txt",),
+        "valid": ("arxiv-dataset/val.txt", "scientific_papers_arxiv*.jsonl", "arxiv_*.jsonl"),
+        "test": ("arxiv-dataset/test.txt",),
+    },
+)
+TEXT8_CROP = replace(TEXT8, about="text8 with random windows of training sequences", crop=True)
+TINYSTORIES = Corpus(
+    "TinyStories",
+    "roneneldan/TinyStories",
+    splits={"train": "train", "valid": "validation"},
+    files={
+        "train": ("TinyStories*-train.txt",),
+        "valid": ("TinyStories*-valid.txt",),
+        "any": ("tinystories*.txt", "tinystories*.jsonl"),
+    },
+)
+FINEWEB_EDU = Corpus(
+    "FineWeb-Edu, the 10-billion-token sample",
+    "HuggingFaceFW/fineweb-edu",
+    "sample-10BT",
+    splits={"train": "train[:-20000]", "valid": "train[-20000:]"},
+    files={"any": ("fineweb-edu*/*.parquet", "fineweb-edu*.jsonl", "fineweb-edu*.parquet")},
+    valid_documents=20_000,
+)
+WIKIPEDIA = Corpus(
+    "English Wikipedia",
+    "wikimedia/wikipedia",
+    "20231101.en",
+    splits={"train": "train[:-20000]", "valid": "train[-20000:]"},
+    files={"any": ("wikipedia_[A-Z][A-Z].jsonl", "wikipedia*.jsonl", "wikipedia*.parquet")},
+)
 
 # Other names in use for the same thing.
 ALIASES = {
@@ -196,13 +238,31 @@ ALIASES = {
 
 
 def get_corpus(name: str) -> tuple[str, Corpus]:
-    """The table's own name and line for a name a user typed."""
+    """The table's own name and its corpus, for a name a user typed."""
     name = ALIASES.get(name, name)
-    return name, CORPORA[choose("data.name", name, CORPORA)]
+    return name, CORPORA.load(name, "data.name")
+
+
+def check(cfg: DataConfig) -> None:
+    """Raise a one-line ValueError where settings of a corpus do not fit together."""
+    _, corpus = get_corpus(cfg.name)
+    require(not corpus.needs_path or cfg.path != "", f"data.name={cfg.name} needs data.path=FILE_OR_FOLDER")
+
+
+def group(name: str) -> dict[str, dict[str, Any]]:
+    """The settings that `data=NAME` stands for. A corpus with a usual length sets the model's; one that is not
+    published brings its own tokenizer, named by data.tokenizer=''."""
+    name, corpus = get_corpus(name)
+    settings: dict[str, dict[str, Any]] = {
+        "data": {"name": name, "wrap": corpus.wrap, "tokenizer": corpus.tokenizer if corpus.hub else ""}
+    }
+    if corpus.length != Corpus.length:
+        settings["model"] = {"length": corpus.length}
+    return settings
 
 
 def defaults(name: str, **changes: str | bool | int | float) -> DataConfig:
-    """The settings a corpus is usually read with, as `data=NAME` on the command line gives them."""
+    """The settings a corpus is usually read with, its tokenizer by name."""
     name, corpus = get_corpus(name)
     return replace(DataConfig(name=name, tokenizer=corpus.tokenizer, wrap=corpus.wrap), **changes)
 

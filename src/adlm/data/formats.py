@@ -1,7 +1,12 @@
-"""Readers of local files: one generator of documents per published format, plain or compressed (.gz, .xz, .bz2).
+"""Text as it was published: one reader of local files per format, and one detokenizer per way it was tokenised.
 
-All of them stream, so a file larger than memory is fine, and all of them answer a bad file with one line that names
-the file and the place.
+Readers yield documents of plain or compressed files (.gz, .xz, .bz2). All of them stream, so a file larger than memory
+is fine, and all of them answer a bad file with one line that names the file and the place. tables.FORMATS and
+tables.DETOKENIZERS name what a corpus may use.
+
+Detokenizers undo the tokenisation that some public corpora were published with, exactly as the public ADLM release
+does. Perplexities are only comparable if the text is the same to the character, so each is an ordered list of
+replacements and nothing else.
 """
 
 import bz2
@@ -9,16 +14,19 @@ import csv
 import gzip
 import json
 import lzma
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from adlm.errors import require
+from adlm.tables import FORMATS
 
-# Part of every cache name: raise it when the same file would give other documents.
-VERSION = 1
+# Part of every cache name: raise one when the same file would give other documents, or a document other text.
+READERS_VERSION = 1
+DETOKENIZERS_VERSION = 1
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 # What a folder is searched for.
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".raw", ".tokens", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -27,8 +35,6 @@ END_OF_TEXT = "<|endoftext|>"
 # (some can be held out) and memory stays bounded.
 PIECE = 16_384
 CHUNK = 1 << 20
-
-Reader = Callable[[Path, str], Iterator[str]]
 
 
 def plain_name(path: Path) -> str:
@@ -256,17 +262,6 @@ def characters(path: Path) -> str:
         return file.read()
 
 
-# The format a corpus was published in; a parquet or jsonl copy of any of them is read by its suffix instead.
-FORMATS: dict[str, Reader] = {
-    "auto": by_suffix,
-    "lines": stripped_lines,
-    "wikitext": wikitext_lines,
-    "jsonl": jsonl,
-    "scientific_papers": scientific_papers,
-    "ag_news": ag_news_csv,
-}
-
-
 def read(path: Path, form: str, text_key: str) -> Iterator[str]:
     """The documents of one file."""
     name = plain_name(path)
@@ -274,4 +269,111 @@ def read(path: Path, form: str, text_key: str) -> Iterator[str]:
         return parquet(path, text_key)
     if form in ("lines", "wikitext") and name.endswith((".jsonl", ".ndjson", ".json")):
         return jsonl(path, text_key)
-    return FORMATS[form](path, text_key)
+    return FORMATS.load(form)(path, text_key)
+
+
+# ---- detokenizers ---------------------------------------------------------------------------------------------------
+
+
+class Replacement(NamedTuple):
+    """Replaces a string, or the matches of a pattern by a template."""
+
+    old: str | re.Pattern[str]
+    new: str
+    needle: str = ""
+    """Part of every match: most texts lack it, and looking for it is far cheaper than matching."""
+
+
+def _spaced(marks: str) -> list[Replacement]:
+    """Close up the space before each mark."""
+    return [Replacement(f" {mark} ", f"{mark} ") for mark in marks]
+
+
+WIKITEXT_MARKS: list[Replacement] = [
+    Replacement("s '", "s'"),
+    Replacement(" @-@ ", "-"),
+    Replacement(" @,@ ", ","),
+    Replacement(" @.@ ", "."),
+    *_spaced(":;.!?,"),
+    Replacement(re.compile(r"\(\s*([^)]*?)\s*\)"), r"(\1)", "("),
+    Replacement(re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]", "["),
+    Replacement(re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}", "{"),
+    Replacement(re.compile(r'"\s*([^"]*?)\s*"'), r'"\1"', '"'),
+    Replacement(re.compile(r"'\s*([^']*?)\s*'"), r"'\1'", "'"),
+    Replacement("= = = =", "===="),
+    Replacement("= = =", "==="),
+    Replacement("= =", "=="),
+    Replacement(" ° ", "°"),
+    Replacement(" \n", "\n"),
+    Replacement("\n ", "\n"),
+    Replacement(" N ", " 1 "),
+    Replacement(" 's", "'s"),
+]
+
+PTB_MARKS: list[Replacement] = [
+    Replacement(" 's", "'s"),
+    Replacement("s ' ", "s' "),
+    Replacement(" n't", "n't"),
+    Replacement(" \n ", "\n"),
+    Replacement("\\/", "/"),
+    # Neighbouring numbers share a space, so one pass misses every second one of a run.
+    *[Replacement(" N ", " 1 ")] * 10,
+    Replacement("$ 1", "$1"),
+    Replacement("# 1", "#1"),
+    Replacement("<unk>", "?"),
+]
+
+LM1B_MARKS: list[Replacement] = [
+    Replacement("http : / / ", "http://"),
+    Replacement("https : / / ", "https://"),
+    Replacement(re.compile(r" '(\w+)"), r"'\1", " '"),
+    Replacement(re.compile(r" (\w+) \. "), r" \1. ", " . "),
+    Replacement(re.compile(r" (\w+) \.$"), r" \1.", " ."),
+    Replacement(" ? ", "? "),
+    Replacement(re.compile(r" \?$"), "?", " ?"),
+    Replacement(" ! ", "! "),
+    Replacement(re.compile(r" !$"), "!", " !"),
+    *_spaced(",:;"),
+    Replacement(" / ", "/"),
+    Replacement(re.compile(r'" ([^"]+) "'), r'"\1"', '" '),
+    Replacement(re.compile(r"' ([^']+) '"), r"'\1'", "' "),
+    Replacement(re.compile(r"\( ([^()]+) \)"), r"(\1)", "( "),
+    Replacement(re.compile(r"\[ ([^\[\]]+) \]"), r"[\1]", "[ "),
+    Replacement("$ ", "$"),
+    Replacement("£ ", "£"),
+]
+
+
+def replaced(replacements: list[Replacement], text: str) -> str:
+    """The text after every replacement once, in order."""
+    for old, new, needle in replacements:
+        if isinstance(old, str):
+            text = text.replace(old, new)
+        elif needle in text:
+            text = old.sub(new, text)
+    return text
+
+
+def unchanged(text: str) -> str:
+    return text
+
+
+def detokenize_wikitext(text: str) -> str:
+    return replaced(WIKITEXT_MARKS, text)
+
+
+def detokenize_ptb(text: str) -> str:
+    return replaced(PTB_MARKS, text)
+
+
+def detokenize_lm1b(text: str) -> str:
+    return replaced(LM1B_MARKS, text)
+
+
+def detokenize_lambada(text: str) -> str:
+    """Straight double quotes; one line break before the passage, none around it."""
+    return "\n" + text.replace("“", '"').replace("”", '"').strip()
+
+
+def detokenize_scientific_papers(text: str) -> str:
+    return replaced(LM1B_MARKS, replaced(WIKITEXT_MARKS, text))

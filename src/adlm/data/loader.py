@@ -1,7 +1,7 @@
-"""Which row comes when: a pure function of (seed, example number), so that the state of a loader is one integer.
+"""Which sequence comes when: a pure function of (seed, example number), so that a loader's state is one integer.
 
-Example e of a run is row `order[e]`; a global batch of G rows is the next G examples, and each rank takes a contiguous
-part of it. Resuming, or changing the number of ranks, therefore needs only the number of examples consumed.
+Example e of a run is sequence `order[e]`; a global batch of G sequences is the next G examples, and each rank takes a
+contiguous part of it. Resuming, or changing the number of ranks, therefore needs only the number of examples consumed.
 """
 
 import queue
@@ -17,30 +17,30 @@ from adlm.errors import require
 ROUNDS = 8
 
 
-class RowOrder:
-    """A different permutation of the rows in every epoch, computed where asked, never stored.
+class SequenceOrder:
+    """A different permutation of the sequences in every epoch, computed where asked, never stored.
 
-    A Feistel network permutes the smallest power of four that covers the rows; a number that falls outside is sent
+    A Feistel network permutes the smallest power of four that covers them; a number that falls outside is sent
     through again until it falls inside ("cycle walking", fewer than four times on average). Unlike a library's
-    shuffle it cannot change with a version, and row e costs the same whether e is the first or the billionth.
+    shuffle it cannot change with a version, and sequence e costs the same whether e is the first or the billionth.
     """
 
-    def __init__(self, n_rows: int, seed: int, shuffle: bool = True) -> None:
-        require(n_rows > 0, "there are no rows to order")
-        self.n_rows, self.seed, self.shuffle = n_rows, seed, shuffle
-        self._half = np.uint64(max(1, ((n_rows - 1).bit_length() + 1) // 2))
+    def __init__(self, n_sequences: int, seed: int, shuffle: bool = True) -> None:
+        require(n_sequences > 0, "there are no sequences to order")
+        self.n_sequences, self.seed, self.shuffle = n_sequences, seed, shuffle
+        self._half = np.uint64(max(1, ((n_sequences - 1).bit_length() + 1) // 2))
 
     def __getitem__(self, examples: int | np.ndarray) -> np.ndarray:
-        """Row numbers of example numbers, any shape."""
+        """Sequence numbers of example numbers, any shape."""
         e = np.asarray(examples, dtype=np.int64)
-        epoch, at = np.divmod(e, self.n_rows)
+        epoch, at = np.divmod(e, self.n_sequences)
         if not self.shuffle:
             return at
         key = mix(np.uint64(self.seed % (1 << 64)), epoch.astype(np.uint64))
-        row = self._permute(at.astype(np.uint64), key)
-        while (outside := row >= self.n_rows).any():
-            row = np.where(outside, self._permute(row, key), row)
-        return row.astype(np.int64)
+        index = self._permute(at.astype(np.uint64), key)
+        while (outside := index >= self.n_sequences).any():
+            index = np.where(outside, self._permute(index, key), index)
+        return index.astype(np.int64)
 
     def _permute(self, x: np.ndarray, key: np.ndarray) -> np.ndarray:
         half, low = self._half, (np.uint64(1) << self._half) - np.uint64(1)
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
     tokens: np.ndarray
     """[b, L] int64."""
     attention_mask: np.ndarray | None
-    """[b, L], True at real tokens; None when no row is padded."""
+    """[b, L], True at real tokens; None when no sequence is padded."""
     examples: np.ndarray
     """[b] int64: example numbers, the counters that noise is drawn from."""
 
@@ -92,14 +92,14 @@ class Batches:
         require(0 <= rank < world, f"rank {rank} is not one of {world} processes")
         self.blocks, self.seed, self.rank, self.world = blocks, seed, rank, world
         self.size = global_batch_size if callable(global_batch_size) else lambda first: global_batch_size
-        self.order = RowOrder(len(blocks), seed, shuffle)
-        self.share_from(consumed)  # say now what is wrong, and not from a thread
+        self.order = SequenceOrder(len(blocks), seed, shuffle)
+        self.part_size(consumed)  # say now what is wrong, and not from a thread
         self.consumed = consumed
         """Examples of all ranks handed out so far."""
         self.prefetch = prefetch
 
-    def share_from(self, first: int) -> int:
-        """Rows of each rank in the global batch that begins with example `first`."""
+    def part_size(self, first: int) -> int:
+        """Sequences of each rank in the global batch that begins with example `first`."""
         size = self.size(first)
         require(size > 0, f"train.global_batch_size={size} must be positive")
         require(
@@ -110,8 +110,8 @@ class Batches:
 
     def read(self, first: int) -> Batch:
         """This rank's part of the global batch that begins with example `first`."""
-        share = self.share_from(first)
-        examples = np.arange(share, dtype=np.int64) + first + self.rank * share
+        size = self.part_size(first)
+        examples = np.arange(size, dtype=np.int64) + first + self.rank * size
         indices = self.order[examples]
         tokens, masks = self.blocks.rows(indices), self.blocks.attention_masks(indices)
         if self.blocks.crop:
@@ -119,7 +119,7 @@ class Batches:
         return Batch(tokens, masks, examples)
 
     def _windows(self, tokens: np.ndarray, examples: np.ndarray) -> np.ndarray:
-        """A random window of each row, beginning with BOS (text8-crop)."""
+        """A random window of each sequence, beginning with BOS (text8-crop)."""
         length = self.blocks.crop
         starts = mix(np.uint64(~self.seed % (1 << 64)), examples.astype(np.uint64)) % np.uint64(length + 1)
         columns = starts.astype(np.int64)[:, None] + np.arange(length)[None, :]

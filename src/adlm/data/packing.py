@@ -1,23 +1,37 @@
-"""From tokenised documents to rows of one length: pure functions on flat arrays.
+"""From documents to token sequences of one length: tokenise, in shards so that a killed run continues, then pack.
 
 Documents travel as `Tokens(flat, lengths)`: all ids of a batch of documents in one array, and how many belong to each.
-Three ways to cut (L is the row length):
+There are three ways to pack them into sequences of length L, all pure functions on flat arrays:
   stream     the default. Every document is followed by EOS; the whole split is one stream, cut into pieces of L-2, each
              stored as [BOS] piece [EOS]. Only the last incomplete piece of the split is dropped (fewer than L-2
-             tokens in all). Where rows begin depends on the documents alone, not on batches, processes or resuming.
+             tokens in all). Where sequences begin depends on the documents alone, not on batches or resuming.
   release    as the public release with one process: the same, but the stream ends (and its incomplete piece is
              dropped) after every 1000 documents.
-  unwrapped  one document a row: [BOS] document [EOS], cut to L, padded on the right; the true length is kept.
+  unwrapped  one document a sequence: [BOS] document [EOS], truncated to L or padded on the right; its length is kept.
 """
 
+import sys
+import zipfile
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
+from adlm.io.paths import write_atomically
 
 RELEASE_BATCH = 1000
+# A shard is what a kill can lose: a few seconds of one core, and a few hundred MB of memory while it is tokenised.
+SHARD_CHARACTERS = 4_000_000
+SHARD_DOCUMENTS = 20_000
 
 
 class Tokens(NamedTuple):
@@ -27,15 +41,15 @@ class Tokens(NamedTuple):
     lengths: np.ndarray
 
 
-class Rows(NamedTuple):
-    """Finished rows [n, L]; `lengths` is the number of real tokens of each row, None when all are full."""
+class PackedSequences(NamedTuple):
+    """Finished sequences [n, L]; `lengths` is the number of real tokens of each, None when all are full."""
 
     tokens: np.ndarray
     lengths: np.ndarray | None
 
 
 def flatten(documents: list[list[int]], dtype: np.dtype) -> Tokens:
-    """Lists of ids as one batch."""
+    """Join lists of ids into one batch."""
     lengths = np.array([len(ids) for ids in documents], dtype=np.int64)
     flat = np.empty(int(lengths.sum()), dtype=dtype)
     at = 0
@@ -45,14 +59,19 @@ def flatten(documents: list[list[int]], dtype: np.dtype) -> Tokens:
     return Tokens(flat, lengths)
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest storage for ids below vocab_size."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
 def payload(length: int) -> int:
-    """Tokens of text in a row: all but [BOS] and [EOS]."""
-    require(length >= 3, f"model.length={length} is too short for a row; [BOS] token [EOS] needs at least 3")
+    """Tokens of text in a sequence: all but [BOS] and [EOS]."""
+    require(length >= 3, f"model.length={length} is too short for a sequence; [BOS] token [EOS] needs at least 3")
     return length - 2
 
 
-def stream(batches: Iterable[Tokens], length: int, bos: int, eos: int) -> Iterator[Rows]:
-    """Rows of the whole stream; yields as batches arrive, holding back less than one row between them."""
+def stream(batches: Iterable[Tokens], length: int, bos: int, eos: int) -> Iterator[PackedSequences]:
+    """Sequences of the whole stream; yields as batches arrive, holding back less than one between them."""
     rest: np.ndarray | None = None
     for batch in batches:
         ids = _with_eos(batch, eos)
@@ -62,16 +81,18 @@ def stream(batches: Iterable[Tokens], length: int, bos: int, eos: int) -> Iterat
             yield rows
 
 
-def release(batches: Iterable[Tokens], length: int, bos: int, eos: int, group: int = RELEASE_BATCH) -> Iterator[Rows]:
-    """Rows of each `group` documents; what is left of a group is dropped, as the release does."""
+def release(
+    batches: Iterable[Tokens], length: int, bos: int, eos: int, group: int = RELEASE_BATCH
+) -> Iterator[PackedSequences]:
+    """Sequences of each `group` documents; what is left of a group is dropped, as the release does."""
     for batch in regroup(batches, group):
         rows, _ = _cut(_with_eos(batch, eos), length, bos, eos)
         if len(rows.tokens):
             yield rows
 
 
-def unwrapped(batches: Iterable[Tokens], length: int, bos: int, eos: int, pad: int) -> Iterator[Rows]:
-    """One document a row. An empty document is [BOS] [EOS]."""
+def unwrapped(batches: Iterable[Tokens], length: int, bos: int, eos: int, pad: int) -> Iterator[PackedSequences]:
+    """One document a sequence. An empty document is [BOS] [EOS]."""
     room = payload(length)
     for flat, lengths in batches:
         kept = np.minimum(lengths, room)
@@ -83,7 +104,7 @@ def unwrapped(batches: Iterable[Tokens], length: int, bos: int, eos: int, pad: i
         rows[:, 1:-1][inside] = flat[(starts[:, None] + column[None, :])[inside]]
         rows[np.arange(len(rows)), kept + 1] = eos
         if len(rows):
-            yield Rows(rows, kept + 2)
+            yield PackedSequences(rows, kept + 2)
 
 
 def regroup(batches: Iterable[Tokens], group: int) -> Iterator[Tokens]:
@@ -116,11 +137,106 @@ def _with_eos(batch: Tokens, eos: int) -> np.ndarray:
     return np.insert(batch.flat, np.cumsum(batch.lengths), eos)
 
 
-def _cut(ids: np.ndarray, length: int, bos: int, eos: int) -> tuple[Rows, np.ndarray]:
-    """As many full rows as `ids` gives, and the ids that are left."""
+def _cut(ids: np.ndarray, length: int, bos: int, eos: int) -> tuple[PackedSequences, np.ndarray]:
+    """As many full sequences as `ids` gives, and the ids that are left."""
     room = payload(length)
     n = len(ids) // room
     rows = np.empty((n, length), dtype=ids.dtype)
     rows[:, 0], rows[:, -1] = bos, eos
     rows[:, 1:-1] = ids[: n * room].reshape(n, room)
-    return Rows(rows, None), ids[n * room :]
+    return PackedSequences(rows, None), ids[n * room :]
+
+
+# ---- tokenising -----------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """One line on a terminal: documents, tokens, tokens per second. Silent where stderr is no terminal."""
+
+    def __init__(self, title: str) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            TextColumn("{task.fields[documents]:,} documents  {task.completed:,.0f} tokens"),
+            TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+            TimeElapsedColumn(),
+        )
+        self.bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self.task = self.bar.add_task(title, total=None, documents=0, rate=0.0)
+
+    def update(self, documents: int, tokens: int) -> None:
+        """Totals so far."""
+        elapsed = self.bar.tasks[0].elapsed or 0.0
+        rate = tokens / elapsed if elapsed else 0.0
+        self.bar.update(self.task, completed=tokens, documents=documents, rate=rate)
+
+    def __enter__(self) -> "Progress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.bar.stop()
+
+
+class Shards:
+    """Tokenised batches of documents, in order: read back where a killed run left them, else made and kept."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, progress: Progress) -> None:
+        self.folder, self.tokenizer, self.progress = folder, tokenizer, progress
+        self.documents = self.tokens = 0
+        self.dtype = token_dtype(tokenizer.vocab_size)
+
+    def of(self, documents: Iterator[str]) -> Iterator[Tokens]:
+        """One batch is tokenised (by the library's threads) while the next is read."""
+        waiting: deque[Future[Tokens]] = deque()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise") as worker:
+            try:
+                for number, texts in enumerate(grouped(documents)):
+                    waiting.append(worker.submit(self._shard, number, texts))
+                    if len(waiting) > 1:
+                        yield self._counted(waiting.popleft().result())
+                while waiting:
+                    yield self._counted(waiting.popleft().result())
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _counted(self, batch: Tokens) -> Tokens:
+        self.documents += len(batch.lengths)
+        self.tokens += len(batch.flat)
+        self.progress.update(self.documents, self.tokens)
+        return batch
+
+    def _shard(self, number: int, texts: list[str]) -> Tokens:
+        path = self.folder / f"{number:06d}.npz"
+        if kept := _load_shard(path, len(texts)):
+            return kept
+        batch = flatten(self.tokenizer.encode_batch(texts), self.dtype)
+        write_atomically(path, lambda file: np.savez(file, flat=batch.flat, lengths=batch.lengths))
+        return batch
+
+
+def _load_shard(path: Path, documents: int) -> Tokens | None:
+    """A shard of an earlier run; None if it is missing, or corrupt (npz carries checksums), or of other documents."""
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as file:
+            batch = Tokens(file["flat"], file["lengths"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+    return batch if len(batch.lengths) == documents and int(batch.lengths.sum()) == len(batch.flat) else None
+
+
+def grouped(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Groups of a size that depends on the documents alone, so that a resumed run finds the same shards."""
+    held: list[str] = []
+    characters = 0
+    for document in documents:
+        held.append(document)
+        characters += len(document)
+        if characters >= SHARD_CHARACTERS or len(held) >= SHARD_DOCUMENTS:
+            yield held
+            held, characters = [], 0
+    if held:
+        yield held

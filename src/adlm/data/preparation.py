@@ -1,63 +1,63 @@
-"""From a corpus to prepared rows: tokenise on all cores, pack, and keep the result under a name that says what it is.
+"""From a corpus to prepared sequences (`adlm data`): tokenise on all cores, pack, and keep the result in the cache.
 
-The cache folder's name ends in a fingerprint of everything the rows depend on (contents of the source, split, reader,
-detokenizer, tokenizer, packing, length), so a changed tokenizer cannot meet an old cache. Work goes to a `.partial`
-folder: every few million characters become one shard file, renamed into place when complete, so a killed run goes on
-where it was; the finished folder is renamed last, under a lock that lets several processes ask at once.
+The name of the prepared folder ends in a fingerprint of everything the sequences depend on (contents of the source,
+split, reader, detokenizer, tokenizer, packing, length), so a changed tokenizer cannot meet an old cache. Work goes to a
+`.partial` folder: every few million characters become one shard file, renamed into place when complete, so a killed run
+continues where it was; the finished folder is renamed last, under a lock that lets several processes ask at once.
 Documents stream through, two batches at a time; memory does not grow with the corpus.
 """
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from adlm.data import blocks as storage
-from adlm.data import detokenizers, formats, packing, pydocs
-from adlm.data.blocks import Blocks, Damaged, RowWriter
-from adlm.data.cache import cache_folder, explained, locked, sha256
-from adlm.data.packing import Tokens
-from adlm.data.progress import Progress
-from adlm.data.shards import Shards
+from adlm.data import formats, packing
+from adlm.data.blocks import Blocks, BlockWriter, Corrupt, cache_errors, cache_folder, locked, sha256
+from adlm.data.corpora import ALIASES
+from adlm.data.packing import PackedSequences, Progress, Shards, Tokens
 from adlm.data.sources import Source, readable_corpus, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import choose, require
 from adlm.io.paths import path_of, write_atomically
-from adlm.schema import DataConfig
-
-PACKINGS = ("stream", "release")
+from adlm.schema import Config, DataConfig
+from adlm.tables import CORPORA
 
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "train") -> Blocks:
-    """The rows of one split, from the cache if they are there and sound, else built now."""
-    choose("data.packing", cfg.packing, PACKINGS)
+    """The sequences of one split, from the cache if they are there and valid, else built now."""
     if prepared_folder(cfg, split):
         return _open_prepared(cfg, tokenizer, length, split)
     source = resolve(cfg, split)
     require(
         cfg.wrap or not source.corpus.crop,
-        f"data.name={source.name} cuts windows out of full rows: it needs data.wrap=true",
+        f"data.name={source.name} takes windows of full sequences: it needs data.wrap=true",
     )
     packing.payload(length)
-    with explained(cache_folder(cfg)):
+    with cache_errors(cache_folder(cfg)):
         cache = cache_folder(cfg)
         cache.mkdir(parents=True, exist_ok=True)
         recipe = _recipe(cfg, source, tokenizer, length)
         fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         how = cfg.packing if cfg.wrap else "unwrapped"
         folder = cache / f"{source.name}-{split}-{length}-{how}-{fingerprint[:16]}"
-        if found := _open_sound(folder):
+        if found := _open_valid(folder):
             return found
         with locked(folder) as alone:
             # Another process may have built it while this one waited.
-            if found := _open_sound(folder):
+            if found := _open_valid(folder):
                 return found
             # Without a lock the work is private, hence lost if killed, but never mixed with another's.
             partial = folder.with_name(folder.name + (".partial" if alone else f".partial-{uuid.uuid4().hex[:8]}"))
@@ -75,7 +75,7 @@ def tokenizer_for(cfg: DataConfig) -> Tokenizer:
     if not name.startswith("bpe-"):
         return load_tokenizer(name, root=cfg.root)
     source = resolve(cfg, "train")
-    with explained(cache_folder(cfg)):
+    with cache_errors(cache_folder(cfg)):
         identity = hashlib.sha256(json.dumps(_origin(cfg, source), sort_keys=True).encode()).hexdigest()
         kept = cache_folder(cfg) / "tokenizers" / f"{name}-{source.name}-{identity[:16]}.json"
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def tokenizer_for(cfg: DataConfig) -> Tokenizer:
 
 
 def prepared_folder(cfg: DataConfig, split: str) -> Path | None:
-    """The folder of rows that data.name=prepared points at for this split; None for any other corpus."""
+    """The prepared folder that data.name=prepared points at for this split; None for any other corpus."""
     name = cfg.name if split == "train" else cfg.valid_name or cfg.name
     if name != "prepared":
         return None
@@ -113,18 +113,18 @@ def _origin(cfg: DataConfig, source: Source) -> dict[str, Any]:
     """What the documents are: contents of files (not their names), or a hub revision, or a Python version."""
     if source.files:
         contents: Any = [[path.stat().st_size, sha256(path, cache_folder(cfg))] for path in source.files]
-    elif source.name == "pydocs":
-        contents = pydocs.identity()
+    elif source.corpus.module:
+        contents = importlib.import_module(source.corpus.module).identity()
     else:
         corpus = source.corpus
         contents = [corpus.hub, corpus.config, corpus.revision, corpus.splits[source.split]]
-    held_out = [source.part, source.share, source.corpus.valid_documents] if source.part != "whole" else None
+    held_out = [source.part, source.valid_fraction, source.corpus.valid_documents] if source.part != "whole" else None
     return {
         "contents": contents,
         "split": source.split if source.corpus.form == "text8" else None,
         "held_out": held_out,
-        "reader": [source.corpus.form, source.text_key, formats.VERSION],
-        "detokenizer": [source.corpus.detokenizer, detokenizers.VERSION],
+        "reader": [source.corpus.form, source.text_key, formats.READERS_VERSION],
+        "detokenizer": [source.corpus.detokenizer, formats.DETOKENIZERS_VERSION],
     }
 
 
@@ -135,8 +135,8 @@ def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) 
         "origin": _origin(cfg, source),
         "tokenizer": tokenizer.fingerprint,
         "packing": cfg.packing if cfg.wrap else "unwrapped",
-        "length": source.row_length(length),
-        "crop": length if source.row_length(length) != length else 0,
+        "length": source.stored_length(length),
+        "crop": length if source.stored_length(length) != length else 0,
         "max_sequences": cfg.max_sequences,
     }
 
@@ -147,21 +147,21 @@ def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) 
 def _build(
     cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int, partial: Path, recipe: dict[str, Any]
 ) -> None:
-    """Fill the folder `partial` with rows and manifest, going on from the shards that are already there."""
+    """Fill the folder `partial` with sequences and manifest, reusing the shards that are already there."""
     (partial / "shards").mkdir(parents=True, exist_ok=True)
-    stored = source.row_length(length)
+    stored = source.stored_length(length)
     began = time.monotonic()
     if cfg.num_proc:
         # Read by the library's thread pool when it first starts; an earlier choice in this process stands.
         os.environ.setdefault("RAYON_NUM_THREADS", str(cfg.num_proc))
-    writer = RowWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
+    writer = BlockWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
     with contextlib.closing(writer), Progress(f"preparing {source.name} {source.split}") as progress:
         shards = Shards(partial / "shards", tokenizer, progress)
-        for rows in _pack(shards.of(source.documents(stored)), cfg, tokenizer, stored):
-            writer.write(rows)
+        for packed in _pack(shards.of(source.documents(stored)), cfg, tokenizer, stored):
+            writer.write(packed)
             if writer.full:
                 break
-        if not writer.rows:
+        if not writer.written:
             shutil.rmtree(partial)
             raise ValueError(_too_short(source, shards, length))
         tokenizer.save(partial / "tokenizer.json")
@@ -186,10 +186,10 @@ def _build(
 
 def _publish(partial: Path, folder: Path) -> Blocks:
     """Give the finished folder its name."""
-    if found := _open_sound(folder):  # only where there is no lock: someone else was faster
+    if found := _open_valid(folder):  # only where there is no lock: someone else was faster
         shutil.rmtree(partial)
         return found
-    if folder.exists():  # damaged
+    if folder.exists():  # corrupt
         shutil.rmtree(folder)
     os.replace(partial, folder)
     return Blocks(folder)
@@ -200,7 +200,7 @@ def _ends(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[int, int]:
     return tokenizer.release_ends() if wants_release else (tokenizer.bos_id, tokenizer.eos_id)
 
 
-def _pack(batches: Iterable[Tokens], cfg: DataConfig, tokenizer: Tokenizer, length: int) -> Iterator[packing.Rows]:
+def _pack(batches: Iterable[Tokens], cfg: DataConfig, tokenizer: Tokenizer, length: int) -> Iterator[PackedSequences]:
     bos, eos = _ends(cfg, tokenizer)
     if not cfg.wrap:
         # Never the mask: padding is not noise. EOS stands in where a vocabulary has no padding token.
@@ -210,33 +210,33 @@ def _pack(batches: Iterable[Tokens], cfg: DataConfig, tokenizer: Tokenizer, leng
 
 
 def _too_short(source: Source, shards: Shards, length: int) -> str:
-    """Why not one row came out, and what would help."""
+    """Why not one sequence came out, and what would help."""
     what = source.describe()
     if not shards.documents:
-        held = f"; nothing is held out by data.valid_fraction={source.share}: give data.valid_path"
+        held = f"; nothing is held out by data.valid_fraction={source.valid_fraction}: give data.valid_path"
         return f"{what} holds no documents" + (held if source.part == "valid" else "")
     tokens = shards.tokens + shards.documents  # each document is followed by EOS
-    needs = source.row_length(length) - 2
+    needs = source.stored_length(length) - 2
     have = f"{what} has {tokens} tokens in {shards.documents} document{'s' * (shards.documents > 1)}"
     if tokens >= needs:
         return f"{have}, but data.packing=release drops the rest of every 1000 documents; use data.packing=stream"
     fits = f"model.length={max(3, tokens + 2)} would fit one"
     if source.part == "valid" and not source.corpus.valid_fraction:
-        fits += f"; or hold out more than data.valid_fraction={source.share}, or give data.valid_path"
-    return f"{have}, but one row of model.length={length} needs {needs}; {fits}"
+        fits += f"; or hold out more than data.valid_fraction={source.valid_fraction}, or give data.valid_path"
+    return f"{have}, but one sequence of model.length={length} needs {needs}; {fits}"
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
-def _open_sound(folder: Path) -> Blocks | None:
-    """The prepared rows if they are there and undamaged."""
+def _open_valid(folder: Path) -> Blocks | None:
+    """The prepared sequences if they are there and valid."""
     if not folder.exists():
         return None
     try:
         return Blocks(folder)
-    except Damaged as damage:
-        warnings.warn(f"{damage}; preparing it again", stacklevel=3)
+    except Corrupt as problem:
+        warnings.warn(f"{problem}; preparing it again", stacklevel=3)
         return None
 
 
@@ -245,13 +245,73 @@ def _open_prepared(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: st
     assert folder is not None
     try:
         found = Blocks(folder)
-    except Damaged as damage:
-        raise ValueError(f"{damage}; prepare it again") from None
+    except Corrupt as problem:
+        raise ValueError(f"{problem}; prepare it again") from None
     made_with = found.manifest["tokenizer"]
     require(
         made_with["fingerprint"] == tokenizer.fingerprint,
         f"{folder} was prepared with tokenizer {made_with['name']!r}, not with {tokenizer.name!r} (data.tokenizer)",
     )
     usable = found.crop or found.length
-    require(usable == length, f"{folder} has rows of {usable} tokens, but model.length={length}")
+    require(usable == length, f"{folder} has sequences of {usable} tokens, but model.length={length}")
     return found
+
+
+# ---- adlm data ------------------------------------------------------------------------------------------------------
+
+
+def run_data(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
+    """`adlm data [list | prepare [split ...]]`; what is printed is also returned."""
+    action = choose("adlm data", args[0] if args else "list", ("list", "prepare"))
+    if action == "list":
+        require(len(args) <= 1, f"adlm data list takes no further word, got {args[1:]}")
+        return list_corpora()
+    return prepare_splits(cfg, list(args[1:]) or ["train", "valid"])
+
+
+def list_corpora() -> dict[str, Any]:
+    """Print and return the table."""
+    table = Table("name", "tokenizer", "length", "documents", "what", box=None, pad_edge=False)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    corpora = {name: CORPORA.load(name) for name in CORPORA}
+    for name, corpus in corpora.items():
+        table.add_row(name, corpus.tokenizer, str(corpus.length), "packed" if corpus.wrap else "one each", corpus.about)
+    console = Console()
+    # A pipe has no width of its own: never break a line that a program reads.
+    (console if console.is_terminal else Console(width=200)).print(table)
+    return {
+        "corpora": {
+            name: {
+                "about": c.about,
+                "hub": f"{c.hub} {c.config}".strip(),
+                "tokenizer": c.tokenizer,
+                "length": c.length,
+                "wrap": c.wrap,
+                "detokenizer": c.detokenizer,
+            }
+            for name, c in corpora.items()
+        },
+        "aliases": ALIASES,
+    }
+
+
+def prepare_splits(cfg: Config, splits: list[str]) -> dict[str, Any]:
+    """Prepare (or find) the sequences of each split, check every byte, and say where they are."""
+    tokenizer = tokenizer_for(cfg.data)
+    result: dict[str, Any] = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    for split in splits:
+        blocks = prepare(cfg.data, tokenizer, cfg.model.length, split)
+        try:
+            blocks = Blocks(blocks.folder, check_all=True)
+        except Corrupt as problem:
+            raise ValueError(f"{problem}; remove the folder and prepare again") from None
+        facts = {key: blocks.manifest[key] for key in ("documents", "tokens", "rows", "length", "bytes", "seconds")}
+        result[split] = {"folder": str(blocks.folder), **facts}
+        rate = facts["tokens"] / max(facts["seconds"], 1e-9)
+        print(
+            f"{split}: {facts['rows']:,} sequences of {facts['length']} from {facts['tokens']:,} tokens of "
+            f"{facts['documents']:,} documents ({rate:,.0f} tokens/s when made), {facts['bytes'] / 1e6:,.1f} MB"
+        )
+        print(f"  {blocks.folder}")
+    return result

@@ -2,7 +2,7 @@
 
 Documents are the language-reference topics of `pydoc_data` and, for each module of the standard library, its
 docstrings in source order under their signatures. Sources are parsed, never imported, so nothing runs. The text
-depends on the Python version, which is why the version is part of the corpus' identity.
+depends on the Python version, which is why the version is part of the identity.
 """
 
 import ast

@@ -1,16 +1,17 @@
 """Which documents a split is: local files, the embedded corpus or the hub, and what is held out for validation."""
 
+import importlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adlm.data import formats, hub, pydocs
+from adlm.data import corpora, formats, hub
 from adlm.data.corpora import SPLITS, Corpus, find_local, get_corpus, is_called, matching
-from adlm.data.detokenizers import get_detokenizer
 from adlm.errors import choose, require
 from adlm.io.paths import path_of
 from adlm.schema import DataConfig
+from adlm.tables import DETOKENIZERS
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,11 @@ class Source:
     split: str
     files: tuple[Path, ...] = ()
     part: str = "whole"
-    share: float = 0.0
+    valid_fraction: float = 0.0
     text_key: str = "text"
 
     def documents(self, length: int) -> Iterator[str]:
-        """The detokenized documents of the split, in order. `length` (of a stored row) only matters to text8."""
+        """The detokenized documents of the split, in order. `length` (of a stored sequence) only matters to text8."""
         if self.corpus.form == "text8":
             return self._text8(length)
         start, stop = 0, None
@@ -35,18 +36,18 @@ class Source:
             total = sum(1 for _ in self._raw())
             border = total - self.held_out(total)
             start, stop = (0, border) if self.part == "train" else (border, None)
-        return map(get_detokenizer(self.corpus.detokenizer), itertools.islice(self._raw(), start, stop))
+        return map(DETOKENIZERS.load(self.corpus.detokenizer), itertools.islice(self._raw(), start, stop))
 
     def held_out(self, total: int) -> int:
         """Documents at the end of `total` that are the validation split; the first is always left for training."""
         if 0 < self.corpus.valid_documents < total / 2:
             return self.corpus.valid_documents
-        return min(max(1, round(self.share * total)), total - 1) if self.share and total else 0
+        return min(max(1, round(self.valid_fraction * total)), total - 1) if self.valid_fraction and total else 0
 
     def _raw(self) -> Iterator[str]:
-        if self.name == "pydocs":
-            return iter(pydocs.documents())
         corpus = self.corpus
+        if corpus.module:
+            return iter(importlib.import_module(corpus.module).documents())
         if self.files:
             return itertools.chain.from_iterable(formats.read(f, corpus.form, self.text_key) for f in self.files)
         advice = f"give its files as data.path, or their folder as data.root (data.name={self.name})"
@@ -54,7 +55,7 @@ class Source:
         return hub.documents(corpus.hub, corpus.config, corpus.revision, split, corpus.text_key, advice)
 
     def _text8(self, length: int) -> Iterator[str]:
-        """Chunks of one stored row of this split's share of the characters; an incomplete last one is dropped."""
+        """Chunks of one stored sequence of this split's part of the characters; an incomplete last one is dropped."""
         text = "".join(map(formats.characters, self.files)) if self.files else "".join(self._raw())
         text = text.strip("\n")
         # 90/5/5 million; the lineage validates on the last part.
@@ -62,8 +63,8 @@ class Source:
         for at in range(start, stop - length + 1, length):
             yield text[at : at + length]
 
-    def row_length(self, length: int) -> int:
-        """Tokens of a stored row: twice as many where a window is cut from it at random."""
+    def stored_length(self, length: int) -> int:
+        """Tokens of a stored sequence: twice as many where training takes a random window of it."""
         return 2 * length if self.corpus.crop and self.split == "train" else length
 
     def describe(self) -> str:
@@ -87,13 +88,12 @@ def resolve(cfg: DataConfig, split: str) -> Source:
         # Validation on another corpus: only valid_path and root can hold its files.
         cfg = replace(cfg, name=cfg.valid_name, valid_name="", path="")
     name, corpus = readable_corpus(cfg.name)
-    share = corpus.valid_fraction or cfg.valid_fraction
-    require(0 <= share < 1, f"data.valid_fraction={share} must be at least 0 and less than 1")
+    fraction = corpus.valid_fraction or cfg.valid_fraction
     text_key = cfg.text_key if name == "file" else corpus.text_key
-    source = Source(name, corpus, corpus.only or split, share=share, text_key=text_key)
-    if name == "pydocs":
+    source = Source(name, corpus, corpus.only or split, valid_fraction=fraction, text_key=text_key)
+    if corpus.module:
         return _held_out(source)
-    require(name not in ("file", "prepared") or bool(cfg.path), f"data.name={name} needs data.path")
+    corpora.check(cfg)
     if split == "train" and cfg.valid_path and not cfg.path:
         raise ValueError("data.valid_path is given without data.path")
     # Nothing is held out of the training documents when validation is elsewhere.

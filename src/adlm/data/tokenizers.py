@@ -19,8 +19,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from adlm.data import hub
 from adlm.errors import choose, require
 from adlm.io.paths import path_of
+from adlm.tables import TOKENIZERS
 
-NAMES = ("gpt2", "bert-base-uncased", "text8", "bytes", "bpe-N")
 MASK = "[MASK]"
 # The characters a bpe-N tokenizer is trained on: enough for any N in use, and training stays within memory.
 BPE_TRAINING_CHARACTERS = 100_000_000
@@ -77,7 +77,7 @@ class Tokenizer:
 
     def count_bytes(self, ids: Iterable[int]) -> int:
         """Bytes of the text of the ids, special tokens left out. Byte-level vocabularies write one character for each
-        byte, so there a row that begins or ends inside a character counts as what it is; decoded, each of its odd
+        byte, so there a sequence that begins or ends inside a character counts as what it is; decoded, each of its odd
         bytes would become the three of U+FFFD."""
         if isinstance(self.backend.decoder, decoders.ByteLevel):
             return sum(self._sizes.get(int(i), 0) for i in ids)
@@ -120,7 +120,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str, documents: Iterable[str] | None = None, root: str | Path = "") -> Tokenizer:
-    """The tokenizer called `name`: a name of NAMES, a tokenizer.json, a vocabulary file, or a folder with such files.
+    """The tokenizer called `name`: one of tables.TOKENIZERS, bpe-N, a tokenizer.json, a vocabulary file, or a folder.
 
     `documents` are what a `bpe-N` is trained on. `root` is a folder searched for the vocabulary files of gpt2 and
     bert-base-uncased before the hub is asked.
@@ -128,27 +128,25 @@ def load_tokenizer(name: str, documents: Iterable[str] | None = None, root: str 
     if match := re.fullmatch(r"bpe-(\d+)", name):
         require(documents is not None, f"data.tokenizer={name!r} is trained on a corpus, and no documents were given")
         return train_bpe(documents or (), int(match[1]))
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
+    if name in TOKENIZERS:
+        return TOKENIZERS.load(name)(root)
     path = path_of(name)
     if path.exists():
         return _from_path(path, name)
-    if name in HUB_NAMES:
-        folder = _find_vocabulary(path_of(root), name) if root else None
-        return _from_path(folder, name) if folder else _from_hub(name)
+    names = [*TOKENIZERS, "bpe-N"]
     if "/" in name or "\\" in name or name.endswith((".json", ".txt", ".bpe")):
         raise ValueError(
             f"data.tokenizer={name!r} does not exist; give a tokenizer.json, a folder with vocabulary files, "
-            f"or one of {', '.join(NAMES)}"
+            f"or one of {', '.join(names)}"
         )
-    choose("data.tokenizer", name, NAMES)
-    raise AssertionError("unreachable: choose() refuses every name that is left")
+    choose("data.tokenizer", name, names)
+    raise ValueError("data.tokenizer=bpe-N: N is a number of entries, as in bpe-4096")
 
 
 # ---- vocabularies that need no files --------------------------------------------------------------------------------
 
 
-def text8_characters() -> Tokenizer:
+def text8_characters(root: str | Path = "") -> Tokenizer:
     """a-z and space, laid out as MDLM and its successors do: eight special ids, mask 4, 35 in all."""
     special = ["[CLS]", "[SEP]", "[BOS]", "[EOS]", MASK, "[PAD]", "[RESERVED]", "[UNK]"]
     vocab = {token: i for i, token in enumerate([*special, *"abcdefghijklmnopqrstuvwxyz "])}
@@ -158,7 +156,7 @@ def text8_characters() -> Tokenizer:
     return Tokenizer(backend, "text8")
 
 
-def raw_bytes() -> Tokenizer:
+def raw_bytes(root: str | Path = "") -> Tokenizer:
     """UTF-8 bytes: id = byte value, then [BOS] 256, [EOS] 257, [PAD] 258, [MASK] 259."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = Backend(models.BPE(vocab, []))
@@ -203,8 +201,6 @@ def _first_characters(documents: Iterable[str], limit: int) -> Iterator[str]:
             return
 
 
-BUILT_IN = {"text8": text8_characters, "bytes": raw_bytes}
-
 # ---- vocabularies in files ------------------------------------------------------------------------------------------
 
 # Published names of the same two GPT-2 files, and BERT's one file.
@@ -215,14 +211,27 @@ BPE_FILES = (
     ("gpt2-vocab.json", "gpt2-merges.txt"),
 )
 BERT_FILES = ("bert-base-uncased-vocab.txt", "vocab.txt")
-HUB_NAMES = {
-    "gpt2": (
-        "openai-community/gpt2",
-        ("vocab.json", "merges.txt"),
-        "vocab.json and merges.txt (or encoder.json and vocab.bpe)",
-    ),
-    "bert-base-uncased": ("google-bert/bert-base-uncased", ("vocab.txt",), "vocab.txt"),
-}
+
+
+def gpt2(root: str | Path = "") -> Tokenizer:
+    """GPT-2's: a folder of that name, vocabulary files under `root`, else the hub."""
+    described = "vocab.json and merges.txt (or encoder.json and vocab.bpe)"
+    return _published("gpt2", root, "openai-community/gpt2", ("vocab.json", "merges.txt"), described)
+
+
+def bert_base_uncased(root: str | Path = "") -> Tokenizer:
+    """BERT's lower-cased one: a folder of that name, vocabulary files under `root`, else the hub."""
+    return _published("bert-base-uncased", root, "google-bert/bert-base-uncased", ("vocab.txt",), "vocab.txt")
+
+
+def _published(name: str, root: str | Path, repository: str, files: tuple[str, ...], described: str) -> Tokenizer:
+    """From the published vocabulary files, not the hub's tokenizer.json: so that all sources have one fingerprint."""
+    if Path(name).exists():
+        return _from_path(Path(name), name)
+    if root and (folder := _find_vocabulary(path_of(root), name)):
+        return _from_path(folder, name)
+    advice = f"give the folder that holds {described} as data.tokenizer"
+    return _from_path(hub.fetch(repository, files, f"data.tokenizer={name!r}", advice) / files[0], name)
 
 
 def byte_level_bpe(vocab_file: Path, merges_file: Path, name: str = "gpt2") -> Tokenizer:
@@ -269,7 +278,7 @@ def _from_path(path: Path, name: str) -> Tokenizer:
             raise
         except Exception as error:
             raise ValueError(f"data.tokenizer: {json_file} is not a tokenizer.json ({error})") from None
-    short = name if name in HUB_NAMES else ""
+    short = name if name in TOKENIZERS else ""
     pairs = [pair for pair in BPE_FILES if own is None or own in pair]
     for vocab, merges in pairs if short != "bert-base-uncased" else ():
         if (folder / vocab).is_file() and (folder / merges).is_file():
@@ -302,10 +311,3 @@ def _find_vocabulary(root: Path, name: str) -> Path | None:
             if all((folder / file).is_file() for file in files):
                 return folder if name == "gpt2" else folder / files[0]
     return None
-
-
-def _from_hub(name: str) -> Tokenizer:
-    """From the published vocabulary files, not the hub's tokenizer.json: so that both sources have one fingerprint."""
-    repository, files, described = HUB_NAMES[name]
-    advice = f"give the folder that holds {described} as data.tokenizer"
-    return _from_path(hub.fetch(repository, files, f"data.tokenizer={name!r}", advice) / files[0], name)

@@ -17,7 +17,8 @@ from rich.table import Table
 from torch import Tensor
 
 from adlm.api import LanguageModel, load
-from adlm.data import Blocks, Tokenizer
+from adlm.data.blocks import Blocks
+from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require

@@ -121,7 +121,9 @@ class Level:
     first: dict[int, Reading] = field(default_factory=dict)
     """The first reading of each anchor, by position in the text."""
 
-    def add(self, rule: ObjectiveConfig, tokens_L: Tensor, anchors_L: Tensor, readings: list[Reading], offset: int) -> None:
+    def add(
+        self, rule: ObjectiveConfig, tokens_L: Tensor, anchors_L: Tensor, readings: list[Reading], offset: int
+    ) -> None:
         """Count what both networks say of one window; `offset` is where the sequence begins in the text."""
         for name, tally in self.tallies.items():
             filled_L = tokens_L.clone()
@@ -160,7 +162,9 @@ def windows(maskable_L: Tensor, fraction: float, seed: int, turn: int) -> Iterat
         yield hidden_L
 
 
-def read_levels(lm: LanguageModel, rule: ObjectiveConfig, sequences: Sequence[Tensor], draws: int, seed: int) -> list[Level]:
+def read_levels(
+    lm: LanguageModel, rule: ObjectiveConfig, sequences: Sequence[Tensor], draws: int, seed: int
+) -> list[Level]:
     """Hide every maskable position of every sequence of a text, `draws` times at each fraction, and read both
     networks. Every sequence begins with a token that is not of the text."""
     levels = [Level(fraction) for fraction in FRACTIONS]

@@ -16,7 +16,7 @@ import importlib.util
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,20 +155,25 @@ def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Pa
     """Settings with their files, each once; the name of a file holds the fingerprint, so that other weights never meet
     it."""
     found: list[Setting] = []
+    told = {"sampler", "steps", "temperature", "top_p"}
+    varied = [
+        f.name for f in fields(SamplingConfig) if len({getattr(c, f.name) for c in sweep}) > 1 and f.name not in told
+    ]
     for c in sweep:
         request = request_of(lm, c)
         sampler = request.settings.sampler  # a causal model has one
         c = replace(c, sampler=sampler, steps=c.steps if SAMPLERS.load(sampler).steps_matter else sweep[0].steps)
-        name, identity = label(c), fingerprint(lm, c)
+        name, identity = label(c, varied), fingerprint(lm, c)
         if identity not in [s.identity for s in found]:
             found.append(Setting(name, c, request, identity, folder / f"{name}-{identity[:8]}.jsonl"))
     return found
 
 
-def label(c: SamplingConfig) -> str:
-    """What a setting is called in files and tables."""
+def label(c: SamplingConfig, varied: Sequence[str] = ()) -> str:
+    """What a setting is called in files and tables. `varied`: further settings that the sweep varies."""
     steps = f"-T{c.steps}" if SAMPLERS.load(c.sampler).steps_matter else ""
-    return f"{c.sampler}{steps}-temp{exact(c.temperature)}-p{exact(c.top_p)}"
+    more = "".join(f"-{name}{exact(getattr(c, name))}" for name in varied)
+    return f"{c.sampler}{steps}-temp{exact(c.temperature)}-p{exact(c.top_p)}{more}"
 
 
 def exact(number: float) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from adlm.api import LanguageModel
-from adlm.data import prepare
+from adlm.data.preparation import prepare
 from adlm.errors import require
 from adlm.evaluation.intervals import RESAMPLES, Interval, bootstrap_mean, bootstrap_ratio, student
 from adlm.evaluation.judge import Judge, ReadingRule, Scored, digest, judge_key, judge_samples, open_judge
@@ -110,7 +110,7 @@ def measure_all(ev: Evaluation, settings: list["Setting"], samples: dict[str, li
         results["definitions"]["mauve"] = f"{MAUVE}; features of {judge}"
         n = ev.cfg.sampling.n
         if len(data.sequences) < ENOUGH or n < ENOUGH:
-            ev.note(f"MAUVE of {n} samples and {len(data.sequences)} rows of data says little: thousands are usual")
+            ev.note(f"MAUVE of {n} samples and {len(data.sequences)} of the data says little: thousands are usual")
         compare(ev, scored, data, sets)
     ev.save()
 

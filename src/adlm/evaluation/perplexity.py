@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.data import Blocks, Tokenizer, prepare
+from adlm.data.blocks import Blocks
+from adlm.data.preparation import prepare
+from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import draw_times
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require

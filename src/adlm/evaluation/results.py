@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from adlm.data import Blocks
+from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
 from adlm.io.paths import write_atomically
 from adlm.training.parallel import World

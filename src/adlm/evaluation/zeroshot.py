@@ -14,8 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from adlm.data import Blocks, Tokenizer, defaults, prepare
+from adlm.data.blocks import Blocks
+from adlm.data.corpora import defaults
+from adlm.data.preparation import prepare
 from adlm.data.sources import resolve
+from adlm.data.tokenizers import Tokenizer
 from adlm.errors import choose, require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import measure, open_checkpoint, settings

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from adlm.compat.release import load_release
-from adlm.data import tokenizer_for
+from adlm.compat.checkpoints import load_release
+from adlm.data.preparation import tokenizer_for
 from adlm.errors import require
 from adlm.io.export import CONFIG, Loaded, describe, load_folder, section
 from adlm.io.paths import path_of

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.data.loader import RowOrder
+from adlm.data.loader import SequenceOrder
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.models.backends import choose_attention
@@ -83,7 +83,7 @@ class StageSchedule:
         self.per_epoch = math.ceil(self.n / self.size)
         self.steps = self.per_epoch * cfg.reason.epochs
         self.per_stage = self.per_epoch * cfg.reason.epochs_per_stage
-        self.order = RowOrder(n_examples, cfg.seed)
+        self.order = SequenceOrder(n_examples, cfg.seed)
 
     def stage(self, step: int) -> int:
         return min(step // self.per_stage, self.last_stage)

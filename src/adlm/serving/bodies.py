@@ -30,7 +30,7 @@ from adlm.rules import Range
 # Settings of `adlm sample` that a request says in a form of its own, or that are not a request's business. A server
 # has no defaults for them, but for `stop`.
 OWN_FORM = ("n", "length", "prompt", "template", "banned", "required", "stop")
-NOT_IN_REQUESTS = ("batch_size", "out", "grid")
+NOT_IN_REQUESTS = ("batch_size", "grid")
 
 
 def encodable(text: Any) -> Any:
@@ -71,8 +71,8 @@ def setting(key: Key) -> tuple[Any, Any]:
     if isinstance(key.rule, Range):
         assert key.rule.also is None
         marks.append(Field(**limits(key.rule)))
-    elif key.rule is not None:
-        marks.append(OneOf(key.rule.names))
+    elif key.choices is not None:
+        marks.append(OneOf(key.choices))
     if key.kind is int:
         marks.append(WHOLE)
     return Annotated[key.kind, *marks] | None, Field(None, description=key.help)  # type: ignore[return-value]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from adlm.data import prepare, tokenizer_for
 from adlm.data.blocks import Blocks
+from adlm.data.preparation import prepare, tokenizer_for
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.export import load_folder

@@ -1,0 +1,449 @@
+"""Checkpoints of the public release (ADLM, MDLM, AR, SEDD, D3PM; Lightning's .ckpt) to our exported folders and back.
+
+The shape of a model is read off its weights and compared with the settings stored beside them; every name, count and
+shape must fit before anything is used. Nothing pickled is executed (`pickles.py`).
+
+Parameter names: the release has `backbone` (anchor network, or the only network) and `denoiser`; its head sits inside
+the last layer of each. Ours are `anchor`, `denoiser`, `bridge`, `head` and `anchor_head`, so the map depends on whether
+the model is anchored.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adlm.compat.pickles import Checkpoint, Inert, TensorRef, plain
+from adlm.data.corpora import ALIASES
+from adlm.errors import choose, require
+from adlm.io.paths import write_atomically
+from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from adlm.data.tokenizers import Tokenizer
+    from adlm.io.export import Loaded
+
+# The release's names of schedules -> ours. Its `linear` is a linear sigma, which is not ours.
+NOISES = {"loglinear": "loglinear", "geometric": "geometric", "cosine": "cosine", "cosinesqr": "cosine-squared"}
+OBJECTIVES = {"subs": "nelbo", "sedd": "score-entropy", "d3pm": "d3pm", "ar": "autoregressive"}
+ALGOS = {"subs": "mdlm", "sedd": "sedd", "d3pm": "d3pm", "ar": "ar"}
+
+# ---- names of parameters --------------------------------------------------------------------------------------------
+
+_WITHIN_STACK = [
+    (r"sigma_map\.mlp\.", "time_embedding.mlp."),
+    (r"\.attn_qkv\.", ".qkv."),
+    (r"\.mlp\.0\.", ".mlp_in."),
+    (r"\.mlp\.2\.", ".mlp_out."),
+    (r"adaLN_modulation\.", "modulation."),
+    (r"output_layer\.norm_final\.", "norm."),
+    (r"output_layer\.modulation\.", "modulation."),
+]
+
+
+def from_release(name: str, anchored: bool) -> str | None:
+    """Our name of a release parameter; None for what we recompute (rotary frequencies)."""
+    name = _modern(name)
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    network, _, rest = name.partition(".")
+    first = "anchor" if anchored else "denoiser"
+    stack = {"backbone": first, "denoiser": "denoiser"}.get(network)
+    if stack is None or (network == "denoiser" and not anchored):
+        raise ValueError(f"parameter {name!r} is not one of the release's (backbone.*, denoiser.*)")
+    if rest == "vocab_embed.embedding":
+        return "embedding"
+    if rest.startswith("vocab_embed.0."):
+        return "bridge." + rest.removeprefix("vocab_embed.0.")
+    if rest.startswith("output_layer.linear."):
+        head = "anchor_head" if stack == "anchor" else "head"
+        return f"{head}." + rest.removeprefix("output_layer.linear.")
+    if rest.startswith("sigma_map."):
+        return f"{stack}." + re.sub(*_WITHIN_STACK[0], rest)
+    for pattern, replacement in _WITHIN_STACK[1:]:
+        rest = re.sub(pattern, replacement, rest)
+    return f"{stack}.{rest}"
+
+
+def release_names(cfg: ModelConfig) -> list[str]:
+    """Every entry of the release's state_dict for a model of this shape, in its order.
+
+    The order matters: the release stores EMA weights as a list without names.
+    """
+    names = [f"backbone.{name}" for name in _network("vocab_embed.embedding", n_blocks=cfg.n_blocks, adaln=cfg.adaln)]
+    if cfg.anchored:
+        bridge = ("vocab_embed.0.weight", "vocab_embed.0.bias")
+        names += [f"denoiser.{name}" for name in _network(*bridge, n_blocks=cfg.n_denoiser_blocks, adaln=cfg.adaln)]
+    return names
+
+
+def _network(*first: str, n_blocks: int, adaln: bool) -> list[str]:
+    modulation = [f"adaLN_modulation.{part}" for part in ("weight", "bias")] if adaln else []
+    block = ["norm1.weight", "attn_qkv.weight", "attn_out.weight", "norm2.weight"]
+    block += [f"mlp.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")] + modulation
+    last = ["norm_final.weight", "linear.weight", "linear.bias", *modulation]
+    return [
+        *first,
+        *(f"sigma_map.mlp.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias") if adaln),
+        "rotary_emb.inv_freq",
+        *(f"blocks.{i}.{name}" for i in range(n_blocks) for name in block),
+        *(f"output_layer.{name}" for name in last),
+    ]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Release:
+    """What a release checkpoint holds, in our terms."""
+
+    algo: str
+    model: ModelConfig
+    noise: NoiseConfig
+    objective: ObjectiveConfig
+    vocab_size: int
+    step: int
+    weights: "dict[str, Tensor]" = field(repr=False)
+    """By our names, float32."""
+    settings: dict[str, Any] = field(repr=False)
+    """The release's own settings, as plain data."""
+    tokenizer_json: str = field(default="", repr=False)
+    """The tokenizer pickled into the file, if it is one of the `tokenizers` library."""
+
+
+def read_release(path: str | Path, ema: bool = True) -> Release:
+    """Read a checkpoint: EMA weights, or with ema=False those of the last step."""
+    with Checkpoint(path) as file:
+        refs = file.tree.get("state_dict")
+        if not isinstance(refs, dict):
+            raise ValueError(f"{path} is not a checkpoint of the release: it has no state_dict")
+        refs = {_modern(name): ref for name, ref in refs.items()}
+        hyper = _mapping(file.tree, "hyper_parameters")
+        settings = _mapping({"config": plain(hyper.get("config"))}, "config")
+        model = _shape_of(path, refs, settings)
+        algo, objective = _objective_of(path, model, settings)
+        names = [name for name in release_names(model) if not name.endswith("inv_freq")]
+        missing = sorted(set(names) - set(refs))
+        extra = sorted(name for name in set(refs) - set(names) if not name.endswith("inv_freq"))
+        require(not missing, f"{path} lacks {len(missing)} parameters, such as {missing[:1]}")
+        require(not extra, f"{path} has {len(extra)} parameters that are not the release's, such as {extra[:1]}")
+        if ema:
+            refs = dict(zip(names, _ema_weights(path, file.tree, names)))
+        vocab_size = _size(path, refs, "backbone.vocab_embed.embedding")[0]
+        expected = _expected_shapes(model, vocab_size)
+        weights = {}
+        for name in names:
+            ours = from_release(name, model.anchored)
+            assert ours is not None
+            weights[ours] = file.tensor(refs[name], name).float()
+            got, want = tuple(weights[ours].shape), expected[ours]
+            require(got == want, f"{path}: {name} has shape {got}, a model of this shape needs {want}")
+        require(set(weights) == set(expected), f"{path}: not every parameter of the model is in the file")
+        step = file.tree.get("global_step")
+        return Release(
+            algo, model, _noise_of(path, settings), objective, vocab_size, step if type(step) is int else 0, weights,
+            settings, _tokenizer_json(hyper.get("tokenizer")),
+        )  # fmt: skip
+
+
+def _mapping(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """The dictionary under `key`; an empty one where the file has something else."""
+    found = tree.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _modern(name: Any) -> str:
+    """Names as the current release writes them: without torch.compile's prefix, `denoiser` for the older `replica`."""
+    name = str(name).replace("_orig_mod.", "")
+    return "denoiser." + name.removeprefix("replica.") if name.startswith("replica.") else name
+
+
+def _size(path: str | Path, refs: dict[str, Any], name: str) -> tuple[int, ...]:
+    ref = refs.get(name)
+    sizes = ref.size if isinstance(ref, TensorRef) and isinstance(ref.size, tuple) else ()
+    require(bool(sizes) and all(type(n) is int and 0 < n < 2**31 for n in sizes), f"{path} has no usable {name}")
+    return sizes
+
+
+def _shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) -> ModelConfig:
+    """The model's shape from its weights; what the stored settings say must agree."""
+
+    def blocks(network: str) -> int:
+        return len({name.split(".")[2] for name in refs if name.startswith(f"{network}.blocks.")})
+
+    anchored = any(name.startswith("denoiser.") for name in refs)
+    adaln = "backbone.sigma_map.mlp.0.weight" in refs
+    width = _size(path, refs, "backbone.vocab_embed.embedding")[-1]
+    told = _mapping(settings, "model")
+    heads = told.get("n_heads", 0)
+    if "backbone.rotary_emb.inv_freq" in refs:
+        heads = width // (2 * _size(path, refs, "backbone.rotary_emb.inv_freq")[0])
+    length = told.get("length", 1024)
+    require(type(heads) is int and heads > 0, f"{path} does not say how many heads the model has")
+    require(type(length) is int and length > 0, f"{path}: model.length={length!r} is not a length")
+    require(not anchored or adaln, f"{path}: a two-stage model without adaLN is none of the release's")
+    model = ModelConfig(
+        hidden_size=width,
+        n_heads=heads,
+        n_blocks=blocks("backbone"),
+        n_denoiser_blocks=blocks("denoiser"),
+        length=length,
+        dropout=told["dropout"] if isinstance(told.get("dropout"), float) else ModelConfig.dropout,
+        anchored=anchored,
+        causal=not adaln,
+        adaln=adaln,
+        time_conditioning=adaln and settings.get("time_conditioning") is True,
+        cond_dim=_size(path, refs, "backbone.sigma_map.mlp.0.weight")[0] if adaln else ModelConfig.cond_dim,
+        mlp_ratio=_size(path, refs, "backbone.blocks.0.mlp.0.weight")[0] // width,
+    )
+    for key in ("hidden_size", "n_heads", "n_blocks"):
+        said = told.get(key, getattr(model, key))
+        require(
+            said == getattr(model, key),
+            f"{path}: its settings say model.{key}={said}, its weights {getattr(model, key)}",
+        )
+    return model
+
+
+def _objective_of(path: str | Path, model: ModelConfig, settings: dict[str, Any]) -> tuple[str, ObjectiveConfig]:
+    kind = settings.get("parameterization", "ar" if model.causal else "subs")
+    kind = choose(f"{path}: parameterization", str(kind), OBJECTIVES)
+    require((kind == "ar") == model.causal, f"{path}: parameterization={kind} does not fit the weights")
+    T = settings.get("T") if type(settings.get("T")) is int else 0
+    if not model.anchored:
+        return ALGOS[kind], ObjectiveConfig(name=OBJECTIVES[kind], gamma=0.0, gamma_warmup=0.0, T=T or 0)
+    require(kind == "subs", f"{path}: a two-stage model with parameterization={kind} is none of the release's")
+    if settings.get("enable_anchor_loss") is False:
+        return "two-stage", ObjectiveConfig(gamma=0.0, gamma_warmup=0.0)
+    gamma, slope = (settings.get(f"base_scaling_factor{i}") for i in (1, 2))
+    gamma = gamma if isinstance(gamma, float) and gamma > 0 else ObjectiveConfig.gamma
+    warmup = min(1.0, gamma / slope) if isinstance(slope, int | float) and slope > 0 else gamma
+    tau = settings.get("threshold")
+    tau = tau if type(tau) is int and tau > 0 else ObjectiveConfig.tau
+    return "adlm", ObjectiveConfig(gamma=gamma, gamma_warmup=warmup, tau=tau)
+
+
+def _noise_of(path: str | Path, settings: dict[str, Any]) -> NoiseConfig:
+    told = _mapping(settings, "noise")
+    name = NOISES[choose(f"{path}: noise.type", str(told.get("type", "loglinear")), NOISES)]
+    numbers = {k: float(told[k]) for k in ("sigma_min", "sigma_max") if isinstance(told.get(k), int | float)}
+    return NoiseConfig(name=name, **numbers)
+
+
+def _ema_weights(path: str | Path, tree: dict[str, Any], names: list[str]) -> list[Any]:
+    """The EMA weights: a list in the order of the parameters, backbone first."""
+    ema = tree.get("ema")
+    shadow = ema.get("shadow_params") if isinstance(ema, dict) else None
+    if not isinstance(shadow, list):
+        raise ValueError(f"{path} holds no EMA weights; import those of the last step with eval.ema=false")
+    require(len(shadow) == len(names), f"{path} holds {len(shadow)} EMA weights for {len(names)} parameters")
+    return shadow
+
+
+def _expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    import torch
+
+    from adlm.models import build_model
+
+    with torch.device("meta"):
+        blank = build_model(model, vocab_size, vocab_size - 1)
+    return {name: tuple(value.shape) for name, value in blank.state_dict().items()}
+
+
+def _tokenizer_json(pickled: Any) -> str:
+    """A fast tokenizer carries its tokenizer.json as bytes in its state."""
+    state = pickled.state if isinstance(pickled, Inert) else None
+    backend = state.get("_tokenizer") if isinstance(state, dict) else None
+    text = backend.state if isinstance(backend, Inert) else None
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else ""
+
+
+# ---- adlm import, adlm export ---------------------------------------------------------------------------------------
+
+
+def tokenizer_of(release: Release, name: str = "", root: str = "") -> "Tokenizer":
+    """The tokenizer of a checkpoint: `name` if given, else the one in the file, else the one its settings name."""
+    from tokenizers import Tokenizer as Backend
+
+    from adlm.data.tokenizers import Tokenizer, load_tokenizer
+
+    stored = str(_mapping(release.settings, "data").get("tokenizer_name_or_path") or "gpt2")
+    if name or not release.tokenizer_json:
+        found = load_tokenizer(name or stored, root=root)
+    else:
+        try:
+            description = json.loads(release.tokenizer_json)
+            # The release gives GPT-2 a [PAD] that has the id of the mask: the mask is what that entry was trained as.
+            added = description.get("added_tokens", [])
+            description["added_tokens"] = [
+                t for t in added if not (t.get("content") == "[PAD]" and t.get("id") == release.vocab_size - 1)
+            ]
+            found = Tokenizer(Backend.from_str(json.dumps(description)), stored)
+        except Exception as error:
+            raise ValueError(f"the tokenizer in the checkpoint is unusable ({error}); give data.tokenizer") from None
+    require(
+        found.vocab_size == release.vocab_size,
+        f"the model has {release.vocab_size} entries and the tokenizer {found.name!r} {found.vocab_size}: "
+        "give the right one as data.tokenizer",
+    )
+    return found
+
+
+def import_release(
+    path: str | Path, out: str | Path, ema: bool = True, tokenizer: str = "", root: str = ""
+) -> dict[str, Any]:
+    """Write a release checkpoint as an exported folder; returns its config.json."""
+    from adlm.io.export import save_folder
+
+    release = read_release(path, ema)
+    used = tokenizer_of(release, tokenizer, root)
+    info = _describe(release, used, Path(path), ema)
+    save_folder(Path(out), release.weights, used, info)
+    return info
+
+
+def load_release(path: str | Path, ema: bool = True, tokenizer: str = "", root: str = "") -> "Loaded":
+    """A release checkpoint as a model ready for inference, without writing anything."""
+    from adlm.io.export import Loaded
+    from adlm.models import build_model
+
+    release = read_release(path, ema)
+    used = tokenizer_of(release, tokenizer, root)
+    model = build_model(release.model, release.vocab_size, used.mask_id)
+    model.load_state_dict(release.weights)
+    model = model.eval().requires_grad_(False)
+    model.freeze_bridge()
+    return Loaded(model, used, release.noise, release.objective, _describe(release, used, Path(path), ema))
+
+
+def _describe(release: Release, tokenizer: "Tokenizer", path: Path, ema: bool) -> dict[str, Any]:
+    from adlm.io.export import describe
+
+    corpus = str(_mapping(release.settings, "data").get("train") or "")
+    cfg = Config(
+        algo=release.algo,
+        model=release.model,
+        noise=release.noise,
+        objective=release.objective,
+        data=DataConfig(name=ALIASES.get(corpus, corpus), tokenizer=tokenizer.name),
+    )
+    return describe(
+        cfg,
+        tokenizer,
+        step=release.step,
+        parameters=sum(w.numel() for w in release.weights.values()),
+        command=["adlm", "import", path.name],
+        imported={"file": path.name, "weights": "averaged" if ema else "raw"},
+    )
+
+
+def export_release(folder: str | Path, path: str | Path) -> Path:
+    """Write an exported folder as a checkpoint that the release's code loads (config and tokenizer given by it)."""
+    import torch
+
+    from adlm.io.export import load_folder
+
+    folder = Path(folder)
+    loaded = load_folder(folder / "export" if (folder / "export").is_dir() else folder)  # a run folder holds one
+    model, step = loaded.model.config, int(loaded.info.get("step") or 0)
+    _check_exportable(model)
+    weights = loaded.model.state_dict()
+    head_width = model.hidden_size // model.n_heads
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+    state = {}
+    for name in release_names(model):
+        ours = from_release(name, model.anchored)
+        state[name] = inv_freq if ours is None else weights[ours]
+    done = {"total": {"completed": step}, "current": {"completed": step}}
+    checkpoint = {
+        "epoch": 0,
+        "global_step": step,
+        "pytorch-lightning_version": "2.2.1",
+        "state_dict": state,
+        # What the release's on_load_checkpoint looks up.
+        "loops": {
+            "fit_loop": {
+                "epoch_progress": {"total": {"completed": 0}, "current": {"completed": 0}},
+                "epoch_loop.batch_progress": done,
+            }
+        },
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"config": _release_settings(loaded)},
+        "ema": {
+            "decay": 0.9999,
+            "num_updates": step,
+            "shadow_params": [value for name, value in state.items() if not name.endswith("inv_freq")],
+        },
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: torch.save(checkpoint, file))
+    return path
+
+
+def _check_exportable(m: ModelConfig) -> None:
+    """The release has one block and two shapes of model: anything else has no name there."""
+    published = {"norm": "layernorm", "activation": "gelu", "qk_norm": False, "bias": True, "mlp_ratio": 4}
+    if m.anchored:
+        published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
+    published["adaln"] = not m.causal
+    for key, value in published.items():
+        require(
+            getattr(m, key) == value,
+            f"the release has no model with model.{key}={getattr(m, key)}, only {value}: nothing to export to",
+        )
+
+
+def _release_settings(loaded: "Loaded") -> dict[str, Any]:
+    m, o, n = loaded.model.config, loaded.objective, loaded.noise
+    kind = {ours: theirs for theirs, ours in OBJECTIVES.items()}.get(o.name, "subs")
+    noises = {ours: theirs for theirs, ours in NOISES.items()}
+    noise = noises[choose("noise.name", n.name, noises)]
+    return {
+        "mode": "train",
+        "diffusion": "absorbing_state",
+        "backbone": "ar" if m.causal else "dit",
+        "parameterization": kind,
+        "time_conditioning": m.time_conditioning,
+        "T": o.T,
+        "subs_masking": False,
+        "enable_anchor_loss": m.anchored and o.gamma > 0,
+        "threshold": o.tau,
+        "base_scaling_factor1": o.gamma,
+        "base_scaling_factor2": o.gamma / o.gamma_warmup if o.gamma_warmup > 0 else 1,
+        "model": {
+            "name": "small",
+            "type": "ddit",
+            "hidden_size": m.hidden_size,
+            "cond_dim": m.cond_dim,
+            "length": m.length,
+            "n_blocks": m.n_blocks,
+            "n_heads": m.n_heads,
+            "scale_by_sigma": True,
+            "dropout": m.dropout,
+            "tie_word_embeddings": False,
+            **({"causal": True} if m.causal else {}),
+        },
+        "noise": {"type": noise, "sigma_min": n.sigma_min, "sigma_max": n.sigma_max},
+        "data": {"tokenizer_name_or_path": loaded.tokenizer.name, "train": loaded.info.get("data", "")},
+        "training": {"ema": 0.9999, "sampling_eps": o.sampling_eps},
+    }
+
+
+def run_import(cfg: Config) -> dict[str, Any]:
+    """`adlm import release.ckpt folder`: eval.ema chooses the weights, data.tokenizer and data.root the tokenizer."""
+    info = import_release(cfg.eval.checkpoint, cfg.out, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
+    size, weights = f"{info['parameters']:,} parameters", info["imported"]["weights"]
+    print(f"{cfg.out}: {info['algo']}, {size}, {weights} weights of step {info['step']:,}")
+    return info
+
+
+def run_export(cfg: Config) -> dict[str, Any]:
+    """`adlm export folder release.ckpt`: our exported folder in the release's layout."""
+    path = export_release(cfg.eval.checkpoint, cfg.out)
+    print(f"{path}: {path.stat().st_size / 1e6:,.1f} MB")
+    return {"file": str(path), "bytes": path.stat().st_size}
