@@ -1,9 +1,11 @@
-"""Is the fast step's loss curve the reference implementation's? Same starting weights, same text (GPT-2 tokens), same noise.
+"""Is the loss curve of the fast step that of the dense reference implementation?
 
-    python benchmarks/loss_parity.py ROWS [steps=200] [out=FILE] [key=value ...]     # ROWS: made by `adlm data prepare`
+Both have the same starting weights, the same text (GPT-2 tokens) and the same noise.
+
+    python benchmarks/loss_parity.py FOLDER [steps=200] [out=FILE] [key=value ...]     # FOLDER: of `adlm data prepare`
 
 Dropout and rounding make two runs of one step differ too, so the fast step is also run with another seed: the
-difference between both implementations must stay below the difference between the seeds. The rate rises over the first steps:
+difference between the two must stay below the difference between the seeds. The rate rises over the first steps:
 without that all curves spike early, and a spike multiplies every difference. One JSON document: the root mean square
 of both differences in the first ten steps and over the last half; FILE also has all losses.
 """
@@ -14,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from adlm.bench.train import measure
 
 from adlm import config
-from adlm.bench.measure import time_training
 from adlm.data.blocks import Blocks
 from adlm.errors import require
 from adlm.training.parallel import world
@@ -32,6 +34,7 @@ def main(argv: list[str]) -> None:
     steps, out = int(options.pop("steps", 200)), options.pop("out", "")
     blocks = Blocks(Path(folder))
     settings = ["model=small", *(f"{key}={value}" for key, value in options.items())]
+    settings += ["bench.warmup=0", f"bench.steps={steps}", f"bench.dense_steps={steps}"]
     batch = int(config.load(settings).bench.batches)
     require(len(blocks) >= steps * batch, f"{folder} has {len(blocks)} sequences, {steps} steps of {batch} need more")
     tokens = torch.from_numpy(np.asarray(blocks.rows(np.arange(steps * batch)))).long().view(steps, batch, -1)
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> None:
     for name, which, seed in (("fast", "ours", 1), ("dense", "dense", 1), ("fast, another seed", "ours", 2)):
         cfg = config.load([*settings, f"seed={seed}", f"model.length={tokens.shape[-1]}"])
         with world(cfg.train) as ranks:
-            result = time_training(cfg, which, ranks, tokens, (0, steps), WARMUP)
+            result = measure(cfg, batch, which, ranks, tokens, WARMUP)
         curves[name] = result["losses"]
         print(f"{name}: {result['losses'][0]:.4f} .. {np.mean(result['losses'][-10:]):.4f} (last ten)", file=sys.stderr)
         torch._dynamo.reset()

@@ -4,9 +4,10 @@
 
 The questions are those of task=prosqa-2hop: two chains of two statements, shuffled, and two candidates of equal depth,
 so that only who is asked about tells which one is right. They are generated once for all methods. Every method has the
-same settings and begins with the same steps on stories (reason.story_steps), which its time includes. Accuracies are on 500
-test questions that share nothing with the training set; the goal is above 95 % for every method (docs/reasoning.md has
-the results). Rules that do not look at the name are scored beside them. The last line of stdout is one JSON document.
+same settings and begins with the same steps on stories (reason.story_steps), which its time includes. Accuracies are
+on 500 test questions that share nothing with the training set; the goal is above 95 % for every method
+(docs/reasoning.md has the results). Rules that do not look at the name are scored beside them. The last line of stdout
+is one JSON document.
 """
 
 import json
@@ -20,10 +21,10 @@ from pathlib import Path
 import torch
 
 from adlm import config
-from adlm.reasoning.methods import METHODS
-from adlm.reasoning.statistics import blind_guesses
+from adlm.reasoning.command import blind_guesses
 from adlm.reasoning.tasks import load_splits
 from adlm.reasoning.training import train
+from adlm.tables import METHODS
 
 VARIANTS = {method: (f"method={method}",) for method in METHODS}
 VARIANTS["acot-kept"] = ("method=acot", "reason.remove_steps=false")
@@ -39,8 +40,8 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         guesses, files = questions(folder, overrides)
-        for guess, share in guesses.items():
-            print(f"guess: {guess:30} {100 * share:5.1f}%")
+        for guess, fraction in guesses.items():
+            print(f"guess: {guess:30} {100 * fraction:5.1f}%")
         for method in methods:
             cfg = config.load([*SETTINGS, *VARIANTS[method], f"out={folder / method}", *overrides, *files])
             start, used = time.monotonic(), time.process_time()

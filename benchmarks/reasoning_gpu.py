@@ -9,13 +9,13 @@ from the base. The methods of a task that start alike share one budget of exampl
 DATA holds the published files: prosqa/prosqa_test.json, prontoqa/prontoqa_test.json, gsm8k/{train.jsonl.xz,test.jsonl}.
 The base is a GGUF file or the folder of a causal Hugging Face model. Questions are generated once, by all cores, for
 all methods, as many as are read: none is repeated, and an epoch is only the unit in which stages share them. From
-scratch the vocabulary is a BPE of the training questions, and stories (reason.story_steps) are told once for all methods.
-Some steps are timed, and then all runs train on that share of the examples with which they end in `minutes`. A run that
-is late all the same is tested as it stands, and says so; those after it that share its budget get as many examples as
-it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json (accuracies, intervals, tokens, times) and,
-with matplotlib, curves.png. What has results is not repeated: the same command goes on after an interruption, and
-minutes=0 only writes the report. Two processes with different `runs` may share a GPU and `out`, but not REPORT; `load`
-is how much longer a step then takes than when it was timed.
+scratch the vocabulary is a BPE of the training questions, and stories (reason.story_steps) are learned once for all
+methods. Some steps are timed, and then all runs train on that fraction of the examples with which they end in
+`minutes`. A run that is late all the same is tested as it stands, and says so; those after it that share its budget get
+as many examples as it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json (accuracies, intervals,
+tokens, times) and, with matplotlib, curves.png. What has results is not repeated: the same command resumes after an
+interruption, and minutes=0 only writes the report. Two processes with different `runs` may share a GPU and `out`, but
+not REPORT; `load` is how much longer a step then takes than when it was timed.
 """
 
 import json
@@ -37,13 +37,11 @@ from adlm import config
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning.command import run_reason
 from adlm.reasoning.examples import Example, read_records, whole_text
-from adlm.reasoning.networks import without_quantisation
-from adlm.reasoning.recital import recite
-from adlm.reasoning.runs import word_tokenizer
-from adlm.reasoning.tasks import TASKS, generate
-from adlm.reasoning.thoughts import batch_loss
-from adlm.reasoning.training import Classroom, train
+from adlm.reasoning.networks import batch_loss, without_quantisation, word_tokenizer
+from adlm.reasoning.tasks import generate, task_of
+from adlm.reasoning.training import ReasoningSetup, learn_stories, train
 from adlm.schema import ReasonConfig
+from adlm.tables import TASKS
 from adlm.training.metrics import read_metrics
 from adlm.training.optim import Updater
 from adlm.training.parallel import Step, world
@@ -58,33 +56,30 @@ class Course(NamedTuple):
     around: float
     """Seconds of a run beside its training: reading, encoding, validating, testing, exporting."""
     longest: int = 0
-    """Most tokens of a generated training example, if that matters: a few long ones would need a shape of rows more."""
+    """Most tokens of a generated training example, if that matters: a few long ones would need one more compiled
+    shape."""
 
 
 EVERY = (
-    "algo=ar", "reason.eval_batch_size=1400", "reason.valid_every=0", "reason.reset_optimizer=false",
-    "checkpoint.every=1000000", "checkpoint.keep=1", "train.log_every=20",
+    "algo=ar", "eval.batch_size=1400", "reason.valid_every=0", "checkpoint.every=1000000",
+    "checkpoint.keep=1", "train.log_every=20",
 )  # fmt: skip
 SCRATCH = (
     *EVERY, "model=small", "recipe=fast", "model.length=512", "optim.lr=6e-4", "optim.muon_lr=2e-3", "optim.warmup=50",
-    "optim.min_lr_ratio=0.1", "train.batch_size=64", "train.attention=flash", "reason.fresh=true",
+    "optim.min_lr_ratio=0.1", "train.batch_size=64", "reason.fresh=true",
 )  # fmt: skip
 BASE = (*EVERY, "optim.lr=3e-4", "optim.schedule=linear", "optim.warmup=20", "train.global_batch_size=32")
 # Stages share the examples as in the paper, where ProsQA and ProntoQA have five of fifty epochs each.
 TENTHS = ("reason.epochs=10", "reason.epochs_per_stage=1")
 COURSES: dict[tuple[str, str], Course] = {
-    # one shape of rows: with what a shape takes to be compiled, padding is cheaper
-    ("prosqa", "base"): Course((*BASE, *TENTHS, "reason.fresh=true", "reason.row_multiple=512"),
-                               (40_000, 200, 500), 20.0, 500),
-    ("prontoqa", "base"): Course((*BASE, *TENTHS, "reason.fresh=true", "reason.row_multiple=64"),
-                                 (40_000, 200, 400), 25.0),
+    ("prosqa", "base"): Course((*BASE, *TENTHS, "reason.fresh=true"), (40_000, 200, 500), 20.0, 500),
+    ("prontoqa", "base"): Course((*BASE, *TENTHS, "reason.fresh=true"), (40_000, 200, 400), 25.0),
     # of the test answers 0.5 % are longer than 112 tokens; the slowest of all answers decides how long a test takes
     ("gsm8k", "base"): Course((*BASE, "reason.epochs=6", "reason.epochs_per_stage=1", "optim.lr=2e-4",
-                               "train.global_batch_size=64", "train.batch_size=32", "reason.row_multiple=64",
-                               "reason.max_new_tokens=112"), (0, 200, 0), 40.0),
+                               "train.global_batch_size=64", "train.batch_size=32", "reason.max_new_tokens=112"),
+                              (0, 200, 0), 40.0),
     # in stories a network from scratch learns to look up what was said of a word, and of that in turn
-    ("prosqa", "scratch"): Course((*SCRATCH, *TENTHS, "reason.story_steps=1000", "reason.story_lr_ratio=2.0"),
-                                  (60_000, 300, 500), 20.0, 370),
+    ("prosqa", "scratch"): Course((*SCRATCH, *TENTHS, "reason.story_steps=1000"), (60_000, 300, 500), 20.0, 370),
     ("prontoqa", "scratch"): Course((*SCRATCH, *TENTHS), (45_000, 200, 400), 18.0),
 }  # fmt: skip
 COST = {"coconut": 2.5}
@@ -92,10 +87,10 @@ COST = {"coconut": 2.5}
 TIMED = 25
 """Steps that measure the speed."""
 PLANNED = 0.9
-"""Share of the time that is planned for; the rest is for steps slower than those timed."""
+"""Fraction of the time that is planned for; the rest is for steps slower than those timed."""
 TINY = (
     "model.hidden_size=64", "model.n_heads=2", "model.n_blocks=2", "train.global_batch_size=2", "train.batch_size=1",
-    "train.log_every=2", "reason.max_new_tokens=4", "reason.row_multiple=1",
+    "train.log_every=2", "reason.max_new_tokens=4",
 )  # fmt: skip
 SMALLEST = (10, 2, 2)
 OPTIONS = {
@@ -201,7 +196,7 @@ def overrides(words: dict[str, str], task: str) -> list[str]:
 
 
 def examples_of(reason: ReasonConfig) -> int:
-    return reason.n_train or len(TASKS[reason.task].read(Path(reason.train_path)))
+    return reason.n_train or len(task_of(reason).read(Path(reason.train_path)))
 
 
 def rehearse(settings: list[str]) -> tuple[float, float, dict[str, Tensor] | None]:
@@ -222,18 +217,18 @@ def timed(settings: list[str]) -> tuple[float, float, dict[str, Tensor] | None]:
     reads = examples * (1 if cfg.reason.fresh else cfg.reason.epochs)
     cfg.reason.n_train, cfg.reason.fresh = min(examples, cfg.train.global_batch_size * TIMED), False
     with world(cfg.train) as ranks:
-        room = Classroom(cfg, ranks)
+        setup = ReasoningSetup(cfg, ranks)
         weights = None
         if cfg.reason.story_steps:
-            loss = recite(room.network, room.tokenizer, cfg, ranks, room.row_multiple)
+            loss = learn_stories(setup)
             print(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end", file=sys.stderr)
-            weights = {name: x.detach().cpu().clone() for name, x in room.network.state_dict().items()}
-        step_module = Step(room.network.train(), batch_loss)
+            weights = {name: x.detach().cpu().clone() for name, x in setup.network.state_dict().items()}
+        step_module = Step(setup.network.train(), batch_loss)
         update = Updater(cfg.optim, step_module)
         seconds = []
-        for step in range(room.schedule.per_epoch):
+        for step in range(setup.schedule.per_epoch):
             start = time.monotonic()
-            for part in room.batches(step, cfg.train.batch_size or cfg.train.global_batch_size):
+            for part in setup.batches(step):
                 with ranks.autocast():
                     step_module(part).total.backward()
             update(0.0)
@@ -298,13 +293,13 @@ def questions(task: str, n: int) -> list[Example]:
     each = -(-n // cores) + n // (20 * cores) + 1
     with ProcessPoolExecutor(cores) as pool:
         made = [example for part in pool.map(partial(some, task, each), range(cores)) for example in part]
-    different = list({TASKS[task].canonical(example): example for example in made}.values())
+    different = list({TASKS.load(task).canonical(example): example for example in made}.values())
     assert len(different) >= n, (len(different), n)
     return different[:n]
 
 
 def some(task: str, n: int, worker: int) -> list[Example]:
-    return generate(TASKS[task], n, seed=1000 + worker)
+    return generate(TASKS.load(task), n, seed=1000 + worker)
 
 
 def as_folder(base: str, folder: Path) -> str:

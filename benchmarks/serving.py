@@ -1,6 +1,6 @@
 """Load on a server over loopback: throughput, latency, memory, and every answer checked; one JSON line at the end.
 
-    python benchmarks/serving.py                                        # CPU: a small model, short rows
+    python benchmarks/serving.py                                        # CPU: a small model, short sequences
     python benchmarks/serving.py --model wide --causal --lengths 24 32  # CPU: bound by reading weights
     python benchmarks/serving.py --model small --device cuda --lengths 512 1024 --steps 64 128 --slots 64
 
@@ -11,7 +11,7 @@ server's memory is watched. Weights are random. It fails if an answer is wrong, 
 
 On a GPU bf16 rounds differently in batches of different sizes, so that now and then a draw falls to another token:
 there an answer is wrong if less than half of its tokens are the expected ones (of two different requests about one in
-twenty agrees), and the share of equal tokens is reported.
+twenty agrees), and the fraction of equal tokens is reported.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from adlm.models import build_model  # noqa: E402
 from adlm.schema import Config, DataConfig, ModelConfig  # noqa: E402
 
 MODELS = {
-    # Small enough that a step's fixed cost (dispatch, Python) outweighs its arithmetic: rows are nearly free.
+    # Small enough that a step's fixed cost (dispatch, Python) outweighs its arithmetic: more sequences are nearly free.
     "short": {"hidden_size": 64, "n_heads": 2, "n_blocks": 2, "n_denoiser_blocks": 1, "cond_dim": 16},
     # Large enough that a step of few tokens is the time it takes to read the weights.
     "wide": {"hidden_size": 1024, "n_heads": 8, "n_blocks": 4, "n_denoiser_blocks": 2, "cond_dim": 16},
@@ -110,7 +110,7 @@ class Client:
 class Tally:
     def __init__(self, agreement: float) -> None:
         self.agreement = agreement
-        """Share of an answer's tokens that must be the expected ones."""
+        """Fraction of an answer's tokens that must be the expected ones."""
         self.seconds: list[float] = []
         self.statuses: dict[int, int] = {}
         self.wrong = 0

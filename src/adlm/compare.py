@@ -43,7 +43,6 @@ from adlm.training import setup
 from adlm.training.loop import command_line, train
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import Interruption, World, world
-from adlm.training.sizes import rows_before
 
 ENTRY, LOG = "compared.json", "log.txt"
 REFERENCE = "adlm"
@@ -263,7 +262,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
         setup.parameter_count(loaded.model),
         flops,
         max(speeds, default=math.nan),
-        rows_before(cfg.train, cfg.train.steps) * cfg.model.length,
+        cfg.train.steps * cfg.train.global_batch_size * cfg.model.length,
         asdict(cfg),
     )
 
@@ -395,7 +394,7 @@ class Comparison:
         lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
         lines += [f"| {' | '.join(line)} |" for line in self.rows()]
         t, m = self.cfg.train, self.cfg.model
-        tokens = rows_before(t, t.steps) * m.length
+        tokens = t.steps * t.global_batch_size * m.length
         alike = all(e.training_tokens == tokens and "seed=" not in e.name for e in self.entries)
         budget = (
             f"Budget of each{'' if alike else ', unless its name says otherwise'}: {t.steps:,} steps of"

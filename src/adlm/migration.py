@@ -23,8 +23,9 @@ RENAMED = {
     "eval.top_ps": "sampling.top_p",
     "objective.anchor_share": "objective.anchor_fraction",
     "optim.final": "optim.min_lr_ratio",
+    "reason.eval_batch_size": "eval.batch_size",
+    "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
-    "reason.recite_rate": "reason.story_lr_ratio",
     "sampling.out": "out",
     "train.row_pieces": "train.length_warmup",
     "train.row_pieces_share": "train.length_warmup_fraction",
@@ -57,9 +58,30 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
+    "optim.muon_momentum": (),
+    "reason.balanced": (False,),
+    "reason.easier": (0.0,),
+    "reason.eval_batch_size": (),
+    "reason.gamma": (),
+    "reason.hops": (0,),
+    "reason.names": (0,),
+    "reason.nodes": (0,),
+    "reason.reset_optimizer": (),
+    "reason.recite_rate": (),
+    "reason.row_multiple": (),
+    "reason.story_lr_ratio": (),
+    "reason.terse": (False,),
+    "reason.words": (0,),
     "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),
+    "track.name": (),
+    "track.project": (),
+    "train.attention": (),
+    "train.batch_parts": (1,),
+    "train.batch_parts_share": (),
+    "train.max_bad_steps": (),
+    "train.valid_batch_size": (),
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
@@ -68,11 +90,23 @@ INSTEAD: dict[str, str] = {}
 """Key that is gone -> what to do instead, for the message; by default it showed no gain."""
 
 
+TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
+TASKS: dict[tuple[Any, ...], str] = {
+    (2, 6, 8, 4, True, True): "prosqa-2hop",
+    (0, 0, 0, 0, True, False): "prosqa-balanced",
+}
+"""Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
+
+
 def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
 
     Values may be texts of a command line. Where an old name and today's are both given, today's counts.
     """
+    shape = tuple(settings.get(key) for key in TASK_KEYS)
+    if settings.get("reason.task") == "prosqa" and shape in TASKS:
+        settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}
+        settings["reason.task"] = TASKS[shape]
     current: dict[str, Any] = {}
     for old, value in settings.items():
         if old in REMOVED and _asks_for_nothing(value, REMOVED[old]):

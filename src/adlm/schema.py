@@ -25,7 +25,6 @@ from adlm.rules import (
     Range,
     Seed,
     WholeNumber,
-    check_fields,
 )
 
 
@@ -74,8 +73,7 @@ class ModelConfig:
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
 
     def check(self) -> None:
-        """Refuse values, alone or together, that no network can be built from."""
-        check_fields(self, "model")
+        """Refuse values that do not fit together."""
         require(
             self.hidden_size % (2 * self.n_heads) == 0,
             f"model.n_heads={self.n_heads} must split model.hidden_size={self.hidden_size} into heads of even width",
@@ -185,8 +183,6 @@ class OptimConfig:
     """Peak learning rate of AdamW."""
     muon_lr: Positive = 2e-3
     """Peak learning rate of Muon, in AdamW-equivalent units."""
-    muon_momentum: FractionBelowOne = 0.95
-    """Muon's momentum."""
     beta1: FractionBelowOne = 0.9
     """AdamW."""
     beta2: FractionBelowOne = 0.999
@@ -202,9 +198,9 @@ class OptimConfig:
     warmup: WholeNumber = 2500
     """Warm-up steps (the learning rate starts at 0)."""
     min_lr_ratio: Fraction = 0.0
-    """cosine, linear: share of the peak rate left at the last step."""
+    """cosine, linear: fraction of the peak rate left at the last step."""
     ema: FractionBelowOne = 0.9999
-    """Decay of the averaged weights (0: none); starts low: min(ema, (1+n)/(10+n))."""
+    """Decay of the EMA of the weights (0: none); starts low: min(ema, (1+n)/(10+n))."""
 
 
 @dataclass
@@ -212,25 +208,19 @@ class TrainConfig:
     steps: Count = 1_000_000
     """Optimizer steps."""
     global_batch_size: Count = 512
-    """Rows per optimizer step over all ranks."""
+    """Sequences per optimizer step over all ranks."""
     batch_size: WholeNumber = 0
-    """Rows per forward pass and rank; 0: the largest that divides the global batch evenly over ranks."""
+    """Sequences per forward pass and rank, also in validation; 0: the largest that divides the global batch evenly over
+    ranks."""
     length_warmup: Count = 1
-    """Pieces that rows are cut into at the start of training, each a row of its own: as many tokens and more times a
-    step, and neighbours are learned first."""
+    """Sequence-length warmup: at the start every sequence is cut into this many, each on its own: as many tokens and
+    more times a step, and neighbours are learned first (1: none)."""
     length_warmup_fraction: Fraction = 0.5
-    """Share of the run with rows in pieces."""
-    batch_parts: Count = 1
-    """Parts of a batch of which the first steps take one each: smaller batches, and so more steps, for as many
-    tokens."""
-    batch_parts_share: Fraction = 0.5
-    """Share of the steps with such batches."""
+    """Fraction of the run with the shorter sequences."""
     valid_every: WholeNumber = 10_000
     """Steps between validations (0: only at the end)."""
     valid_sequences: WholeNumber = 1024
-    """Rows of the validation split used during training (0: all)."""
-    valid_batch_size: WholeNumber = 0
-    """Rows per forward pass in validation; 0: batch_size."""
+    """Sequences of the validation split used during training (0: all)."""
     log_every: Count = 100
     """Steps between log lines."""
     sample_every: WholeNumber = 0
@@ -239,8 +229,6 @@ class TrainConfig:
     """auto (bf16 on a GPU, fp32 on a CPU), fp32 or bf16 (autocast, fp32 weights)."""
     residual: Annotated[str, Choices(("fp32", "bf16"))] = "fp32"
     """Precision of the residual stream under bf16 autocast: fp32, or bf16 (half the memory traffic)."""
-    attention: Annotated[str, Choices(("auto", "flash", "cudnn", "any"))] = "auto"
-    """Attention kernel on a GPU: auto (timed at the start), flash, cudnn or any (torch's own choice)."""
     compile: Annotated[str, Choices(("auto", "true", "false", "block", "max"))] = "auto"
     """auto (on a GPU), true, false, block (compile one block and reuse it: starts sooner, runs a little slower) or max
     (kernels chosen by timing them: starts minutes later)."""
@@ -251,8 +239,6 @@ class TrainConfig:
     """Recompute block activations in the backward pass: less memory, about a third more time."""
     strategy: Annotated[str, Choices(("ddp", "fsdp"))] = "ddp"
     """ddp or fsdp, under torchrun."""
-    max_bad_steps: Count = 20
-    """Stop after this many updates in a row were skipped for a non-finite or exploding gradient."""
     spike_factor: NotNegative = 0.0
     """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
@@ -274,7 +260,7 @@ class CheckpointConfig:
     milestone_every: WholeNumber = 0
     """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
-    """Resume from the newest valid checkpoint of the run folder."""
+    """Continue from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
 
@@ -380,10 +366,10 @@ class SamplingConfig:
 class ReasonConfig:
     """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout."""
 
-    task: Annotated[str, Choices(("prosqa", "prontoqa", "gsm8k"))] = "prosqa"
-    """prosqa, prontoqa or gsm8k."""
-    method: Annotated[str, Choices(("cot", "no-cot", "pause", "acot", "icot", "coconut", "coconut-pause"))] = "acot"
-    """cot, no-cot, pause, acot, icot, coconut or coconut-pause."""
+    task: Annotated[str, Choices(tables.TASKS)] = "prosqa"
+    """The questions: a name of the tasks table, which also says how they are generated."""
+    method: Annotated[str, Choices(tables.METHODS)] = "acot"
+    """How examples are laid out, stage by stage: a name of the methods table."""
     base: str = ""
     """Causal Hugging Face model to start from, by hub name (gpt2), folder or GGUF file; empty: our own stack (section
     model), from scratch."""
@@ -399,26 +385,9 @@ class ReasonConfig:
     """Validation examples generated, or kept of valid_path."""
     n_test: WholeNumber = 500
     """Test examples generated (test_path is always used whole)."""
-    hops: WholeNumber = 0
-    """Generated tasks: length of the derivation (0: distributed as in the published files)."""
-    nodes: WholeNumber = 0
-    """Generated ProsQA: nodes drawn per graph before isolated ones are dropped (0: as in the published files)."""
-    words: WholeNumber = 0
-    """Generated ProsQA: different kinds, and at most as many names, that questions draw from (0: all 38 and 17)."""
-    names: WholeNumber = 0
-    """Generated ProsQA: different names that questions draw from (0: as reason.words says)."""
-    balanced: bool = False
-    """Generated ProsQA: the wrong answer is as deep as the right one (in the published files depth often tells)."""
-    terse: bool = False
-    """Generated ProsQA: "Tom lempus." for "Tom is a lempus.", and "lempus or zumpus, Tom?"; see docs/reasoning.md."""
-    easier: Fraction = 0.0
-    """Generated ProsQA: share of the training questions with one hop less than reason.hops and two nodes less than
-    reason.nodes, a curriculum by mixing; held-out questions all have reason.hops."""
     story_steps: WholeNumber = 0
     """ProsQA from scratch: optimizer steps before the first stage on stories, told again and thought through, which
     teach to look up what was said of a word (a pretrained base can already; 0: none, as in the paper)."""
-    story_lr_ratio: Positive = 1.0
-    """Learning rates of these steps over those of the stages: a circuit forms at rates that would later wreck it."""
     epochs: Count = 50
     """Passes over the training examples, all stages together."""
     epochs_per_stage: Count = 5
@@ -433,21 +402,12 @@ class ReasonConfig:
     """acot: also remove one more step from the front of the trace at each stage (icot and coconut always do)."""
     anchor_tokens: Annotated[str, Choices(("first", "all"))] = "first"
     """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
-    gamma: NotNegative = 1.0
-    """Weight of the anchor loss beside the loss of the answer and trace, per token."""
-    reset_optimizer: bool = True
-    """Start each stage with fresh moments and its own warm-up."""
     valid_every: WholeNumber = 1
     """Epochs between validations (the end of a stage is always validated); 0: only the end of the run."""
     minutes: NotNegative = 0.0
     """Stop training after this many minutes and test what there is, as its stage answers (0: no limit)."""
     max_new_tokens: WholeNumber = 0
     """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
-    eval_batch_size: Count = 128
-    """Questions answered together."""
-    row_multiple: WholeNumber = 0
-    """Training rows are padded to a multiple of this many positions (0: 128 on a GPU, where every shape is compiled for
-    itself, else 1)."""
 
 
 @dataclass
@@ -503,11 +463,7 @@ class TrackConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder."""
     wandb: bool = False
-    """Also log to Weights & Biases (offline unless logged in)."""
-    project: str = "adlm"
-    """wandb project."""
-    name: str = ""
-    """wandb run name."""
+    """Also log to Weights & Biases (offline unless logged in; WANDB_PROJECT and WANDB_NAME say where)."""
 
 
 @dataclass

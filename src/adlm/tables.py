@@ -217,3 +217,27 @@ OBJECTIVES = Table(
         "autoregressive": "adlm.objectives.autoregressive:Autoregressive",
     },
 )
+
+TASKS = Table(
+    "tasks",
+    {
+        "prosqa": "adlm.reasoning.tasks:PROSQA",
+        "prosqa-2hop": "adlm.reasoning.tasks:PROSQA_2HOP",
+        "prosqa-balanced": "adlm.reasoning.tasks:PROSQA_BALANCED",
+        "prontoqa": "adlm.reasoning.tasks:PRONTOQA",
+        "gsm8k": "adlm.reasoning.tasks:GSM8K",
+    },
+)
+
+METHODS = Table(
+    "methods",
+    {
+        "cot": "adlm.reasoning.methods:COT",
+        "no-cot": "adlm.reasoning.methods:NO_COT",
+        "pause": "adlm.reasoning.methods:PAUSE",
+        "acot": "adlm.reasoning.methods:ACOT",
+        "icot": "adlm.reasoning.methods:ICOT",
+        "coconut": "adlm.reasoning.methods:COCONUT",
+        "coconut-pause": "adlm.reasoning.methods:COCONUT_PAUSE",
+    },
+)

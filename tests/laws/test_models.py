@@ -9,15 +9,18 @@ import torch._dynamo
 from dense import dense_log_probs, dense_logits, plain_block, plain_logits
 from tiny import MODERN, TINY, random_tokens, tiny_model
 
-from adlm import config
+from adlm import config, tables
 from adlm.config.keys import group_choices
+from adlm.engine import Request, make_engine
 from adlm.engine.prepare import compile_blocks, fold
 from adlm.models import build_model, layers, transformer
+from adlm.models.bridge import Bridge
 from adlm.models.layers import Norm, normalise
-from adlm.models.transformer import Context, Stream, draw_keys
+from adlm.models.network import count_flops
+from adlm.models.transformer import Context, ResidualStream, draw_keys
 from adlm.objectives import Rows, loss, make_objective
 from adlm.objectives.base import Task, Term, only_rows, rounded, score_terms
-from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
 
 BRIDGES = ["linear", "none"]
 VARIANTS = {
@@ -59,7 +62,7 @@ def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant
     target = torch.randn_like(x)
     leaves = [x, *block.parameters()]
     results = []
-    ours = lambda: block(Stream(x), Context(cos, sin, c)).total()  # noqa: E731
+    ours = lambda: block(ResidualStream(x), Context(cos, sin, c)).total()  # noqa: E731
     for function in (ours, lambda: plain_block(block, x, c, cos, sin)):
         y = function()
         gradients = torch.autograd.grad((y * target).sum(), leaves, retain_graph=True)
@@ -234,6 +237,61 @@ def test_published_start_all_logits_zero_and_blocks_the_identity():
     assert torch.equal(model.anchor(x).stream_BLD, x)
 
 
+class GatedBridge(Bridge):
+    """A bridge as another package may bring it: the residual stream, and the anchor states through a learned gate."""
+
+    def __init__(self, cfg, vocab_size):
+        super().__init__(cfg, vocab_size)
+        self.gate = torch.nn.Linear(cfg.hidden_size, cfg.hidden_size)
+
+    def initialise(self, cfg):
+        torch.nn.init.zeros_(self.gate.weight)
+        torch.nn.init.zeros_(self.gate.bias)
+
+    def forward(self, stream_BLD, anchor_BLD, anchor_head):
+        return stream_BLD + self.gate(anchor_BLD).to(stream_BLD.dtype)
+
+    @staticmethod
+    def flops(cfg):
+        return 2 * cfg.hidden_size**2
+
+
+def test_a_bridge_of_another_package_trains_and_generates(monkeypatch):
+    """As an entry point of the group adlm.bridges puts it into the table."""
+    monkeypatch.setitem(tables.BRIDGES.targets, "gated", f"{__name__}:GatedBridge")
+    options = [
+        "algo=adlm",
+        "recipe=fast",
+        "model=nano",
+        "model.hidden_size=16",
+        "model.length=12",
+        "model.bridge=gated",
+    ]
+    cfg = config.load(options)
+    torch.manual_seed(0)
+    model = build_model(cfg.model, 11, 10)
+    assert isinstance(model.bridge, GatedBridge) and model.bridge.gate.weight.abs().max() == 0
+    plain = build_model(replace(cfg.model, bridge="none"), 11, 10)
+    extra = count_flops(cfg.model, 11, 12).forward_per_token - count_flops(plain.config, 11, 12).forward_per_token
+    assert extra == 2 * 16 * 16
+    assert set(model.state_dict()) - set(plain.state_dict()) == {"bridge.gate.weight", "bridge.gate.bias"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    objective = make_objective(cfg.objective, cfg.noise, 10, seed=0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, objective.draw(Rows(random_tokens(8, 12, 10), torch.arange(8), 8), step, 1.0)).total.backward()
+        optimizer.step()
+    assert model.bridge.gate.weight.abs().max() > 0
+    for precision in ("fp32", "bf16"):
+        # this library's bf16 products crash on some CPUs
+        with torch.backends.mkldnn.flags(enabled=False):
+            (result,) = make_engine(model, precision=precision).run([Request([10] * 12, SamplingConfig(steps=4))])
+        assert result.finished and 10 not in result.tokens
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    with pytest.raises(ValueError, match="GatedBridge has no reference implementation"):
+        dense_logits(model, random_tokens(2, 12, 11))
+
+
 @pytest.mark.parametrize("anchored", [False, True])
 @pytest.mark.parametrize("bridge", BRIDGES)
 def test_causal_models_never_see_the_future(anchored, bridge):
@@ -382,13 +440,9 @@ def test_the_stream_keeps_its_precision():
     ("options", "message"),
     [
         ({"bridge": "linaer"}, "did you mean 'linear'"),
-        ({"norm": "batchnorm"}, "model.norm='batchnorm'"),
-        ({"activation": "swish"}, "model.activation='swish'"),
         ({"n_heads": 3}, "model.n_heads=3 must split model.hidden_size=16 into heads of even width"),
-        ({"dropout": 1.0}, "model.dropout=1.0 must be in [0, 1)"),
         ({"adaln": False, "time_conditioning": True}, "needs model.adaln=true"),
         ({"n_denoiser_blocks": 0}, "leaves no denoiser"),
-        ({"length": 0}, "model.length=0 must be at least 4"),
     ],
 )
 def test_bad_configurations(options, message):

@@ -35,7 +35,7 @@ def test_readme_training_line():
     assert (cfg.train.valid_every, cfg.train.log_every) == (10_000, 1000)
     assert (cfg.data.name, cfg.data.tokenizer, cfg.data.wrap, cfg.data.valid_name) == ("openwebtext", "gpt2", True, "")
     assert (cfg.model.hidden_size, cfg.model.length, cfg.model.time_conditioning) == (768, 1024, False)
-    assert (cfg.out, cfg.checkpoint.resume, cfg.track.name, cfg.track.wandb) == ("outputs/adlm", True, "adlm", False)
+    assert (cfg.out, cfg.checkpoint.resume, cfg.track.wandb) == ("outputs/adlm", True, False)
     assert cfg.sampling.steps == 1000
     assert cfg.data.packing == "release"
 
@@ -88,7 +88,7 @@ def test_sedd_ar_and_d3pm_scripts():
         "parameterization=ar model.length=128 sampling.steps=1000 time_conditioning=True",
     )
     assert (ar.algo, ar.model.causal, ar.model.time_conditioning, ar.data.wrap) == ("ar", True, False, False)
-    assert (ar.train.batch_size, ar.train.valid_batch_size, ar.model.length) == (16, 16, 128)
+    assert (ar.train.batch_size, ar.model.length) == (16, 128)
     d3pm = parse("main", "model=small data=lm1b parameterization=d3pm model.length=128 time_conditioning=True T=1000")
     assert (d3pm.algo, d3pm.objective.T, d3pm.data.tokenizer) == ("d3pm", 1000, "bert-base-uncased")
 
@@ -124,7 +124,7 @@ def test_release_defaults_without_a_key():
         ("eval.gen_ppl_eval_model_name_or_path=gpt2", {"eval.judge": "gpt2"}),
         ("sampling.semi_ar=True sampling.stride_length=512 sampling.num_strides=2 model.length=1024",
          {"sampling.stride": 512, "sampling.length": 2048}),
-        ("sampling.num_sample_batches=5 loader.eval_batch_size=4", {"sampling.n": 20, "train.valid_batch_size": 4}),
+        ("sampling.num_sample_batches=5 loader.eval_batch_size=4", {"sampling.n": 20}),
         ("hydra.run.dir=a checkpointing.save_dir=b/", {"out": "b"}),
         ("trainer.max_steps=5 train.steps=7", {"train.steps": 7}),
         ("train.steps=7 trainer.max_steps=5", {"train.steps": 5}),

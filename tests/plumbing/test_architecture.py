@@ -34,9 +34,9 @@ def layer_of(path: Path) -> str:
 
 
 def layer(module: str) -> str:
-    """The layer of `package.module` is its package; the modules of `io` and `compat` stand at different heights."""
+    """The layer of `package.module` is its package, unless the module stands at a height of its own."""
     parts = module.removesuffix(".__init__").split(".")
-    return ".".join(parts[:2]) if parts[0] in ("io", "compat") and len(parts) > 1 else parts[0]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in LAYERS else parts[0]
 
 
 def imported(tree: ast.AST, top_level_only: bool) -> set[str]:

@@ -18,7 +18,7 @@ from adlm.evaluation.intervals import summarise
 from adlm.evaluation.perplexity import phases
 from adlm.objectives import make_objective
 from adlm.schema import Config, NoiseConfig, ObjectiveConfig
-from adlm.training.setup import scored_shares
+from adlm.training.setup import scored_fractions
 
 ALGOS = ("adlm", "mdlm", "ar", "sedd", "d3pm")
 
@@ -80,7 +80,7 @@ def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
             return None
 
     cfg = ObjectiveConfig(gamma=gammas[0], gamma_warmup=gammas[1], gamma_end=gammas[2])
-    scored, anchors = scored_shares(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
+    scored, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
     assert 0.3 < scored < 0.7 and anchors == 1.0
 
 

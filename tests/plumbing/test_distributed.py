@@ -112,7 +112,7 @@ def test_what_fails_on_the_first_rank_fails_on_all(alone, tmp_path):
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
     out = alone / "full"
     said = run(2, str(tmp_path / "fails_once.py"), "train", *overrides(alone, out=out))
-    assert said.count("No space left on device; training goes on") == 1
+    assert said.count("No space left on device; training continues") == 1
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
     assert_same_curve(out, alone / "alone")
 

@@ -11,9 +11,8 @@ from adlm.objectives import loss, make_objective
 from adlm.objectives.base import only_rows
 from adlm.schema import TrainConfig
 from adlm.training import optim, parallel
-from adlm.training.draw import draw_tasks
-from adlm.training.graphs import Replays
-from adlm.training.parallel import Step, World
+from adlm.training.batches import corrupt
+from adlm.training.parallel import GraphedModel, Step, World
 
 
 def record_on_a_cpu(module, example, **options):
@@ -54,21 +53,21 @@ def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
         torch.manual_seed(0)
         model = tiny_model(dropout=0.0).train()
         step = Step(model)
-        step.replays = Replays(model) if replayed else None
+        step.graphed = GraphedModel(model) if replayed else None
         objective = make_objective(cfg.objective, cfg.noise, model.mask_id, 1)
         update = optim.Updater(cfg.optim, step)
         for i in range(12):
             batch = Batch(random_tokens(8, 12, 10, seed=i).numpy(), None, np.arange(8))
-            (task,) = draw_tasks(objective, batch, i, 1, cfg)
+            (task,) = corrupt(objective, batch, i, 1, cfg)
             read.add(None if only_rows(task) is None else len(only_rows(task)))
             (step(task).total / task.count).backward()
             update()
         weights.append([p.detach().clone() for p in model.parameters()])
-        if step.replays is not None:
-            assert len(step.replays.recorded) == len(read) > 1, "one recording for each number of positions"
+        if step.graphed is not None:
+            assert len(step.graphed.recorded) == len(read) > 1, "one recording for each number of positions"
             with torch.no_grad():
                 step(task)
-            assert len(step.replays.recorded) == len(read), "a validation is not a training pass"
+            assert len(step.graphed.recorded) == len(read), "a validation is not a training pass"
     for a, b in zip(*weights):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

@@ -3,26 +3,26 @@
 import pytest
 
 from adlm.data.tokenizers import load_tokenizer
-from adlm.reasoning import gsm8k, logic
+from adlm.reasoning import logic
 from adlm.reasoning.examples import Example, whole_text
 from adlm.reasoning.methods import (
     ALL,
     IGNORE,
-    METHODS,
     Encoded,
     Markers,
-    Plan,
+    StagePlan,
     add_markers,
     encode,
+    laid_out_length,
     lay_out,
     markers_of,
     plans_of,
-    row_length,
     written_length,
 )
-from adlm.reasoning.runs import word_tokenizer
-from adlm.reasoning.tasks import TASKS, generate
+from adlm.reasoning.networks import word_tokenizer
+from adlm.reasoning.tasks import PRONTOQA, PROSQA, generate, read_gsm8k
 from adlm.schema import ReasonConfig
+from adlm.tables import METHODS
 
 _ = IGNORE
 B, A, E = MARKERS = Markers(90, 91, 92)
@@ -66,7 +66,7 @@ def test_no_cot():
 def test_pause():
     (layout,) = layouts("pause")
     check(layout, [1, 2, B, A, A, E, 40, 0], [_, _, _, _, _, 40, 0, _], [_] * 8, [3, 4], 6)
-    assert plans_of(config("pause")) == [Plan(slots=2, removed=ALL)]
+    assert plans_of(config("pause")) == [StagePlan(slots=2, removed=ALL)]
 
 
 def test_acot_keeps_the_trace():
@@ -158,7 +158,7 @@ def test_every_method_ends_with_the_answer_and_nothing_given_is_learned(method):
         assert all(layout.tokens[i + 1] == t for i, t in enumerate(layout.targets) if t != _)
         assert [i for i, token in enumerate(layout.tokens) if token == A] == list(layout.slots)
     for plan, layout in zip(plans_of(config(method, slots=4)), layouts(method, slots=4)):
-        assert row_length(TOY, plan) == len(layout.tokens)
+        assert laid_out_length(TOY, plan) == len(layout.tokens)
         assert written_length(TOY, plan) == len(layout.tokens) - layout.prompt
 
 
@@ -168,7 +168,6 @@ def test_every_method_ends_with_the_answer_and_nothing_given_is_learned(method):
         ({"method": "acott"}, "did you mean 'acot'"),
         ({"method": "acot", "slots": 5, "slots_per_stage": 2}, r"multiple of reason\.slots_per_stage"),
         ({"method": "acot", "slots": 0}, r"reason\.slots=0"),
-        ({"method": "acot", "anchor_tokens": "last"}, r"reason\.anchor_tokens"),
     ],
 )
 def test_bad_settings_are_refused(options, message):
@@ -191,7 +190,7 @@ def shown(tokenizer, layout):
 
 def test_janets_ducks(assets, gpt2):
     """GSM8K, question 1 of the test set: two [ANT], labelled 16 and 3; the trace is kept."""
-    example = gsm8k.read(assets / "data/gsm8k/test.jsonl")[0]
+    example = read_gsm8k(assets / "data/gsm8k/test.jsonl")[0]
     cfg = ReasonConfig(task="gsm8k", method="acot", slots=2)
     (encoded,) = encode([example], gpt2)
     layout = lay_out(encoded, plans_of(cfg)[-1], markers_of(gpt2))
@@ -228,7 +227,7 @@ def test_parts_are_tokenised_as_the_whole_is(assets, gpt2):
     examples = [
         *logic.read(assets / "data/prosqa/prosqa_test.json")[:50],
         *logic.read(assets / "data/prontoqa/prontoqa_test.json")[:50],
-        *gsm8k.read(assets / "data/gsm8k/test.jsonl")[:200],
+        *read_gsm8k(assets / "data/gsm8k/test.jsonl")[:200],
     ]
     own = add_markers(load_tokenizer("bpe-600", map(whole_text, examples)))
     for tokenizer in (gpt2, own):
@@ -239,7 +238,7 @@ def test_parts_are_tokenised_as_the_whole_is(assets, gpt2):
 
 def test_anchor_labels_stand_in_the_trace(gpt2):
     """The label of a slot is a token the trace would have there: the same piece of text, cut the same way."""
-    for example in (*generate(TASKS["prosqa"], 20, 1), *generate(TASKS["prontoqa"], 20, 1)):
+    for example in (*generate(PROSQA, 20, 1), *generate(PRONTOQA, 20, 1)):
         (encoded,) = encode([example], gpt2)
         trace = [t for step in encoded.steps for t in step]
         for anchor in encoded.anchors:
@@ -248,7 +247,7 @@ def test_anchor_labels_stand_in_the_trace(gpt2):
 
 def test_a_word_is_one_token_wherever_it_stands():
     """The vocabulary of a network from scratch: a name at the start of a question, inside it, in a step, as anchor."""
-    examples = generate(TASKS["prosqa"], 200, 1)
+    examples = generate(PROSQA, 200, 1)
     tokenizer = word_tokenizer(examples)
     for example, encoded in zip(examples, encode(examples, tokenizer)):
         words = {*map(str.strip, example.anchors)}

@@ -5,15 +5,23 @@ import math
 
 import pytest
 import torch
-from tests.tiny import MODERN, tiny_model
+from hugging_face import make_folder
+from tiny import MODERN, tiny_model
 
 from adlm.data.tokenizers import load_tokenizer
-from adlm.reasoning.answers import Score, evaluate, generate, wilson
+from adlm.reasoning.answers import Accuracy, Answerer, generate, wilson
 from adlm.reasoning.examples import Example
-from adlm.reasoning.methods import IGNORE, Encoded, Markers, Plan, add_markers, encode, lay_out
-from adlm.reasoning.networks import HuggingFaceNetwork, OwnNetwork, load_hugging_face
-from adlm.reasoning.tasks import TASKS
-from adlm.reasoning.thoughts import batch_loss, make_batch, make_rows, read_rows
+from adlm.reasoning.methods import IGNORE, Encoded, Markers, StagePlan, add_markers, lay_out
+from adlm.reasoning.networks import (
+    HuggingFaceNetwork,
+    OwnNetwork,
+    batch_loss,
+    load_hugging_face,
+    make_batch,
+    pad_sequences,
+    read_sequences,
+)
+from adlm.reasoning.tasks import PROSQA
 from adlm.training.parallel import World
 
 CPU = torch.device("cpu")
@@ -54,7 +62,7 @@ def network_of(kind):
 
 
 def ragged(n_slots, seed=0, lengths=((3, 6), (7, 2), (1, 9), (12, 1))):
-    """Rows of a question, slots and a rest, of different lengths."""
+    """Sequences of a question, slots and a rest, of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     tokens, slots = [], []
     for before, after in lengths:
@@ -80,8 +88,8 @@ def naive(network, tokens, slots):
 def test_thoughts_equal_a_naive_loop(kind, n_slots):
     network = network_of(kind)
     tokens, slots = ragged(n_slots)
-    rows = make_rows(tokens, slots, fed_back=True, device=CPU)
-    hidden_BLD = read_rows(network, rows)
+    rows = pad_sequences(tokens, slots, fed_back=True, device=CPU)
+    hidden_BLD = read_sequences(network, rows)
     for row, ids, at in zip(hidden_BLD, tokens, slots):
         torch.testing.assert_close(row[: len(ids)], naive(network, ids, at), atol=2e-5, rtol=1e-4)
 
@@ -99,7 +107,7 @@ def test_gradients_through_thoughts_equal_the_naive_ones(kind):
         sum((v * p).sum() for v, p in zip(values, probes)).backward()
         return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
 
-    hidden_BLD = read_rows(network, make_rows(tokens, slots, fed_back=True, device=CPU))
+    hidden_BLD = read_sequences(network, pad_sequences(tokens, slots, fed_back=True, device=CPU))
     fast = gradients([row[: len(ids)] for row, ids in zip(hidden_BLD, tokens)])
     slow = gradients([naive(network, ids, at) for ids, at in zip(tokens, slots)])
     assert fast.keys() == slow.keys()
@@ -111,9 +119,9 @@ def test_gradients_through_thoughts_equal_the_naive_ones(kind):
 def test_a_thought_is_not_the_token_and_padding_changes_nothing():
     network = own_network()
     tokens, slots = ragged(2)
-    fed = read_rows(network, make_rows(tokens, slots, fed_back=True, device=CPU))
-    plain = read_rows(network, make_rows(tokens, slots, fed_back=False, device=CPU))
-    alone = read_rows(network, make_rows(tokens[:1], slots[:1], fed_back=True, device=CPU))
+    fed = read_sequences(network, pad_sequences(tokens, slots, fed_back=True, device=CPU))
+    plain = read_sequences(network, pad_sequences(tokens, slots, fed_back=False, device=CPU))
+    alone = read_sequences(network, pad_sequences(tokens[:1], slots[:1], fed_back=True, device=CPU))
     before = slots[0].start
     torch.testing.assert_close(fed[0, :before], plain[0, :before])
     assert (fed[0, before] - plain[0, before]).abs().max() > 1e-3
@@ -138,7 +146,7 @@ def longhand(network, ids, at, fed_back, steps):
 def test_cached_generation_equals_uncached(kind, fed_back):
     network = network_of(kind)
     tokens, slots = ragged(2)
-    rows = make_rows(tokens, slots, fed_back, CPU)
+    rows = pad_sequences(tokens, slots, fed_back, CPU)
     with torch.no_grad():
         wanted = [longhand(network, ids, at, fed_back, 8) for ids, at in zip(tokens, slots)]
     assert generate(network, rows, 8, EOS, MASK) == wanted
@@ -147,10 +155,10 @@ def test_cached_generation_equals_uncached(kind, fed_back):
 
 def test_generation_ends_at_the_end_of_text_and_at_the_longest_row():
     network = own_network()
-    rows = make_rows([[1, 2, 3], [4] * 28], [range(0), range(0)], False, CPU)
+    rows = pad_sequences([[1, 2, 3], [4] * 28], [range(0), range(0)], False, CPU)
     texts = generate(network, rows, 100, eos_id=-1, mask_id=MASK)  # no such token: never ends by itself
     assert [len(t) for t in texts] == [network.longest - 28] * 2
-    full = make_rows([[1] * network.longest], [range(0)], False, CPU)
+    full = pad_sequences([[1] * network.longest], [range(0)], False, CPU)
     assert generate(network, full, 5, EOS, MASK) == [[]]
     text = generate(network, rows, 3, EOS, MASK)[0]
     last = text[1]
@@ -166,7 +174,7 @@ TOY = Encoded([1, 2], [[10, 11], [12]], [13, EOS], [[10], [11, 3], [12]])
 @pytest.mark.parametrize("gamma", [0.0, 0.5])
 def test_the_loss_is_the_cross_entropy_of_the_labels(gamma):
     network = own_network()
-    plans = [Plan(slots=3, removed=1, anchored=True)] * 2
+    plans = [StagePlan(slots=3, removed=1, anchored=True)] * 2
     long = TOY._replace(question=[4, 5, 6, 7, 8])
     layouts = [lay_out(e, p, MARKERS) for e, p in zip((TOY, long), plans)]
     batch = make_batch(layouts, False, gamma, MASK, CPU)
@@ -184,28 +192,17 @@ def test_the_loss_is_the_cross_entropy_of_the_labels(gamma):
 
 
 def test_without_labelled_slots_there_is_no_anchor_term():
-    layout = lay_out(TOY, Plan(slots=2), MARKERS)
-    assert set(make_batch([layout], False, 1.0, MASK, CPU).task.terms) == {"nll"}
+    layout = lay_out(TOY, StagePlan(slots=2), MARKERS)
+    assert set(make_batch([layout], False, 1.0, MASK, CPU).scored.terms) == {"nll"}
 
 
 # ---- transformers
 
 
-def make_folder(path, tokenizer, **options):
-    transformers = pytest.importorskip("transformers")
-    cfg = transformers.GPT2Config(
-        vocab_size=tokenizer.vocab_size, n_positions=64, n_embd=16, n_layer=1, n_head=2, **options
-    )
-    torch.manual_seed(0)
-    transformers.GPT2LMHeadModel(cfg).save_pretrained(path)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
-    fast.save_pretrained(path)
-
-
 def test_hugging_face_folder_gets_the_markers(tmp_path):
     plain = load_tokenizer("bytes")
     make_folder(tmp_path, plain)
-    network, tokenizer = load_hugging_face(str(tmp_path), add_markers)
+    network, tokenizer = load_hugging_face(str(tmp_path))
     assert tokenizer.vocab_size == plain.vocab_size + 3
     weight = network.embed(torch.arange(tokenizer.vocab_size))
     assert weight.shape[0] == tokenizer.vocab_size == network.head.weight.shape[0]
@@ -229,7 +226,7 @@ def test_one_compiled_block_serves_all_blocks(kind, monkeypatch):
         x_BLD = plain.embed(torch.arange(2 * length).view(2, length) % V)
         torch.testing.assert_close(network.read(x_BLD), plain.read(x_BLD))
     assert len(compiled) == 2
-    rows = make_rows(*ragged(0), False, CPU)
+    rows = pad_sequences(*ragged(0), False, CPU)
     assert generate(network, rows, 4, EOS, MASK) == generate(plain, rows, 4, EOS, MASK)
     assert len(compiled) == 2
 
@@ -237,7 +234,7 @@ def test_one_compiled_block_serves_all_blocks(kind, monkeypatch):
 def test_hugging_face_mistakes_are_one_line(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"reason\.base=.*is no causal model") as error:
-        load_hugging_face(str(tmp_path), add_markers)
+        load_hugging_face(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
@@ -311,15 +308,14 @@ def test_scores_count_right_answers_tokens_and_thoughts():
 
     def score(plan, limit, reads_before=0):
         parrot = Parrot([0] * reads_before + text, tokenizer.vocab_size)
-        spec = TASKS["prosqa"]
-        return evaluate(parrot, spec, examples, encode(examples, tokenizer), plan, tokenizer, limit, 2, world)
+        return Answerer(parrot, tokenizer, PROSQA, plan, limit, batch_size=2).answer(examples, world)
 
-    result, texts = score(Plan(removed=10), 20)
-    assert result == Score(3, 2, 7.0, 0)
+    result, texts = score(StagePlan(removed=10), 20)
+    assert result == Accuracy(3, 2, 7.0, 0)
     assert texts == ["### yes"] * 3
     assert result.facts()["accuracy"] == pytest.approx(2 / 3)
     assert "66.7 %" in str(result)
-    assert score(Plan(removed=10), 5)[0] == Score(3, 0, 5.0, 3)
-    fed = score(Plan(slots=2, removed=10, fed_back=True), 20, reads_before=3)[0]
-    assert fed == Score(3, 2, 9.0, 0)  # two thoughts are two more sequential steps
-    assert score(Plan(slots=2, removed=10), 20)[0].tokens == 7.0  # given slots are read at once
+    assert score(StagePlan(removed=10), 5)[0] == Accuracy(3, 0, 5.0, 3)
+    fed = score(StagePlan(slots=2, removed=10, fed_back=True), 20, reads_before=3)[0]
+    assert fed == Accuracy(3, 2, 9.0, 0)  # two thoughts are two more sequential steps
+    assert score(StagePlan(slots=2, removed=10), 20)[0].tokens == 7.0  # given slots are read at once

@@ -276,6 +276,7 @@ def test_frames_replay_to_the_finished_row(http, lm, sampler):
     expected = lm.generate(prompt="the ", length=24, seed=9, sampler=sampler, steps=12, eta=0.2)[0]
     canvas = list(start["tokens"])
     assert canvas.count(None) == 19 and start["fixed"] == [0, 1, 2, 3, 4]
+    assert (start["steps_matter"], start["writes_once"]) == (sampler != "first-hitting", sampler != "remdm-cap")
     for _, frame in frames:
         for position, token, text in frame["set"]:
             canvas[position] = token

@@ -1,4 +1,4 @@
-"""The loop: it learns, it resumes bit for bit, it survives damage, and it says what is wrong in one line."""
+"""The loop: it learns, it resumes bit for bit, it survives corruption, and it says what is wrong in one line."""
 
 import json
 import math
@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-from hypothesis import given
-from hypothesis import strategies as st
 from runs import ON_A_CPU, read_lines, run_config, start, wait_for_step
 from safetensors.torch import load_file
 from tiny import random_tokens, tiny_model
@@ -30,12 +28,13 @@ from adlm.objectives.base import only_rows
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training import checkpoint, loop, metrics, optim
-from adlm.training.checkpoint import Checkpoints, damage, read_weights
-from adlm.training.draw import draw_tasks, drawn, in_pieces, on_device
-from adlm.training.metrics import Window, read_metrics
+from adlm.training import run as runs
+from adlm.training.batches import corrupt, corrupted_batches, on_device, padded_indices, shortened
+from adlm.training.checkpoint import Checkpoints, problem_of, read_weights
+from adlm.training.metrics import LogWindow, read_metrics
 from adlm.training.parallel import Step, World, parallelise, world
-from adlm.training.sizes import rows_at, rows_before
-from adlm.training.validation import padded_indices
+
+ALONE = World(0, 1, torch.device("cpu"), "fp32", "none")
 
 
 def losses(run: Path) -> list[tuple]:
@@ -97,8 +96,8 @@ MOVING = {
         (11, {}),
         (7, {"model__dropout": 0.2, "train__batch_size": 4}),
         (7, {"optim": "muon"}),
-        (5, {"train__batch_parts": 2, "objective__anchor_rule": "all", "objective__anchor_share": 0.5}),
-        (9, {"train__batch_parts": 2, "train__batch_size": 4}),
+        (5, {"train__length_warmup": 2, "objective__anchor_rule": "all", "objective__anchor_fraction": 0.5}),
+        (9, {"train__length_warmup": 2, "train__batch_size": 4}),
         (7, {"recipe": "fast"}),
         (5, {"train__log_every": 5, "checkpoint__every": 3}),
         (7, MOVING),
@@ -109,8 +108,8 @@ MOVING = {
         "end",
         "dropout",
         "muon",
-        "small batches, a share of the anchors",
-        "micro-batches of small batches",
+        "shorter sequences, a fraction of the anchors",
+        "micro-batches of shorter sequences",
         "fast recipe",
         "between two log lines",
         "moving gamma",
@@ -151,8 +150,8 @@ def test_accumulation_and_micro_batches_change_only_rounding(tmp_path, uninterru
 LONG = ("train.steps=60", "train.valid_every=20", "checkpoint.every=5")
 
 
-def test_rows_in_pieces(tmp_path, monkeypatch):
-    """The first half of the run reads the same tokens in shorter rows, each with a time and noise of its own."""
+def test_sequence_length_warmup(tmp_path, monkeypatch):
+    """The first half of the run reads the same tokens in shorter sequences, each with a time and noise of its own."""
     read: list[tuple[torch.Size, int]] = []
     draw = Nelbo.draw
 
@@ -163,36 +162,20 @@ def test_rows_in_pieces(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Nelbo, "draw", spy)
     settings = {"train__steps": 4, "train__batch_size": 4, "algo": "mdlm"}
-    assert loop.train(run_config(tmp_path, **settings, train__row_pieces=4)).finished
+    assert loop.train(run_config(tmp_path, **settings, train__length_warmup=4)).finished
     assert read[1:] == 4 * [((16, 8), 32)] + 4 * [((4, 32), 8)]  # two micro-batches a step, after one to count FLOPs
     with pytest.raises(ValueError, match=r"train\.length_warmup=5 must divide model\.length=32"):
-        loop.train(run_config(tmp_path, **settings, train__row_pieces=5, out=tmp_path / "other"))
-    read.clear()
-    parts = {"train__batch_parts": 4, "train__batch_parts_share": 0.5, "train__row_pieces": 2}
-    assert loop.train(run_config(tmp_path, **settings, **parts, out=tmp_path / "parts")).finished
-    assert read[1:] == 2 * [((4, 16), 4)] + 4 * [((4, 32), 8)]  # a quarter of a batch is one micro-batch
-    with pytest.raises(ValueError, match=r"train\.batch_parts=3 must divide the 8 rows"):
-        loop.train(run_config(tmp_path, **settings, train__batch_parts=3, out=tmp_path / "other"))
+        loop.train(run_config(tmp_path, **settings, train__length_warmup=5, out=tmp_path / "other"))
 
 
-@given(st.integers(1, 6), st.floats(0, 1), st.integers(1, 40), st.integers(1, 5))
-def test_rows_before_a_step_are_those_of_all_steps_before_it(parts, share, steps, rows):
-    cfg = TrainConfig(steps=steps, global_batch_size=parts * rows, batch_parts=parts, batch_parts_share=share)
-    sizes = [rows_at(cfg, step) for step in range(steps)]
-    assert [rows_before(cfg, step) for step in range(steps + 1)] == [sum(sizes[:step]) for step in range(steps + 1)]
-    small = sum(size == rows for size in sizes) if parts > 1 else steps
-    assert small == steps or sizes == small * [rows] + (steps - small) * [parts * rows]
-    assert parts == 1 or small - 1 < share * steps <= small or share * steps < small == 1  # a share that rounds away
-
-
-def test_tasks_are_the_same_drawn_ahead(tmp_path):
+def test_corrupted_batches_are_the_same_drawn_ahead(tmp_path):
     cfg = run_config(tmp_path, algo="adlm", train__steps=6)
     objective = make_objective(cfg.objective, cfg.noise, 10, 3)
     batches = [Batch(random_tokens(4, 12, 10, seed=i).numpy(), None, np.arange(4) + 4 * i) for i in range(3)]
-    cfg.train.global_batch_size = 4
-    for i, (batch, tasks) in enumerate(read_ahead(drawn(objective, iter(batches), 2, 2, cfg, torch.device("cpu")))):
+    cfg.train.global_batch_size, cfg.train.batch_size = 4, 2
+    for i, (batch, tasks) in enumerate(read_ahead(corrupted_batches(objective, iter(batches), 2, cfg, ALONE))):
         assert batch is batches[i] and len(tasks) == 2
-        for task, again in zip(tasks, draw_tasks(objective, batch, 2 + i, 2, cfg)):
+        for task, again in zip(tasks, corrupt(objective, batch, 2 + i, 2, cfg)):
             copied = on_device(task, torch.device("cpu"))
             for one in (task, copied):
                 assert torch.equal(one.tokens_BL, again.tokens_BL) and one.count == again.count
@@ -203,15 +186,15 @@ def test_tasks_are_the_same_drawn_ahead(tmp_path):
                     assert torch.equal(term.targets_N, again.terms[name].targets_N)
 
 
-def test_pieces_hold_the_same_tokens_in_order():
+def test_shorter_sequences_hold_the_same_tokens_in_order():
     tokens, mask = np.arange(24).reshape(2, 12), np.arange(24).reshape(2, 12) % 5 > 0
-    cut = in_pieces(Batch(tokens, mask, np.array([6, 7])), 3)
+    cut = shortened(Batch(tokens, mask, np.array([6, 7])), 3)
     assert cut.examples.tolist() == [18, 19, 20, 21, 22, 23]
     assert cut.tokens.tolist() == tokens.reshape(6, 4).tolist() and cut.attention_mask is not None
     assert cut.attention_mask[4].tolist() == mask[1, 4:8].tolist()
 
 
-def test_sigterm_saves_and_exits_zero_and_the_same_command_goes_on(tmp_path):
+def test_sigterm_saves_and_exits_zero_and_the_same_command_resumes(tmp_path):
     process = start(tmp_path, *LONG)
     wait_for_step(tmp_path / "run", 7, process)
     process.send_signal(signal.SIGTERM)
@@ -256,7 +239,7 @@ def test_kill_nine_at_twenty_random_moments(tmp_path):
     assert_same_run(tmp_path / "run", whole)
 
 
-# Damage
+# Corruption
 
 
 def spoil(folder: Path, how: str) -> None:
@@ -270,22 +253,22 @@ def spoil(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(tmp_path, capsys, uninterrupted, how):
+def test_a_corrupt_checkpoint_is_noticed_and_the_one_before_is_used(tmp_path, capsys, uninterrupted, how):
     cfg = run_config(tmp_path)
     loop.train(cfg)
     folder = tmp_path / "run" / "checkpoints"
     newest, before = sorted(folder.glob("step-*"))[-1:], sorted(folder.glob("step-*"))[-2]
     spoil(newest[0], how)
-    assert damage(newest[0]) and not damage(before)
+    assert problem_of(newest[0]) and not problem_of(before)
     (tmp_path / "run" / "export" / "model.safetensors").unlink()
     assert read_weights(tmp_path / "run", ema=True)[1]["step"] == 8 and newest[0].exists()  # readers change nothing
     loop.train(cfg)
-    assert "step 12 is damaged" in capsys.readouterr().err
+    assert "step 12 is corrupt" in capsys.readouterr().err
     assert_same_run(tmp_path / "run", uninterrupted / "run")
-    assert len(list(folder.glob("damaged-*"))) == 1
+    assert len(list(folder.glob("corrupt-*"))) == 1
     for each in folder.glob("step-*"):
         spoil(each, how)
-    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is corrupt"):
         loop.train(cfg)
 
 
@@ -302,7 +285,7 @@ def test_a_full_disk_does_not_stop_training_until_the_end(tmp_path, monkeypatch,
 
     monkeypatch.setattr(checkpoint.dcp, "save", save)
     loop.train(run_config(tmp_path))
-    assert "No space left on device; training goes on" in capsys.readouterr().err
+    assert "No space left on device; training continues" in capsys.readouterr().err
     assert not list((tmp_path / "run" / "checkpoints").glob("partial-*"))
     monkeypatch.setattr(checkpoint.dcp, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="step 12 could not be written"):
@@ -318,14 +301,13 @@ def test_a_checkpoint_is_completed_beside_training(tmp_path, monkeypatch, capsys
         sealed(folder)
 
     monkeypatch.setattr(checkpoint, "seal", slow_seal)
-    ranks = World(0, 1, torch.device("cpu"), "fp32", "none")
-    checkpoints, state = Checkpoints(tmp_path, CheckpointConfig(), ranks), {"model": {"x": torch.ones(1000)}}
+    checkpoints, state = Checkpoints(tmp_path, CheckpointConfig(), ALONE), {"model": {"x": torch.ones(1000)}}
     checkpoints.save(state, {"step": 1}, wait=False)
     assert checkpoints.steps() == []
     state["model"]["x"].zero_()
     may_go_on.set()
-    checkpoints.settle()
-    assert checkpoints.steps() == [1] and damage(checkpoints.path(1)) is None
+    checkpoints.finish_writing()
+    assert checkpoints.steps() == [1] and problem_of(checkpoints.path(1)) is None
     checkpoints.load(1, state)
     assert torch.equal(state["model"]["x"], torch.ones(1000))
 
@@ -369,7 +351,7 @@ def test_weights_can_be_read_without_the_run(uninterrupted):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_bad_gradient_is_skipped_whole_and_counted(name):
     model = tiny_model()
-    guard = optim.Guard(spike_factor=10.0, device=torch.device("cpu"))
+    guard = optim.GradientGuard(spike_factor=10.0, device=torch.device("cpu"))
     update = optim.Updater(OptimConfig(name=name, weight_decay=0.1), model, guard=guard)
     optimizers = update.optimizers
 
@@ -394,8 +376,9 @@ def test_a_bad_gradient_is_skipped_whole_and_counted(name):
 
 def test_training_stops_after_too_many_bad_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "gradient_norm", lambda parameters: torch.tensor(math.nan))
-    with pytest.raises(ValueError, match=r"the last 3 updates were skipped .*train\.max_bad_steps=3"):
-        loop.train(run_config(tmp_path, train__max_bad_steps=3))
+    monkeypatch.setattr(runs, "MAX_BAD_STEPS", 3)
+    with pytest.raises(ValueError, match=r"stopped at step 3: the last 3 updates were skipped"):
+        loop.train(run_config(tmp_path))
 
 
 # Optimizers
@@ -403,13 +386,15 @@ def test_training_stops_after_too_many_bad_steps(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("size", "largest", "left"), [(4.0, 1.0, 1.0), (0.5, 1.0, 0.5), (4.0, 0.0, 4.0)])
 def test_gradients_are_scaled_down_and_never_up(size, largest, left):
-    parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 5)]
-    for p in parameters:
+    model = nn.ParameterList([torch.zeros(n) for n in (3, 5)])
+    update = optim.Updater(OptimConfig(clip=largest, ema=0.0), model)
+    for p in model:
         p.grad = torch.full_like(p, size / 8**0.5)
-    norm = optim.gradient_norm(parameters)
-    optim.scale_gradients(parameters, optim.clip_factor(norm, largest))
+    norm = optim.gradient_norm(update.parameters)
+    clip = (largest / norm).clamp(max=1.0)
+    update.step_plainly(clip, torch.zeros(()))
     assert norm.item() == pytest.approx(size)
-    assert optim.gradient_norm(parameters).item() == pytest.approx(left, rel=1e-5)
+    assert optim.gradient_norm(update.parameters).item() == pytest.approx(left, rel=1e-5)
 
 
 def test_learning_rate():
@@ -418,7 +403,7 @@ def test_learning_rate():
 
     assert rates(schedule="constant") == [0, 0.5, 1, 1, 1]
     assert rates(schedule="linear") == [0, 0.5, 1, 0.5, 0]
-    assert rates(schedule="cosine", final=0.1) == pytest.approx([0, 0.5, 1, 0.55, 0.1])
+    assert rates(schedule="cosine", min_lr_ratio=0.1) == pytest.approx([0, 0.5, 1, 0.55, 0.1])
     assert optim.learning_rate_factor(OptimConfig(warmup=0), 0, 10) == 1
 
 
@@ -456,7 +441,7 @@ def test_the_kernel_equals_the_plain_update(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_swapping_averages_in_and_out_restores_every_bit():
+def test_swapping_the_ema_in_and_out_restores_every_bit():
     model = tiny_model()
     ema = optim.Ema(model, 0.9)
     for p in model.parameters():
@@ -474,13 +459,13 @@ def test_speed_leaves_out_what_is_no_training(monkeypatch):
     """Ten steps of 100 tokens, of which the last four came after a validation: 400 tokens in 4 s."""
     now = iter([0.0, 96.0, 100.0, 100.0])
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
-    window = Window(None, World(0, 1, torch.device("cpu"), "fp32", "none"))
+    window = LogWindow(None, ALONE)
     for i in range(10):
         window.add({"nelbo": torch.tensor(100.0)})
-        window.end_step(torch.tensor(100.0))
+        window.count = window.count + torch.tensor(100.0)
         if i == 5:
             window.restart()
-    values = window.read(torch.tensor(1.0), 0.1, optim.Guard(0.0, torch.device("cpu")))
+    values = window.read(torch.tensor(1.0), 0.1, optim.GradientGuard(0.0, torch.device("cpu")))
     assert values["tokens_per_s"] == pytest.approx(100.0) and values["nelbo"] == pytest.approx(1.0)
 
 
@@ -503,7 +488,7 @@ def test_resuming_with_another_model_or_tokenizer_is_refused(tmp_path):
         loop.train(run_config(tmp_path, data__tokenizer="bpe-300"))
     with pytest.raises(ValueError, match=r"started with optim\.name=adamw, now it is muon"):
         loop.train(run_config(tmp_path, optim="muon"))
-    for key, before, now in (("global_batch_size", 8, 16), ("batch_parts", 1, 2), ("length_warmup", 1, 2)):
+    for key, before, now in (("global_batch_size", 8, 16), ("length_warmup", 1, 2)):
         with pytest.raises(ValueError, match=rf"started with train\.{key}={before}, now it is {now}"):
             loop.train(run_config(tmp_path, **{f"train__{key}": now}))
     with pytest.raises(ValueError, match=r"checkpoint\.resume=true"):
@@ -511,13 +496,13 @@ def test_resuming_with_another_model_or_tokenizer_is_refused(tmp_path):
 
 
 def test_resuming_may_not_move_what_was_read(tmp_path):
-    """More steps are no change, unless a share of all steps had another size; averages cannot start in the middle."""
+    """More steps are no change, unless a fraction of them had another length; an EMA cannot start in the middle."""
     settings = {"optim__ema": 0.0, "train__steps": 4}
     loop.train(run_config(tmp_path, **settings))
     assert loop.train(run_config(tmp_path, **settings | {"train__steps": 6})).step == 6
     with pytest.raises(ValueError, match=r"started with optim\.ema=0\.0, now it is 0\.9"):
         loop.train(run_config(tmp_path, **settings | {"optim__ema": 0.9}))
-    settings |= {"train__batch_parts": 2, "out": tmp_path / "parts"}
+    settings |= {"train__length_warmup": 2, "out": tmp_path / "shorter"}
     loop.train(run_config(tmp_path, **settings))
     with pytest.raises(ValueError, match=r"started with train\.steps=4, now it is 6"):
         loop.train(run_config(tmp_path, **settings | {"train__steps": 6}))
@@ -622,8 +607,8 @@ def test_dry_run_trains_nothing(tmp_path):
 
 
 def test_checkpoints_of_nothing(tmp_path):
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
-    assert checkpoints.newest_sound() is None
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), ALONE)
+    assert checkpoints.newest_valid() is None
     with pytest.raises(ValueError, match="holds no checkpoint yet"):
         read_weights(tmp_path, ema=True)
 

@@ -1,4 +1,4 @@
-"""Optimizer steps by the kernel that clips, updates and averages in one pass, and by its plain twin."""
+"""Optimizer steps by the kernel that clips, updates and averages in one pass, and by its reference implementation."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from adlm.schema import CheckpointConfig, OptimConfig
 from adlm.training import kernels, optim
 from adlm.training.checkpoint import Checkpoints, tensors
-from adlm.training.optim import Ema, Guard, Updater
+from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import World
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-7}
@@ -33,7 +33,7 @@ class Odd(nn.Module):
 class Student:
     def __init__(self, cfg: OptimConfig, device: str, fused: bool):
         self.model = nn.ModuleDict({"model": Odd(torch.Generator().manual_seed(0))}).to(device)
-        self.ema, self.guard = Ema(self.model, cfg.ema), Guard(10.0, torch.device(device))
+        self.ema, self.guard = Ema(self.model, cfg.ema), GradientGuard(10.0, torch.device(device))
         self.update = Updater(cfg, self.model, self.ema, self.guard)
         assert self.update.fused
         if not fused:

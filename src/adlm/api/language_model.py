@@ -27,8 +27,7 @@ from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
-from adlm.engine.request import check_length
-from adlm.engine.template import Limit, check_canvas, parse_template
+from adlm.engine.request import Limit, check_canvas, check_length, parse_template
 from adlm.errors import choose, require
 from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
 from adlm.io.load import BOX, load_checkpoint

@@ -26,14 +26,15 @@ from adlm.engine import Engine, Request
 from adlm.errors import require
 from adlm.io.paths import pick_device
 from adlm.models import Network, build_model
-from adlm.models.flops import count_flops, peak_flops
+from adlm.models.backends import peak_flops
+from adlm.models.network import count_flops
 from adlm.objectives import make_objective
 from adlm.samplers import make_plan
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
-from adlm.training.draw import drawn, on_device
+from adlm.training.batches import corrupted_batches, on_device
 from adlm.training.metrics import peak_memory_gib
-from adlm.training.optim import Ema, Guard, Updater
+from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
 
 BATCHES = 8  # different ones, in turn
@@ -70,11 +71,11 @@ def time_training(
     if which == "ours":
         parallelise(step_module, cfg.train, ranks)
     objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
-    ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, device)
+    ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(cfg.train.spike_factor, device)
     update = Updater(cfg.optim, step_module, ema, guard)
     host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
     # the end of a run: gamma is no longer rising
-    tasks = drawn(objective, itertools.cycle(host), cfg.train.steps, 1, cfg, device)
+    tasks = corrupted_batches(objective, itertools.cycle(host), cfg.train.steps, cfg, ranks)
 
     def step(i: int) -> Tensor:
         task = on_device(next(tasks)[1][0], device)

@@ -65,10 +65,7 @@ def _number(given: Given, key: str, default: float) -> float:
 def _sample_count(given: Given) -> list[str]:
     batches = _number(given, "sampling.num_sample_batches", 1)
     size = _number(given, "loader.eval_batch_size", 1)
-    wanted = [f"sampling.n={int(batches * size)}"] if "sampling.num_sample_batches" in given else []
-    return wanted + (
-        [f"train.valid_batch_size={given['loader.eval_batch_size']}"] if "loader.eval_batch_size" in given else []
-    )
+    return [f"sampling.n={int(batches * size)}"] if "sampling.num_sample_batches" in given else []
 
 
 def _sampler(given: Given) -> list[str]:
@@ -153,10 +150,10 @@ TRANSLATIONS: tuple[Translation, ...] = (
     _rename("loader.batch_size", "train.batch_size"),
     Translation(
         ("sampling.num_sample_batches", "loader.eval_batch_size"),
-        "`sampling.n` = batches x size, `train.valid_batch_size` = size (`sampling.batch_size` never changes a text)",
+        "`sampling.n` = batches x sequences of a batch",
         _sample_count,
     ),
-    _ignore("loader.eval_global_batch_size", "results do not depend on it; see train.valid_batch_size"),
+    _ignore("loader.eval_global_batch_size", "results do not depend on it"),
     _ignore("loader.num_workers", "sequences are memory-mapped"),
     _ignore("loader.pin_memory", "sequences are memory-mapped"),
     # model, noise, optimizer
@@ -226,8 +223,8 @@ TRANSLATIONS: tuple[Translation, ...] = (
     _ignore("sampling.noise_removal", "no mask is ever left; sampling.parity=release fills the last ones greedily"),
     _ignore("sampling.num_sample_log", "samples during training are train.sample_every"),
     # tracking
-    _rename("wandb.project", "track.project"),
-    _rename("wandb.name", "track.name"),
+    _ignore("wandb.project", "set the environment variable WANDB_PROJECT"),
+    _ignore("wandb.name", "set the environment variable WANDB_NAME"),
     _ignore("wandb", "logging to wandb is off unless track.wandb=true"),
 )  # fmt: skip
 

@@ -269,10 +269,6 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
         f"train.batch_size={t.batch_size} must divide the {per_rank} sequences per rank {over}",
     )
     require(
-        per_rank % t.batch_parts == 0,
-        f"train.batch_parts={t.batch_parts} must divide the {per_rank} sequences per rank {over}",
-    )
-    require(
         m.length % t.length_warmup == 0, f"train.length_warmup={t.length_warmup} must divide model.length={m.length}"
     )
     piece = m.length // t.length_warmup

@@ -27,10 +27,6 @@ def check_objective(o: ObjectiveConfig, m: ModelConfig) -> None:
         f"objective.name={o.name} is a baseline without anchors: set model.anchored=false (algo=d3pm or sedd)",
     )
     require(
-        o.name != "autoregressive" or m.anchored or (o.gamma <= 0 and o.gamma_end <= 0),
-        f"objective.gamma={o.gamma}, objective.gamma_end={o.gamma_end}: plain AR has no anchors (algo=a2r has)",
-    )
-    require(
         o.gamma_end < 0 or o.gamma_warmup < 1,
         "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
     )

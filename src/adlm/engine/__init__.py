@@ -1,15 +1,13 @@
-"""The generation engine: requests in, rows out, whoever asks - command line, evaluation, server.
+"""The generation engine: requests in, sequences out, whoever asks - command line, evaluation, server.
 
-request.py  Request, Frame, Result
-rows.py     rows join and leave: queue, slots, cancelling, streaming
-engine.py   diffusion models: every row's next event in one call
-causal.py   causal models: key-value cache
-windows.py  what a request asks for, canvas by canvas: strides, banned phrases, end of text
-evaluator.py the device side: canvases, one evaluation
-prepare.py  the model as the engine runs it: precision, constants folded
-drawing.py  head, cut and draw at chosen positions, in bounded pieces
-graphs.py   CUDA graphs
-template.py text with holes
+request.py    Request, Frame, Result; text with holes; the canvases of a request
+engine.py     queue and slots; the engine of diffusion models
+causal.py     the engine of causal models: key-value cache
+evaluator.py  the device side: canvases, one network call
+prepare.py    the network as the engine runs it: precision, constants folded
+drawing.py    head, filters and draw at chosen positions, in bounded pieces
+kernels.py    the draw as a Triton kernel
+graphs.py     CUDA graphs and copies that nobody waits for
 """
 
 import torch

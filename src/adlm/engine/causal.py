@@ -1,7 +1,7 @@
-"""The engine of causal models (AR, A2R): left to right with a key-value cache, rows at different positions in one call.
+"""The engine of causal models (AR, A2R): left to right with a key-value cache, at different positions in one call.
 
 Same requests, same random numbers per (seed, step, position), same joining, leaving, streaming and cancelling as the
-other engine. A row's fixed tokens must all stand before its holes - a causal model cannot see what comes after - and
+other engine. The fixed tokens must all stand before the holes - a causal model cannot see what comes after - and
 position 0 must be given (usually the begin-of-text token), since nothing predicts it.
 """
 
@@ -11,26 +11,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.engine.drawing import SLOT, Drawer, Draws, pieces
+from adlm.engine.drawing import SLOT, Drawer, Draws, DrawSettings, pieces
+from adlm.engine.engine import ActiveSequence, BaseEngine
 from adlm.engine.graphs import Graphs
 from adlm.engine.prepare import autocast, prepare
 from adlm.engine.request import Frame, Request
-from adlm.engine.rows import Row, Rows
 from adlm.errors import require
 from adlm.models import Cache, Network
 from adlm.models.transformer import LayerCache
 
 
 @dataclass(eq=False)
-class Text(Row):
-    """A row being continued: `written` grows from the prompt to `length`."""
+class Continuation(ActiveSequence):
+    """A sequence being continued: `written` grows from the prompt to `length`."""
 
     written: list[int] = field(default_factory=list)
     length: int = 0
 
 
 def slot_view(cache: Cache, i: int) -> Cache:
-    """The cache of one slot, sharing memory: filled by reading a prompt alone while other rows wait."""
+    """The cache of one slot, sharing memory: filled by reading a prompt alone while other sequences wait."""
 
     def view(layers: list[LayerCache]) -> list[LayerCache]:
         return [LayerCache(c.k_BNLH[i : i + 1], c.v_BNLH[i : i + 1]) for c in layers]
@@ -39,7 +39,7 @@ def slot_view(cache: Cache, i: int) -> Cache:
     return Cache(view(cache.denoiser), anchor, torch.zeros_like(cache.seen_B[i : i + 1]))
 
 
-class CausalEngine(Rows[Text]):
+class CausalEngine(BaseEngine[Continuation]):
     def __init__(self, model: Network, slots: int = 16, device: str | torch.device = "cpu", precision: str = "auto"):
         require(model.config.causal, "CausalEngine needs a causal model (model.causal=true)")
         super().__init__(model, slots)
@@ -60,7 +60,7 @@ class CausalEngine(Rows[Text]):
         require(not holes or holes[0] > 0, "a causal model needs a first token to start from, and position 0 is a hole")
         require(
             not holes or holes == list(range(holes[0], len(request.tokens))),
-            "a causal model continues text: all holes must stand at the end of the row (a template needs diffusion)",
+            "a causal model continues text: all holes must stand at the end (a template needs a diffusion model)",
         )
         require(not request.required, "required words need a diffusion model: a causal one cannot plan ahead")
         require(request.settings.guidance == 0, "sampling.guidance needs a diffusion model")
@@ -69,72 +69,63 @@ class CausalEngine(Rows[Text]):
     def admit(self, i: int, id: int, request: Request) -> None:
         prompt = [t for t in request.tokens if t != self.model.mask_id]
         self.drawer.ban(i, [w[0] for w in request.banned if len(w) == 1])
-        self.slots[i] = Text(id, request, written=prompt, length=len(request.tokens))
-        if len(prompt) > 1:  # the last token is read together with the other rows' last tokens
+        self.slots[i] = Continuation(id, request, written=prompt, length=len(request.tokens))
+        if len(prompt) > 1:  # the last token is read together with the last tokens of the others
             with torch.inference_mode(), autocast(self.device, self.bf16):
                 tokens = torch.tensor([prompt[:-1]], device=self.device)
                 self.network(tokens, cache=slot_view(self.cache, i))
 
     def tokens(self, i: int) -> list[int]:
-        row = self.slots[i]
-        assert row is not None
-        return [*row.written, *[self.model.mask_id] * (row.length - len(row.written))]
+        text = self.active(i)
+        return [*text.written, *[self.model.mask_id] * (text.length - len(text.written))]
 
     @torch.inference_mode()
     def evaluate(self) -> None:
-        """Read the last token of every row, draw the next."""
+        """Read the last token of every sequence, draw the next."""
         group = [i for i, s in enumerate(self.slots) if s is not None]
-        rows = [s for s in self.slots if s is not None]
-        if not rows:
+        texts = [self.active(i) for i in group]
+        if not texts:
             return
         last, seen = np.zeros((2, len(self.slots)), dtype=np.int64)
-        last[group], seen[group] = [r.written[-1] for r in rows], [len(r.written) - 1 for r in rows]
-        # Idle slots read token 0 at position 0: what they write there is overwritten when a row moves in.
+        last[group], seen[group] = [t.written[-1] for t in texts], [len(t.written) - 1 for t in texts]
+        # Idle slots read token 0 at position 0: what they write there is overwritten when a sequence moves in.
         self.cache.seen_B.copy_(torch.from_numpy(seen))
-        drawn = self.draw(torch.from_numpy(last).to(self.device), group, rows).tolist()
-        for i, row, token in zip(group, rows, drawn):
-            row.nfe += 1
-            row.written.append(token)
-            if len(row.written) == row.length or token == row.request.stop_id:
-                self.finish(i, row.written)
-            elif row.request.watch:
-                at = len(row.written) - 1
-                self.updates.append(Frame(row.id, self.tokens(i), at, row.nfe, [at]))
+        drawn = self.draw(torch.from_numpy(last).to(self.device), group, texts).tolist()
+        for i, text, token in zip(group, texts, drawn):
+            text.nfe += 1
+            text.written.append(token)
+            if len(text.written) == text.length or token == text.request.stop_id:
+                self.finish(i, text.written)
+            elif text.request.watch:
+                at = len(text.written) - 1
+                self.updates.append(Frame(text.id, self.tokens(i), at, text.nfe, [at]))
 
-    def draw(self, last_S: Tensor, group: list[int], rows: list[Text]) -> Tensor:
-        settings = [r.request.settings for r in rows]
-        draws = Draws.of(
-            [1] * len(rows),
-            slot=group,
-            position=np.array([len(r.written) for r in rows]),
-            seed=[r.request.seed for r in rows],
-            step=[0] * len(rows),
-            top_k=[c.top_k for c in settings],
-            release=[c.parity == "release" for c in settings],
-            temperature=[c.temperature for c in settings],
-            top_p=[c.top_p for c in settings],
-            min_p=[c.min_p for c in settings],
-            guidance=[0.0] * len(rows),
-        )
-        phrases, sizes = self.phrase_bans(group, rows), self.drawer.sizes(len(rows))
+    def draw(self, last_S: Tensor, group: list[int], texts: list[Continuation]) -> Tensor:
+        settings = []
+        for slot, text in zip(group, texts):
+            s = text.request.settings
+            filters = {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p}
+            settings.append(DrawSettings(slot, text.request.seed, 0, s.parity == "release", **filters))
+        draws = Draws.of(settings, [np.array([len(t.written)]) for t in texts])
+        phrases, sizes = self.phrase_bans(group, texts), self.drawer.sizes(len(texts))
         ints, floats = torch.from_numpy(draws.ints).to(self.device), torch.from_numpy(draws.floats).to(self.device)
         with autocast(self.device, self.bf16):
             hidden_SD = self.network(last_S[:, None], cache=self.cache).denoiser_BLD[:, 0]
         for slot, token in phrases:
             self.drawer.banned_SV[slot, token] = True
         h_ND = hidden_SD[ints[SLOT]]
-        tokens = [self.drawer(h_ND[a], ints[:, a], floats[:, a], draws.cut).token for a in pieces(sizes)]
+        tokens = [self.drawer(h_ND[a], ints[:, a], floats[:, a], draws.filters).token for a in pieces(sizes)]
         for slot, token in phrases:
             self.drawer.banned_SV[slot, token] = False
         return torch.cat(tokens)
 
-    def phrase_bans(self, group: list[int], rows: list[Text]) -> list[tuple[int, int]]:
+    def phrase_bans(self, group: list[int], texts: list[Continuation]) -> list[tuple[int, int]]:
         """(slot, token) that would complete a banned phrase now."""
         found = []
-        for i, row in zip(group, rows):
-            single = {w[0] for w in row.request.banned if len(w) == 1}
-            for word in row.request.banned:
+        for i, text in zip(group, texts):
+            single = {w[0] for w in text.request.banned if len(w) == 1}
+            for word in text.request.banned:
                 head = list(word[:-1])
-                if head and word[-1] not in single and row.written[-len(head) :] == head:
+                if head and word[-1] not in single and text.written[-len(head) :] == head:
                     found.append((i, word[-1]))
         return found

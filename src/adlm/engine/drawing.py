@@ -1,8 +1,8 @@
-"""From hidden states of the chosen positions to tokens: head, cut, float64 draw, in pieces of bounded size.
+"""From hidden states of the chosen positions to tokens: head, filters, float64 draw, in pieces of bounded size.
 
-Every column of `Draws` is one position of one row, with that row's own settings, so rows of any mixture share a piece.
-The pieces hold at most `budget` logits, whatever the vocabulary; on a GPU they are padded to a few fixed sizes so that
-each can be one CUDA graph. Padding columns belong to a slot nobody reads.
+Every column of `Draws` is one position of one sequence, with that sequence's own settings, so sequences of any mixture
+share a piece. The pieces hold at most LOGITS_AT_ONCE logits, whatever the vocabulary; on a GPU they are padded to a few
+fixed sizes so that each can be one CUDA graph. Padding columns belong to a slot nobody reads.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ PIECES = (16, 64, 256)  # static shapes
 
 def widen(array: NDArray, more: int, fill: int | tuple[int, ...] = 0) -> NDArray:
     """`more` columns of `fill` (one number, or one per row) at the end: np.pad, at a tenth of its cost on arrays this
-    small (the host's share of a step matters when one row is drawn at a time)."""
+    small (the host's part of a step matters when one sequence is drawn at a time)."""
     width = array.shape[-1]
     wide = np.empty((*array.shape[:-1], width + more), dtype=array.dtype)
     wide[..., :width] = array
@@ -38,13 +38,29 @@ def widen(array: NDArray, more: int, fill: int | tuple[int, ...] = 0) -> NDArray
     return wide
 
 
-class Cut(NamedTuple):
-    """Which filters some row of a call needs; known on the host, so that unused ones are not even compiled."""
+class Filters(NamedTuple):
+    """Which filters some draw of a call needs; known on the host, so that unused ones are not even compiled."""
 
     temperature: bool = False
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
+
+
+class DrawSettings(NamedTuple):
+    """How one sequence of a call draws."""
+
+    slot: int
+    seed: int
+    step: int
+    release: bool
+    """The release's nucleus filter instead of ours."""
+    temperature: float = 1.0
+    """0: the most probable token."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    guidance: float = 0.0
 
 
 class Draws(NamedTuple):
@@ -54,26 +70,14 @@ class Draws(NamedTuple):
     floats: NDArray[np.float64]
 
     @classmethod
-    def of(
-        cls,
-        counts: Sequence[int],
-        *,
-        slot: Sequence[int],
-        position: NDArray[np.int64],
-        seed: Sequence[int],
-        step: Sequence[int],
-        top_k: Sequence[int],
-        release: Sequence[bool],
-        temperature: Sequence[float],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
-        guidance: Sequence[float],
-    ) -> "Draws":
-        """Each row's settings, repeated for each of its draws (`counts`); `position` has one entry per draw."""
+    def of(cls, settings: Sequence[DrawSettings], positions: Sequence[NDArray[np.int64]]) -> "Draws":
+        """Each sequence's settings, repeated for each of its positions."""
+        slot, seed, step, release, temperature, top_k, top_p, min_p, guidance = zip(*settings)
+        counts = [len(p) for p in positions]
         ints = np.array([slot, slot, seed, step, top_k, release], dtype=np.int64)
         floats = np.array([temperature, top_p, min_p, guidance], dtype=np.float64)
         draws = cls(np.repeat(ints, counts, axis=1), np.repeat(floats, counts, axis=1))
-        draws.ints[POSITION] = position
+        draws.ints[POSITION] = np.concatenate(positions)
         return draws
 
     def padded(self, more: int, spare: int) -> "Draws":
@@ -85,8 +89,8 @@ class Draws(NamedTuple):
         return Draws(ints, floats)
 
     @property
-    def cut(self) -> Cut:
-        return Cut(
+    def filters(self) -> Filters:
+        return Filters(
             bool((self.floats[TEMPERATURE] != 1).any()),
             bool((self.ints[TOP_K] > 0).any()),
             bool((self.floats[TOP_P] < 1).any()),
@@ -99,32 +103,29 @@ class Drawn(NamedTuple):
     log_p: Tensor
 
 
-ANY = Cut()  # what a piece drawn by the kernel needs: there settings are numbers, not code
+ANY = Filters()  # what a piece drawn by the kernel needs: there settings are numbers, not code
 
 
-def on_gpu(head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, cut: Cut):
+def draw_fused(
+    head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, filters: Filters
+) -> Drawn:
     """`draw` with everything after the head in one kernel."""
     from adlm.engine.kernels import draw_rows
 
     return Drawn(*draw_rows(head(hidden_ND), banned_SV, ints, floats))
 
 
-def has_kernel() -> bool:
-    """Whether this build of torch brings triton."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def draw(
-    head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, cut: Cut
+    head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, filters: Filters
 ) -> Drawn:
     """Tokens [N], and the log-probabilities [N, V] they were drawn from. Static shapes, no host sync."""
     logits = head(hidden_ND).float().masked_fill(banned_SV[ints[SLOT]], -torch.inf)
     log_p = filter_logits(
         logits,
-        temperature=floats[TEMPERATURE].float() if cut.temperature else None,
-        top_k=ints[TOP_K] if cut.top_k else None,
-        top_p=floats[TOP_P] if cut.top_p else None,
-        min_p=floats[MIN_P].float() if cut.min_p else None,
+        temperature=floats[TEMPERATURE].float() if filters.temperature else None,
+        top_k=ints[TOP_K] if filters.top_k else None,
+        top_p=floats[TOP_P] if filters.top_p else None,
+        min_p=floats[MIN_P].float() if filters.min_p else None,
         release_cut=ints[RELEASE] > 0,
     )
     row = ints.unsqueeze(-1)
@@ -151,15 +152,16 @@ class Drawer:
         self.token_V = torch.arange(vocab_size, device=device)
         self.head, self.mask_id, self.static = head, mask_id, graphs.on
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
-        self.fused = graphs.on and device.type == "cuda" and has_kernel()
-        self.draw = on_gpu if self.fused else draw
+        # the kernel needs triton, which torch's CUDA builds bring
+        self.fused = graphs.on and device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self.draw = draw_fused if self.fused else draw
 
-    def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, cut: Cut) -> Drawn:
-        return self.draw(self.head, hidden_ND, self.banned_SV, self.token_V, ints, floats, cut)
+    def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters) -> Drawn:
+        return self.draw(self.head, hidden_ND, self.banned_SV, self.token_V, ints, floats, filters)
 
-    def cut(self, draws: Draws) -> Cut:
+    def filters(self, draws: Draws) -> Filters:
         """What has to be compiled in for these draws."""
-        return ANY if self.fused else draws.cut
+        return ANY if self.fused else draws.filters
 
     def ban(self, slot: int, tokens: list[int]) -> None:
         """Exactly `tokens` and the mask are banned in `slot` from now on."""

@@ -1,22 +1,25 @@
-"""One engine for the command line, evaluation and the server: rows of any sampler share network calls.
+"""Engines: sequences join, are worked on together, and leave; whatever sampler each uses, they share network calls.
 
-A slot holds one row: its canvas (on the device), its conversation of windows, and the trajectory of its plan. A step
-of the engine evaluates the next event of every slot, whatever step of whatever sampler each is at. Rows of different
-length do not share a call: the network has no notion of padding, so results never depend on neighbours.
+`BaseEngine` is a queue and a table of slots, and does not depend on the kind of model. `Engine` fills the holes of
+canvases with a diffusion model: a slot holds the canvas (on the device), the windows of its request, and the trajectory
+of its plan. A step evaluates the next event of every slot, whatever step of whatever sampler each is at. Sequences of
+different length do not share a call: the network has no notion of padding, so results never depend on neighbours.
 """
 
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from adlm.diffusion.schedules import LogLinear, Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.engine.drawing import Draws
-from adlm.engine.evaluator import Batch, Evaluator
-from adlm.engine.request import Frame, Request
-from adlm.engine.rows import Row, Rows
-from adlm.engine.windows import Window, Windows, end_of_text, windows
+from adlm.engine.drawing import Draws, DrawSettings
+from adlm.engine.evaluator import Call, Evaluator
+from adlm.engine.request import Frame, Request, Result, Window, Windows, check_request, end_of_text, windows
 from adlm.errors import require
 from adlm.models import Network
 from adlm.samplers import RELEASE_WITHOUT_CUT, Event, Look, Plan, Trajectory, make_plan
@@ -27,8 +30,160 @@ IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
 
 
 @dataclass(eq=False)
-class Canvas(Row):
-    """A row whose holes are being filled."""
+class ActiveSequence:
+    """A sequence in progress, in a slot."""
+
+    id: int
+    request: Request
+    nfe: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+
+S = TypeVar("S", bound=ActiveSequence)
+
+
+class BaseEngine(Generic[S]):
+    """A queue and a table of slots. Subclasses say how a slot is opened, stepped and read."""
+
+    def __init__(self, model: Network, slots: int):
+        require(slots >= 1, f"sampling.batch_size must be at least 1, got {slots}")
+        self.model = model
+        self.slots: list[S | None] = [None] * slots
+        self.waiting: deque[tuple[int, Request]] = deque()
+        self.cancelled: set[int] = set()
+        self.next_id = 0
+        self.updates: list[Frame | Result] = []
+        self.awaited: set[int] = set()
+        """Sequences of iterators (`run`, `stream`) that are under way."""
+        self.unread: list[Frame | Result] = []
+        """What one iterator's step said of another one's sequences."""
+
+    def check(self, request: Request) -> None:
+        """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
+        m = self.model
+        check_request(request, m.vocab_size, m.mask_id, m.config.length, m.anchor_head is not None)
+
+    def submit(self, request: Request) -> int:
+        """Queue a sequence; returns its id. Bad requests are refused here, not when a slot is free."""
+        self.check(request)
+        self.next_id += 1
+        self.waiting.append((self.next_id, request))
+        return self.next_id
+
+    def cancel(self, id: int) -> None:
+        """Stop a sequence; it leaves at the next step with an unfinished Result. Ids of ended ones are ignored."""
+        self.cancelled.add(id)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or any(s is not None for s in self.slots)
+
+    def step(self) -> list[Frame | Result]:
+        """Admit sequences, evaluate each once, and report: Frames of watched ones, Results of ended ones."""
+        self.updates = []
+        self.drop_cancelled()
+        for i in range(len(self.slots)):
+            while self.slots[i] is None and self.waiting:
+                self.admit(i, *self.waiting.popleft())
+        self.evaluate()
+        return self.updates
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """Results in the order they finish; requests are taken as slots become free, so there may be any number.
+
+        Iterators, `stream` too, may be read in turn: each step works for all of them. Sequences of an iterator that is
+        given up are dropped.
+        """
+        source, more, mine = iter(requests), True, set()
+        try:
+            while more or mine:
+                while more and len(self.waiting) < self.slots.count(None):
+                    request = next(source, None)
+                    more = request is not None
+                    if request is not None:
+                        mine.add(self.submit_awaited(request))
+                for update in self.read(mine):
+                    if isinstance(update, Result):
+                        mine.remove(update.id)
+                        yield update
+        finally:
+            self.drop(mine)
+
+    def stream(self, request: Request) -> Iterator[Frame | Result]:
+        """Frames of one sequence (if request.watch) and its Result."""
+        id, ended = self.submit_awaited(request), False
+        try:
+            while not ended:
+                for update in self.read({id}):
+                    ended = isinstance(update, Result)
+                    yield update
+        finally:
+            self.drop({id} if not ended else set())
+
+    def submit_awaited(self, request: Request) -> int:
+        id = self.submit(request)
+        self.awaited.add(id)
+        return id
+
+    def read(self, ids: set[int]) -> list[Frame | Result]:
+        """What is new of these sequences: what other iterators' steps have left, or else what a step says."""
+        if not any(u.id in ids for u in self.unread):
+            self.unread += [u for u in self.step() if u.id in self.awaited]
+        found = [u for u in self.unread if u.id in ids]
+        self.unread = [u for u in self.unread if u.id not in ids]
+        self.awaited -= {u.id for u in found if isinstance(u, Result)}
+        return found
+
+    def drop(self, ids: set[int]) -> None:
+        """Forget sequences at once, without a Result."""
+        if ids:
+            self.cancelled |= ids
+            self.drop_cancelled()
+            self.updates = [u for u in self.updates if u.id not in ids]
+            self.unread = [u for u in self.unread if u.id not in ids]
+            self.awaited -= ids
+
+    def finish(self, i: int, tokens: list[int], finished: bool = True, problem: str = "") -> None:
+        active = self.active(i)
+        seconds = time.perf_counter() - active.began
+        self.updates.append(Result(active.id, tokens, active.request.seed, active.nfe, seconds, finished, problem))
+        self.slots[i] = None
+
+    def drop_cancelled(self) -> None:
+        if not self.cancelled:
+            return
+        for i, active in enumerate(self.slots):
+            if active is not None and active.id in self.cancelled:
+                self.finish(i, self.tokens(i), finished=False)
+        for id, request in [w for w in self.waiting if w[0] in self.cancelled]:
+            self.waiting.remove((id, request))
+            self.updates.append(Result(id, list(request.tokens), request.seed, 0, 0.0, finished=False))
+        self.cancelled.clear()
+
+    def active(self, i: int) -> S:
+        """The sequence in slot i, which is taken."""
+        active = self.slots[i]
+        assert active is not None
+        return active
+
+    # What a kind of model adds
+
+    def admit(self, i: int, id: int, request: Request) -> None:
+        """Put the request into slot i (it may end at once)."""
+        raise NotImplementedError
+
+    def evaluate(self) -> None:
+        """Evaluate the network once for every sequence."""
+        raise NotImplementedError
+
+    def tokens(self, i: int) -> list[int]:
+        """The sequence of slot i as it stands, on the host."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Canvas(ActiveSequence):
+    """A sequence whose holes are being filled, window after window."""
 
     plan: Plan = None  # type: ignore[assignment]
     windows: Windows = None  # type: ignore[assignment]
@@ -38,7 +193,9 @@ class Canvas(Row):
     guided: bool = False
 
 
-class Engine(Rows[Canvas]):
+class Engine(BaseEngine[Canvas]):
+    """The engine of diffusion models."""
+
     def __init__(
         self,
         model: Network,
@@ -49,76 +206,72 @@ class Engine(Rows[Canvas]):
         compile: str = "auto",
         tau: int = ObjectiveConfig.tau,
     ):
-        """`schedule` and `tau` are those the model was trained with (default log-linear, 5); the rest: see Evaluator."""
+        """`schedule` and `tau` are those the model was trained with (default log-linear, 5)."""
         require(not model.config.causal, "this engine fills holes; a causal model needs CausalEngine")
         super().__init__(model, slots)
         self.schedule = schedule or LogLinear()
         self.evaluator = Evaluator(model, self.schedule, slots, device, precision, compile, tau)
 
-    def row(self, i: int) -> Canvas:
-        row = self.slots[i]
-        assert row is not None
-        return row
-
     def check(self, request: Request) -> None:
         super().check(request)
         make_plan(request.settings, self.schedule)  # some settings only a plan's own formulas can refuse
 
-    # A row's life: admit, then open - advance ... advance - close for each of its windows
+    # The life of a sequence: admit, then open - advance ... advance - close for each of its windows
 
     def admit(self, i: int, id: int, request: Request) -> None:
         conversation = windows(request, self.evaluator.length, self.evaluator.mask_id)
         window = next(conversation)
-        row = Canvas(id, request, plan=make_plan(request.settings, self.schedule), windows=conversation, window=window)
-        self.slots[i] = row
+        plan = make_plan(request.settings, self.schedule)
+        canvas = Canvas(id, request, plan=plan, windows=conversation, window=window)
+        self.slots[i] = canvas
         try:
             if request.required:
-                window = conversation.send(self.place_required(row, window))
+                window = conversation.send(self.place_required(canvas, window))
         except ValueError as problem:
             self.finish(i, list(request.tokens), finished=False, problem=str(problem))
         else:
             self.open(i, window)
 
     def open(self, i: int, window: Window) -> None:
-        """Put a canvas into the slot and start its trajectory."""
-        row = self.row(i)
-        row.window = window
+        """Put a window into the slot and start its trajectory."""
+        canvas = self.active(i)
+        canvas.window = window
         self.evaluator.load(i, window.tokens, window.banned)
         holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id)
-        # where nothing is fixed there is nothing to hide: the second row would be the first one again
-        row.guided = row.request.settings.guidance > 0 and len(holes) < len(window.tokens)
-        row.trajectory = row.plan.trajectory(holes, window.seed)
+        # where nothing is fixed there is nothing to hide: the second sequence would be the first one again
+        canvas.guided = canvas.request.settings.guidance > 0 and len(holes) < len(window.tokens)
+        canvas.trajectory = canvas.plan.trajectory(holes, window.seed)
         self.advance(i, None)
 
     def advance(self, i: int, look: Look | None) -> None:
         """Ask the plan for the next event; at the end of the trajectory the window is done."""
-        row = self.row(i)
+        canvas = self.active(i)
         try:
-            row.event = next(row.trajectory) if look is None else row.trajectory.send(look)
+            canvas.event = next(canvas.trajectory) if look is None else canvas.trajectory.send(look)
         except StopIteration:
-            self.close(i, self.canvas(i))
+            self.close(i, self.window_tokens(i))
 
     def close(self, i: int, tokens: list[int]) -> None:
-        """Hand the filled canvas to the row's conversation, which asks for another one or ends."""
-        row = self.row(i)
+        """Hand the filled window to the request's conversation, which asks for another one or ends."""
+        canvas = self.active(i)
         try:
-            window = row.windows.send(tokens)
+            window = canvas.windows.send(tokens)
         except StopIteration as end:
             self.finish(i, end.value)
         except ValueError as problem:
-            self.finish(i, [*row.window.before, *tokens], finished=False, problem=str(problem))
+            self.finish(i, [*canvas.window.before, *tokens], finished=False, problem=str(problem))
         else:
             self.open(i, window)
 
-    def canvas(self, i: int) -> list[int]:
+    def window_tokens(self, i: int) -> list[int]:
         """The slot's canvas as the next evaluation would see it."""
-        row = self.row(i)
-        tokens = self.evaluator.read([i], len(row.window.tokens))[0]
-        tokens[row.event.mask] = self.evaluator.mask_id
+        canvas = self.active(i)
+        tokens = self.evaluator.read([i], len(canvas.window.tokens))[0]
+        tokens[canvas.event.mask] = self.evaluator.mask_id
         return tokens.tolist()
 
     def tokens(self, i: int) -> list[int]:
-        return [*self.row(i).window.before, *self.canvas(i)]
+        return [*self.active(i).window.before, *self.window_tokens(i)]
 
     # One network call per length
 
@@ -129,85 +282,71 @@ class Engine(Rows[Canvas]):
             self.evaluate_group(group, length)
 
     def evaluate_group(self, group: list[int], length: int) -> None:
-        rows = [self.row(i) for i in group]
-        looks = frozenset(r.plan.looks for r in rows) - {""}
-        look = self.evaluator.evaluate(self.batch(group, rows, length), looks)
-        ended = self.ended(group, rows, length)
-        drawn = [r.event.draw for r in rows]
+        canvases = [self.active(i) for i in group]
+        looks = frozenset(c.plan.looks for c in canvases) - {""}
+        look = self.evaluator.evaluate(self.call(group, canvases, length), looks)
+        ended = self.ended(group, canvases, length)
+        drawn = [c.event.draw for c in canvases]
         stop = np.cumsum([len(d) for d in drawn])
-        for i, row, d, b in zip(group, rows, drawn, stop):
-            row.nfe += 2 if row.guided else 1
+        for i, canvas, d, b in zip(group, canvases, drawn, stop):
+            canvas.nfe += 2 if canvas.guided else 1
             if i in ended:
-                # all of the mask is after the end: cut off by the conversation
-                row.event = IDLE
-                self.close(i, self.canvas(i))
+                # all of the mask is after the end: the conversation drops it
+                canvas.event = IDLE
+                self.close(i, self.window_tokens(i))
                 continue
             seen = None
-            if row.plan.looks:
+            if canvas.plan.looks:
                 seen = Look(**{f: v[b - len(d) : b] for f, v in look._asdict().items() if v is not None})
-            row.event = row.event._replace(mask=NOWHERE)
-            before = len(row.window.before)  # of the window drawn in; the next may be open when the frame is made
+            canvas.event = canvas.event._replace(mask=NOWHERE)
+            before = len(canvas.window.before)  # of the window drawn in; the next may be open when the frame is made
             self.advance(i, seen)
-            if row.request.watch and self.slots[i] is row:
+            if canvas.request.watch and self.slots[i] is canvas:
                 self.updates.append(self.frame(i, [before + l for l in d.tolist()]))
 
-    def batch(self, group: list[int], rows: list[Canvas], length: int) -> Batch:
-        """The call as arrays: each row's settings repeated for each of its draws."""
-        events, settings = [r.event for r in rows], [r.request.settings for r in rows]
-        uncut = [e.greedy or (c.parity != "" and c.sampler in RELEASE_WITHOUT_CUT) for e, c in zip(events, settings)]
-        counts = [len(e.draw) for e in events]
-        draws = Draws.of(
-            counts,
-            slot=group,
-            position=np.concatenate([e.draw for e in events]),
-            seed=[r.window.seed for r in rows],
-            step=[e.step for e in events],
-            top_k=[0 if u else c.top_k for u, c in zip(uncut, settings)],
-            release=[c.parity == "release" for c in settings],
-            temperature=[0.0 if e.greedy else 1.0 if u else c.temperature for e, u, c in zip(events, uncut, settings)],
-            top_p=[1.0 if u else c.top_p for u, c in zip(uncut, settings)],
-            min_p=[0.0 if u else c.min_p for u, c in zip(uncut, settings)],
-            guidance=[c.guidance for c in settings],
-        )
-        # A guided row takes part twice: as it is, and with its fixed positions hidden.
-        n, guided = len(group), [k for k, r in enumerate(rows) if r.guided]
+    def call(self, group: list[int], canvases: list[Canvas], length: int) -> Call:
+        """The network call of a group of slots, as arrays."""
+        events = [c.event for c in canvases]
+        draws = Draws.of([draw_settings(i, c) for i, c in zip(group, canvases)], [e.draw for e in events])
+        # A guided sequence takes part twice: as it is, and with its fixed positions hidden.
+        n, guided = len(group), [k for k, c in enumerate(canvases) if c.guided]
         away = np.arange(n)
         away[guided] = n + np.arange(len(guided))
         t = np.array([e.t for e in events])
-        return Batch(
+        return Call(
             length=length,
-            rows=np.array([[*group, *(group[k] for k in guided)], [0] * n + [1] * len(guided)], dtype=np.int64),
+            slots=np.array([[*group, *(group[k] for k in guided)], [0] * n + [1] * len(guided)], dtype=np.int64),
             t=np.concatenate([t, t[guided]]),
             mask=np.stack([np.repeat(group, [len(e.mask) for e in events]), np.concatenate([e.mask for e in events])]),
-            source=np.repeat(np.stack([np.arange(n), away]), counts, axis=1),
+            source=np.repeat(np.stack([np.arange(n), away]), [len(e.draw) for e in events], axis=1),
             draws=draws,
         )
 
-    def ended(self, group: list[int], rows: list[Canvas], length: int) -> set[int]:
+    def ended(self, group: list[int], canvases: list[Canvas], length: int) -> set[int]:
         """Slots whose text has ended: nothing before the end is open, and nothing there will be masked again."""
         # Plans that look leave guesses on the canvas until they have chosen.
-        able = [r.request.stop_id is not None and r.plan.locks and not r.plan.looks for r in rows]
-        may = [(i, r) for i, r, a in zip(group, rows, able) if a]
+        able = [c.request.stop_id is not None and c.plan.locks and not c.plan.looks for c in canvases]
+        may = [(i, c) for i, c, a in zip(group, canvases, able) if a]
         if not may:
             return set()
         ended = set()
-        for (i, row), tokens in zip(may, self.evaluator.read([i for i, _ in may], length).tolist()):
-            first = row.window.first - len(row.window.before)
-            end = end_of_text(tokens, row.request.stop_id, max(0, first), length)
+        for (i, canvas), tokens in zip(may, self.evaluator.read([i for i, _ in may], length).tolist()):
+            first = canvas.window.first - len(canvas.window.before)
+            end = end_of_text(tokens, canvas.request.stop_id, max(0, first), length)
             if end is not None and self.evaluator.mask_id not in tokens[:end]:
                 ended.add(i)
         return ended
 
     def frame(self, i: int, drawn: list[int]) -> Frame:
-        row, tokens = self.row(i), self.tokens(i)
+        canvas, tokens = self.active(i), self.tokens(i)
         visible = [l for l in drawn if tokens[l] != self.evaluator.mask_id]
-        return Frame(row.id, tokens, row.event.step, row.nfe, visible)
+        return Frame(canvas.id, tokens, canvas.event.step, canvas.nfe, visible)
 
-    def place_required(self, row: Canvas, window: Window) -> list[int]:
-        """Fix each required word at a start drawn by the model's own probability of the word there, given the row."""
+    def place_required(self, canvas: Canvas, window: Window) -> list[int]:
+        """Fix each required word at a start drawn by the model's own probability of the word there, given the rest."""
         tokens, mask_id = list(window.tokens), self.evaluator.mask_id
         holes = tokens.count(mask_id)
-        for k, word in enumerate(row.request.required):
+        for k, word in enumerate(canvas.request.required):
             n = len(word)
             starts = [l for l in range(len(tokens) - n + 1) if all(t == mask_id for t in tokens[l : l + n])]
             require(bool(starts), f"required word number {k + 1} ({n} tokens) does not fit into the remaining holes")
@@ -216,5 +355,16 @@ class Engine(Rows[Canvas]):
             u = uniforms(window.seed, Stream.ORDER, k, torch.tensor(starts)).numpy()
             best = starts[int(np.argmax(score - np.log(-np.log(u))))]
             tokens[best : best + n] = list(word)
-            row.nfe += 1
+            canvas.nfe += 1
         return tokens
+
+
+def draw_settings(slot: int, canvas: Canvas) -> DrawSettings:
+    """How the next event of a slot draws."""
+    event, s = canvas.event, canvas.request.settings
+    settings = DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", guidance=s.guidance)
+    if event.greedy:
+        return settings._replace(temperature=0.0)
+    if s.parity and s.sampler in RELEASE_WITHOUT_CUT:
+        return settings
+    return settings._replace(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)

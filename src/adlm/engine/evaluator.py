@@ -1,8 +1,8 @@
 """The device side of the engine: canvases of all slots, and one evaluation of a group of them.
 
-`Evaluator.evaluate` masks what was masked again, reads the rows, runs the network once, draws at the chosen positions
-only and writes the tokens back. Where they are few, the network's last block is finished at those positions only, too.
-Nothing comes to the host unless asked for. Guidance needs no second head: heads are linear, so
+`Evaluator.evaluate` masks what was masked again, reads the canvases, runs the network once, draws at the chosen
+positions only and writes the tokens back. Where they are few, the network's last block is finished at those positions
+only, too. Nothing comes to the host unless asked for. Guidance needs no second head: heads are linear, so
 (1+w) logits - w logits' is the head of (1+w) h - w h'.
 """
 
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule, noise_level
-from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Cut, Drawer, Draws, pieces, widen
-from adlm.engine.graphs import Fixed, Graphs
+from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Draws, Filters, pieces, widen
+from adlm.engine.graphs import Fixed, Graphs, Uploads
 from adlm.engine.prepare import autocast, compile_blocks, prepare
-from adlm.engine.uploads import Uploads
 from adlm.errors import choose
 from adlm.models import Network
 from adlm.models.backends import choose_attention
@@ -26,11 +25,11 @@ from adlm.models.network import at_least_float32
 from adlm.samplers import Look
 from adlm.schema import ObjectiveConfig
 
-# Static shapes: rows of a call, and positions masked again before it
-ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+# Static shapes: sequences of a call, and positions masked again before it
+SEQUENCE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 MASK_SIZES = (64, 1024)
 FEW = (16, 64)
-"""Draws of a row: up to the last of these the network's last block is finished only where they are."""
+"""Draws of a sequence: up to the last of these the network's last block is finished only where they are."""
 
 
 def at_least(n: int, sizes: tuple[int, ...]) -> int:
@@ -38,18 +37,18 @@ def at_least(n: int, sizes: tuple[int, ...]) -> int:
     return next((s for s in sizes if s >= n), -(-n // sizes[-1]) * sizes[-1])
 
 
-class Batch(NamedTuple):
-    """One evaluation, described on the host. Rows of a batch have one length."""
+class Call(NamedTuple):
+    """One network call, described on the host. Its sequences have one length."""
 
     length: int
-    rows: NDArray[np.int64]
-    """[2, B]: slot of each row of the call; 1 where the slot's fixed positions are hidden (guidance)."""
+    slots: NDArray[np.int64]
+    """[2, B]: slot of each sequence of the call; 1 where the slot's fixed positions are hidden (guidance)."""
     t: NDArray[np.float64]
-    """[B]: share of masks each row is told."""
+    """[B]: fraction of masks that each sequence is conditioned on."""
     mask: NDArray[np.int64]
     """[2, M]: slot and position to mask first."""
     source: NDArray[np.int64]
-    """[2, N]: row of the call each draw reads, and the one it is guided away from."""
+    """[2, N]: sequence of the call each draw reads, and the one it is guided away from."""
     draws: Draws
 
 
@@ -85,7 +84,7 @@ class Evaluator:
         if compiled and self.graphs.on:
             compile_blocks(self.model)
         self.drawer = Drawer(self.head, slots, model.vocab_size, self.mask_id, self.graphs, self.device)
-        self.read_rows = self.graphs.capture(self.look)
+        self.read_canvases = self.graphs.capture(self.look)
         self.write_draws = self.graphs.capture(self.draw)
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -101,15 +100,15 @@ class Evaluator:
     # The two halves of an evaluation, each one graph launch. Both may be repeated: they read no state they change.
 
     def look(
-        self, mask: Tensor, rows: Tensor, sigma_B: Tensor, at_BQ: Tensor | None, L: int
+        self, mask: Tensor, slots: Tensor, sigma_B: Tensor, at_BQ: Tensor | None, L: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Mask what was masked again, and run the network: hidden states for both heads, and the rows it saw.
+        """Mask what was masked again, and run the network: hidden states for both heads, and the tokens it saw.
 
-        `at_BQ`: positions of each row at which the denoiser is wanted; None: everywhere.
+        `at_BQ`: positions of each sequence at which the denoiser is wanted; None: everywhere.
         """
         self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
-        tokens_BL = self.canvas_SL[rows[0], :L]
-        hide_BL = self.fixed_SL[rows[0], :L] & (rows[1] > 0).unsqueeze(-1)
+        tokens_BL = self.canvas_SL[slots[0], :L]
+        hide_BL = self.fixed_SL[slots[0], :L] & (slots[1] > 0).unsqueeze(-1)
         tokens_BL = tokens_BL.masked_fill(hide_BL, self.mask_id)
         return *self.hidden(tokens_BL, sigma_B.float(), at_BQ), tokens_BL
 
@@ -130,95 +129,98 @@ class Evaluator:
         source: Tensor,
         ints: Tensor,
         floats: Tensor,
-        cut: Cut,
+        filters: Filters,
         guided: bool,
         looks: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
         """Draw one piece and write it into the canvas; returns what the plans want to know of each draw."""
         h_ND = self.chosen(denoiser_BLD, source, floats, guided)
-        token, log_p = self.drawer(h_ND, ints, floats, cut)
+        token, log_p = self.drawer(h_ND, ints, floats, filters)
         self.canvas_SL[ints[SLOT], ints[POSITION]] = token
         return tuple(LOOKS[name](log_p, token) for name in looks)
 
     @torch.inference_mode()
     def warm_up(self, length: int = 0, least: int = 1) -> None:
-        """Compile and capture the shapes that `least` rows or more of this length need, with few remasked tokens and
-        without guidance."""
+        """Compile and capture the shapes that `least` sequences or more of this length need, with few tokens that are
+        masked again and without guidance."""
         if not self.graphs.on:
             return
 
-        def numbers(*rows: int, columns: int) -> Tensor:
-            return torch.tensor(rows, device=self.device)[:, None].expand(-1, columns)
+        def numbers(*values: int, columns: int) -> Tensor:
+            return torch.tensor(values, device=self.device)[:, None].expand(-1, columns)
 
         # The largest first: it is compiled for its own size, the others share one compilation of any size.
-        sizes = [s for s in ROW_SIZES if at_least(least, ROW_SIZES) <= s <= at_least(self.spare, ROW_SIZES)]
+        sizes = [
+            s for s in SEQUENCE_SIZES if at_least(least, SEQUENCE_SIZES) <= s <= at_least(self.spare, SEQUENCE_SIZES)
+        ]
         for B in reversed(sizes):
-            mask, rows = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
+            mask, slots = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
             sigma_B = torch.zeros(B, device=self.device).double()
             for most in FEW:
                 at_BQ = numbers(*[0] * B, columns=most)
-                denoiser_BLD, *_ = self.read_rows(mask, rows, sigma_B, at_BQ, length or self.length)
+                denoiser_BLD, *_ = self.read_canvases(mask, slots, sigma_B, at_BQ, length or self.length)
                 for size in PIECES:
                     ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
                     source = numbers(0, 0, columns=size)
                     self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What the network is told of rows with shares t of masks; a network that is told nothing does not care."""
+        """The noise level at fractions t of masks; a network that is not conditioned on it ignores the numbers."""
         return noise_level(t, self.schedule) if self.time_conditioned else t
 
     def load(self, slot: int, tokens: list[int], banned: list[int]) -> None:
-        row = torch.tensor(tokens, device=self.device)
-        self.canvas_SL[slot, : len(tokens)] = row
-        self.fixed_SL[slot, : len(tokens)] = row != self.mask_id
+        tokens_L = torch.tensor(tokens, device=self.device)
+        self.canvas_SL[slot, : len(tokens)] = tokens_L
+        self.fixed_SL[slot, : len(tokens)] = tokens_L != self.mask_id
         self.drawer.ban(slot, banned)
 
     def read(self, slots: list[int], length: int) -> NDArray[np.int64]:
-        """Rows of the canvas, on the host: waits for everything queued before."""
+        """Canvases, on the host: waits for everything queued before."""
         return self.canvas_SL[slots, :length].cpu().numpy()
 
-    def places(self, batch: Batch, rows: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
-        """Where the states of the draws come from: the positions wanted of each of `rows` rows [B, Q] (None: all), and
-        for each draw its place among them, and that of the state it is guided away from, both in flattened rows [2, N].
-        """
-        position_N, row_N = batch.draws.ints[POSITION], batch.source[0]  # rows in ascending order
-        column_N = np.arange(len(row_N)) - np.searchsorted(row_N, row_N)
+    def places(self, call: Call, sequences: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
+        """Where the states of the draws come from: the positions wanted of each of the `sequences` [B, Q] (None: all),
+        and for each draw its place among all of them, and that of the state it is guided away from [2, N]."""
+        position_N, sequence_N = call.draws.ints[POSITION], call.source[0]  # sequences in ascending order
+        column_N = np.arange(len(sequence_N)) - np.searchsorted(sequence_N, sequence_N)
         most = int(column_N.max(initial=0)) + 1
-        if most > min(FEW[-1], batch.length):
-            return None, batch.source * batch.length + position_N
+        if most > min(FEW[-1], call.length):
+            return None, call.source * call.length + position_N
         wanted = at_least(most, FEW) if self.graphs.on else most
-        at_BQ = np.zeros((rows, wanted), dtype=np.int64)
-        at_BQ[batch.source, column_N] = position_N
-        return at_BQ, batch.source * wanted + column_N
+        at_BQ = np.zeros((sequences, wanted), dtype=np.int64)
+        at_BQ[call.source, column_N] = position_N
+        return at_BQ, call.source * wanted + column_N
 
     @torch.inference_mode()
-    def evaluate(self, batch: Batch, looks: frozenset[str] = frozenset()) -> Look:
-        """Run one batch; returns the fields of Look that were asked for, for all draws in order."""
-        B, N, M = batch.rows.shape[1], batch.source.shape[1], batch.mask.shape[1]
+    def evaluate(self, call: Call, looks: frozenset[str] = frozenset()) -> Look:
+        """Run one call; returns the fields of Look that were asked for, for all draws in order."""
+        B, N, M = call.slots.shape[1], call.source.shape[1], call.mask.shape[1]
         sizes = self.drawer.sizes(N)
-        more, more_rows, more_masks = sum(sizes) - N, 0, 0
+        more, more_sequences, more_masks = sum(sizes) - N, 0, 0
         if self.graphs.on:
-            more_rows, more_masks = at_least(B, ROW_SIZES) - B, at_least(M, MASK_SIZES) - M
-        draws = batch.draws.padded(more, self.spare)
-        guided = bool((batch.draws.floats[GUIDANCE] > 0).any())
-        at_BQ, source = self.places(batch, B + more_rows)
+            more_sequences, more_masks = at_least(B, SEQUENCE_SIZES) - B, at_least(M, MASK_SIZES) - M
+        draws = call.draws.padded(more, self.spare)
+        guided = bool((call.draws.floats[GUIDANCE] > 0).any())
+        at_BQ, source = self.places(call, B + more_sequences)
         source = widen(source, more)
         # What the padding masks and draws lands in the spare slot.
         arrays = [
-            widen(batch.mask, more_masks, (self.spare, 0)),
-            widen(batch.rows, more_rows, (self.spare, 0)),
-            widen(self.sigma(batch.t), more_rows),
+            widen(call.mask, more_masks, (self.spare, 0)),
+            widen(call.slots, more_sequences, (self.spare, 0)),
+            widen(self.sigma(call.t), more_sequences),
             source,
             draws.ints,
             draws.floats,
         ]
-        mask, rows, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
-        cut, names = self.drawer.cut(draws), tuple(sorted(looks & LOOKS.keys()))
-        denoiser_BLD, anchor_BLD, tokens_BL = self.read_rows(mask, rows, sigma_B, at[0] if at else None, batch.length)
+        mask, slots, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
+        filters, names = self.drawer.filters(draws), tuple(sorted(looks & LOOKS.keys()))
+        denoiser_BLD, anchor_BLD, tokens_BL = self.read_canvases(
+            mask, slots, sigma_B, at[0] if at else None, call.length
+        )
         seen: list[tuple[Tensor, ...]] = []
         for piece in pieces(sizes):
             columns = source[:, piece], ints[:, piece], floats[:, piece]
-            values = self.write_draws(Fixed(denoiser_BLD), *columns, cut, guided, names)
+            values = self.write_draws(Fixed(denoiser_BLD), *columns, filters, guided, names)
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
         found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in zip(names, zip(*seen))}
         if "normaliser" in looks:
@@ -226,12 +228,12 @@ class Evaluator:
         if "anchor" in looks:
             assert anchor_BLD is not None
             with autocast(self.device, self.bf16):
-                row_N = torch.from_numpy(batch.source[0]).to(self.device)
-                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, row_N, ints[:, :N])
+                sequence_N = torch.from_numpy(call.source[0]).to(self.device)
+                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, sequence_N, ints[:, :N])
         return Look(**found)
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
-        """For each draw, the mean of e^logit over all tokens but the mask, before any cut."""
+        """For each draw, the mean of e^logit over all tokens but the mask, before any filter."""
         parts = []
         for a in range(0, len(h_ND), self.drawer.most):
             logits = self.head(h_ND[a : a + self.drawer.most]).double()
@@ -239,15 +241,17 @@ class Evaluator:
             parts.append(logits.logsumexp(-1) - math.log(logits.shape[1] - 1))
         return torch.cat(parts).exp().cpu().numpy()
 
-    def anchor_look(self, anchor_BLD: Tensor, tokens_BL: Tensor, row_N: Tensor, ints: Tensor) -> NDArray[np.float64]:
-        """For each draw, the largest anchor probability of a token that is rare in its row.
+    def anchor_look(
+        self, anchor_BLD: Tensor, tokens_BL: Tensor, sequence_N: Tensor, ints: Tensor
+    ) -> NDArray[np.float64]:
+        """For each draw, the largest anchor probability of a token that is rare in its sequence.
 
         Rare: at most tau expected occurrences, counting visible tokens as they are and masked ones by their predicted
-        probabilities - the paper's anchor rule (count in the row <= tau) for a row that is only partly known.
+        probabilities - the paper's anchor rule (count in the sequence <= tau) for one that is only partly known.
         """
         head, most = self.model.anchor_head, self.drawer.most
         assert head is not None
-        h_ND = anchor_BLD[row_N, ints[POSITION]]
+        h_ND = anchor_BLD[sequence_N, ints[POSITION]]
 
         def probabilities(a: int) -> Tensor:
             logits = head(h_ND[a : a + most]).float()
@@ -256,19 +260,20 @@ class Evaluator:
         counts_BV = torch.zeros(tokens_BL.shape[0], head.out_features, device=self.device)
         counts_BV.scatter_add_(1, tokens_BL, (tokens_BL != self.mask_id).float())
         for a in range(0, len(h_ND), most):
-            counts_BV.index_add_(0, row_N[a : a + most], probabilities(a))
+            counts_BV.index_add_(0, sequence_N[a : a + most], probabilities(a))
         rare_BV = counts_BV <= self.tau
         best = [
-            probabilities(a).masked_fill(~rare_BV[row_N[a : a + most]], 0.0).amax(-1) for a in range(0, len(h_ND), most)
+            probabilities(a).masked_fill(~rare_BV[sequence_N[a : a + most]], 0.0).amax(-1)
+            for a in range(0, len(h_ND), most)
         ]
         return torch.cat(best).double().cpu().numpy()
 
     @torch.inference_mode()
     def word_log_probs(self, tokens: list[int], words: list[int], t: float) -> NDArray[np.float64]:
-        """log p(word token j at position l | row), [len(tokens), len(words)]: where a required word could stand."""
-        row = torch.tensor([tokens], device=self.device)
+        """log p(word token j at position l | tokens), [len(tokens), len(words)]: where a required word could stand."""
+        tokens_1L = torch.tensor([tokens], device=self.device)
         sigma = torch.from_numpy(self.sigma(np.array([t]))).float().to(self.device)
-        h_LD = self.hidden(row, sigma)[0][0]
+        h_LD = self.hidden(tokens_1L, sigma)[0][0]
         out = []
         for a in range(0, len(tokens), self.drawer.most):
             logits = self.head(h_LD[a : a + self.drawer.most]).float()

@@ -1,4 +1,4 @@
-"""The draw of `drawing.draw` as one kernel: cut and Gumbel noise of a position in one program. Imported on a GPU only.
+"""The draw of `drawing.draw` as one kernel: filters and Gumbel noise of a position in one program.
 
 Everything between the logits and the token - ban, temperature, top-k, nucleus, min-p, noise - is a few dozen passes
 over a row of V numbers that stay in cache. Launched one by one they cost more than the network at small batches, and
@@ -7,7 +7,8 @@ part of the code, so rows of any mixture share one launch.
 
 top-k and the nucleus both keep a *prefix* of the row in descending order of logits, among equals in ascending order of
 ids. A prefix is (edge, stop): every token above the edge, and those at the edge with an id below `stop`. The edge is
-found by bisection over the bits of float32, without sorting (see `categorical.leading`, the slow twin).
+found by bisection over the bits of float32, without sorting (see `categorical.leading`, the reference implementation).
+Imported on a GPU only: triton comes with torch's CUDA builds.
 """
 
 import torch

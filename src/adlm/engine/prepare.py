@@ -25,7 +25,7 @@ from adlm.models.layers import (
     pick_flat,
     product_dtype,
 )
-from adlm.models.transformer import AttentionBlock, Block, Context, Stack, Stream
+from adlm.models.transformer import AttentionBlock, Block, Context, ResidualStream, Stack
 
 ALIGNED = 128
 
@@ -88,7 +88,7 @@ class FoldedBlock(AttentionBlock):
         self.mlp_out = ConstantLinear(*fold_exit(block.mlp_out, feed))
         self.train(block.training)
 
-    def forward(self, stream: Stream, context: Context) -> Stream:
+    def forward(self, stream: ResidualStream, context: Context) -> ResidualStream:
         x_BLD = stream.total()
         o_BLD = self.attention(self.qkv(normalise(x_BLD, self.norm, product_dtype(x_BLD, self.qkv.weight))), context)
         if context.at_BQ is not None:  # attention has answered those queries only
@@ -97,7 +97,7 @@ class FoldedBlock(AttentionBlock):
             o_BLD, x_BLD = pick_flat(o_BLD, context.at_N), pick_flat(x_BLD, context.at_N)
         x_BLD = x_BLD + self.attn_out(o_BLD)
         h_BLF = self.mlp_in(normalise(x_BLD, self.norm, product_dtype(x_BLD, self.mlp_in.weight)))
-        return Stream(x_BLD, self.mlp_out(h_BLF))
+        return ResidualStream(x_BLD, self.mlp_out(h_BLF))
 
 
 class ConstantLinear(nn.Linear):

@@ -1,41 +1,44 @@
-"""What goes into the engine and what comes out: one row each, with its own seed and settings."""
+"""What goes into the engine and what comes out, one sequence each; text with holes; the canvases of a request."""
 
-import math
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from adlm.diffusion.categorical import check_drawing
+from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
+from adlm.rules import check_fields
 from adlm.samplers import check_sampling
 from adlm.schema import SamplingConfig
 
 
 @dataclass(frozen=True)
 class Request:
-    """One row to be completed. Positions that hold the mask are holes; every other position is kept as it is."""
+    """One sequence to be completed. Positions that hold the mask are holes; every other position stays as it is."""
 
     tokens: Sequence[int]
     settings: SamplingConfig = field(default_factory=SamplingConfig)
     """sampler, steps, temperature, top_p, ... (n, batch_size, seed, length and out are the caller's business)."""
     seed: int = 0
-    """Decides every random choice of this row, whoever shares its batch."""
+    """Decides every random choice of this sequence, whatever else is in its batch."""
     banned: Sequence[Sequence[int]] = ()
     """Token sequences that must not appear where holes were."""
     required: Sequence[Sequence[int]] = ()
     """Token sequences that must appear: each is placed where the model finds it likeliest, by a draw."""
     stop_id: int | None = None
-    """End-of-text token: the row is cut after the first one drawn, and stops early where that changes nothing."""
+    """End-of-text token: the sequence ends after the first one drawn, and stops early where that changes nothing."""
     watch: bool = False
-    """Send a Frame after every network evaluation of this row (reads the canvas back each time)."""
+    """Send a Frame after every network evaluation of this sequence (reads the canvas back each time)."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A partial row."""
+    """A partly filled sequence."""
 
     id: int
     tokens: list[int]
-    """The row so far, holes still to be filled as masks; in a stride, earlier windows included."""
+    """The sequence so far, holes still to be filled as masks; in a stride, earlier windows included."""
     step: int
     nfe: int
     drawn: list[int]
@@ -48,40 +51,39 @@ class Result:
     tokens: list[int]
     seed: int
     nfe: int
-    """Network evaluations this row took part in (guidance counts two each)."""
+    """Network evaluations this sequence took part in (guidance counts two each)."""
     seconds: float
-    """From the row's first evaluation to its end; other rows shared that time."""
+    """From the sequence's first evaluation to its end; other sequences shared that time."""
     finished: bool = True
     """False: cancelled or given up, and `tokens` may hold masks."""
     problem: str = ""
-    """Why a row was given up."""
+    """Why a sequence was given up."""
 
 
 def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchored: bool) -> None:
-    """Everything that can be wrong with a request, before it takes a slot."""
+    """Refuse everything that can be wrong with a request, before it takes a slot."""
     s = r.settings
+    check_fields(s, "sampling")
     check_sampling(s)
-    check_drawing(s.temperature, s.top_k, s.top_p, s.min_p)
     require(
         isinstance(r.seed, int) and not isinstance(r.seed, bool) and 0 <= r.seed < 2**63,
         f"sampling.seed must be an integer in [0, 2^63), got {r.seed!r}",
     )
-    require(len(r.tokens) > 0, "a row must have at least one position, got none")
+    require(len(r.tokens) > 0, "a sequence must have at least one position, got none")
     check_length(len(r.tokens), length, s.stride)
-    require(0 <= s.stride < length, f"sampling.stride must lie in [0, {length - 1}], got {s.stride}")
-    for name, sequences in (("a row", [r.tokens]), ("a banned word", r.banned), ("a required word", r.required)):
+    require(s.stride < length, f"sampling.stride={s.stride} must be below {length} (model.length)")
+    for name, sequences in (("a sequence", [r.tokens]), ("a banned word", r.banned), ("a required word", r.required)):
         for tokens in sequences:
             require(len(tokens) > 0, f"{name} has no tokens")
             bad = [t for t in tokens if not 0 <= t < vocab_size]
             require(not bad, f"{name} holds token {bad[0] if bad else ''}, outside the vocabulary 0..{vocab_size - 1}")
     holes = sum(t == mask_id for t in r.tokens)
-    require(holes > 0, "nothing to fill: the row has no holes")
+    require(holes > 0, "nothing to fill: the sequence has no holes")
     single = {w[0] for w in r.banned if len(w) == 1}
     require(len(single | {mask_id}) < vocab_size, "banned words leave no token to draw")
     for word in r.required:
         require(mask_id not in word, "a required word holds the mask")
         require(len(word) <= holes, f"a required word of {len(word)} tokens does not fit into {holes} holes")
-    require(0 <= s.guidance < math.inf, f"sampling.guidance must be 0 or a positive number, got {s.guidance}")
     require(
         s.sampler != "anchor-first" or anchored,
         "sampling.sampler='anchor-first' needs a model with an anchor network (model.anchored=true)",
@@ -89,8 +91,175 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchor
 
 
 def check_length(positions: int, length: int, stride: int) -> None:
-    """Also for who builds a row: one of a billion positions is refused before it fills the memory."""
+    """Refuse a sequence that is too long; also for who builds one, before a billion positions fill the memory."""
     require(
         positions <= length or stride > 0,
-        f"a row of {positions} positions is longer than {length} (model.length); set sampling.stride to go beyond",
+        f"a sequence of {positions} positions is longer than {length} (model.length); set sampling.stride to go beyond",
     )
+
+
+# Text with holes: `[MASK]` is one token to be filled, `[MASK:3]` three.
+
+# 18 digits: Python refuses to read thousands of them, and no sequence is that long
+HOLE = re.compile(r"\[MASK(?::(\d{1,18}))?\]")
+# What was meant as a hole. `[masked]` is text; a text that ends inside a hole is not.
+LIKE_A_HOLE = re.compile(r"\[MASK(?![a-z])[^\]]*\]?", re.IGNORECASE)
+HOLES = "[MASK] is one token, [MASK:3] are three"
+
+
+class Limit(NamedTuple):
+    """How long a sequence may be, and who says so."""
+
+    tokens: int
+    name: str = "the model's length"
+
+    def check(self, tokens: int, what: str) -> None:
+        require(tokens <= self.tokens, f"{what} has {tokens} tokens, allowed are {self.tokens} ({self.name})")
+
+
+def check_canvas(length: int | None, **given: Any) -> None:
+    """What is to be filled is said once, by a prompt, a template or tokens; only a prompt leaves the length open."""
+    named = [name for name, value in given.items() if value]
+    require(len(named) <= 1, f"give only one of {' and '.join(named)}")
+    require(not length or named in ([], ["prompt"]), f"length has no meaning beside {''.join(named)}")
+
+
+def parse_template(
+    text: str,
+    encode: Callable[[str], list[int]],
+    mask_id: int,
+    start: Sequence[int] = (),
+    limit: Limit | None = None,
+) -> list[int]:
+    """Tokens of a template after those of `start`; pieces of text between holes are encoded by themselves.
+
+    A space just before a hole belongs to the word that fills it (the tokenizers in use put a space at the start of a
+    token), so it is left out: "The [MASK] sat" reads "The", hole, " sat".
+    """
+    limit = limit or Limit(sys.maxsize)
+    holes = [(like.span(), hole_size(like[0])) for like in LIKE_A_HOLE.finditer(text)]
+    require(bool(holes), f"a template needs at least one hole: {HOLES}")
+    limit.check(sum(size for _, size in holes), "the template")  # before a hole of a billion tokens becomes a list
+    tokens, at = list(start), 0
+    for (begin, end), size in holes:
+        tokens += encode(text[at:begin].removesuffix(" ")) + [mask_id] * size
+        at = end
+    tokens += encode(text[at:])
+    limit.check(len(tokens), "the template")
+    return tokens
+
+
+def hole_size(text: str) -> int:
+    hole = HOLE.fullmatch(text)
+    if hole is None:
+        raise ValueError(f"{text[:40]!r} is no hole: {HOLES}")
+    size = int(hole[1] or 1)
+    require(size > 0, f"{text} is a hole of no tokens; write [MASK:n] with n >= 1")
+    return size
+
+
+# What a request asks the engine to fill, one canvas after another: usually one, several with strides or repairs. A
+# request is a conversation: it yields a canvas with holes, is given the filled one, and yields the next canvas until it
+# returns its final sequence. Sequences longer than the model, words that came out although they are banned, and the end
+# of the text are then all the same mechanism.
+
+REPAIRS = 50  # then give up: bans that contradict the fixed text could be repaired for ever
+
+
+class Window(NamedTuple):
+    """A canvas of a request: at most the model's length of its positions."""
+
+    tokens: list[int]
+    seed: int
+    banned: list[int]
+    """Single tokens that must not be drawn in this window."""
+    before: list[int]
+    """Tokens of the sequence that stand before the window."""
+    first: int = 0
+    """Position of the sequence from which on an end-of-text token ends it."""
+
+
+Windows = Generator[Window, list[int], list[int]]
+
+
+def windows(request: Request, length: int, mask_id: int) -> Windows:
+    """Canvases of a request for a model of `length` positions; returns the finished sequence.
+
+    With required words the first canvas is asked for twice: once with those words placed, then filled.
+    """
+    sequence = list(request.tokens)
+    single = [w[0] for w in request.banned if len(w) == 1]
+    phrases = [list(w) for w in request.banned if len(w) > 1]
+    first, placed = sequence.index(mask_id), not request.required
+    start, number = 0, 0
+    while True:
+        stop = min(start + length, len(sequence))
+        holes = {l for l in range(start, stop) if sequence[l] == mask_id}
+        if holes:
+            seed = request.seed if number == 0 else fold(request.seed, Stream.SPLIT, number)
+            if not placed:
+                sequence[start:stop] = yield Window(sequence[start:stop], seed, single, sequence[:start])
+                words = {l for l in holes if sequence[l] != mask_id}
+                holes, first, placed = holes - words, max(words), True
+            sequence[start:stop] = yield Window(sequence[start:stop], seed, single, sequence[:start], first)
+            # A phrase may also end in this window and begin in the one before.
+            faults = Faults(phrases, request.stop_id, first)
+            yield from repair(sequence, start, stop, holes, faults, single, seed, mask_id)
+        end = end_of_text(sequence, request.stop_id, first, stop)
+        if end is not None:
+            return sequence[: end + 1]
+        if stop == len(sequence):
+            return sequence
+        start = min(start + request.settings.stride, len(sequence) - length)
+        number += 1
+
+
+class Faults(NamedTuple):
+    """What must not come out where holes were: banned phrases, and an end of text before the last required word."""
+
+    phrases: list[list[int]]
+    stop_id: int | None
+    first: int
+
+    def find(self, sequence: list[int], start: int, stop: int, holes: set[int]) -> set[int]:
+        """Holes to draw again: one of each phrase, and every early end."""
+        found = {l for l in holes if l < self.first and sequence[l] == self.stop_id}
+        for phrase in self.phrases:
+            for l in range(max(0, start - len(phrase) + 1), stop - len(phrase) + 1):
+                if sequence[l : l + len(phrase)] == phrase:
+                    found |= set([p for p in range(l, l + len(phrase)) if p in holes][-1:])
+        return found
+
+
+def end_of_text(tokens: Sequence[int], stop_id: int | None, first: int, stop: int) -> int | None:
+    """Position of the first end-of-text token at or after `first`."""
+    if stop_id is None:
+        return None
+    return next((l for l in range(first, stop) if tokens[l] == stop_id), None)
+
+
+def repair(
+    sequence: list[int],
+    start: int,
+    stop: int,
+    holes: set[int],
+    faults: Faults,
+    single: list[int],
+    seed: int,
+    mask_id: int,
+) -> Generator[Window, list[int], None]:
+    """Draw again at the holes that are at fault, without the tokens that stood there."""
+    tried: set[int] = set()
+    for attempt in range(REPAIRS):
+        again = faults.find(sequence, start, stop, holes)
+        if not again:
+            return
+        tried |= {sequence[p] for p in again}
+        canvas = sequence[start:stop]
+        for p in again:
+            canvas[p - start] = mask_id
+        banned = sorted({*single, *tried})
+        window = Window(canvas, fold(seed, Stream.SPLIT, -1 - attempt), banned, sequence[:start], faults.first)
+        sequence[start:stop] = yield window
+    words = ", ".join(str(p) for p in faults.phrases)
+    raise ValueError(f"banned words could not be avoided after {REPAIRS} attempts; token sequences: {words}")

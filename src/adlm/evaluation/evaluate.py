@@ -156,8 +156,8 @@ def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Pa
     """Settings with their files, each once; the name of a file holds the fingerprint, so that other weights never meet
     it."""
     found: list[Setting] = []
-    told = {"sampler", "steps", "temperature", "top_p"}
-    varied = [f.name for f in fields(SamplingConfig) if len({getattr(c, f.name) for c in sweep}) > 1 and f.name not in told]
+    others = [f.name for f in fields(SamplingConfig) if f.name not in ("sampler", "steps", "temperature", "top_p")]
+    varied = [name for name in others if len({getattr(c, name) for c in sweep}) > 1]
     for c in sweep:
         request = request_of(lm, c)
         sampler = request.settings.sampler  # a causal model has one

@@ -32,7 +32,7 @@ from adlm.objectives.exact_count import draw_exact_count
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.objectives.times import draw_times
 from adlm.schema import Config, DataConfig, EvalConfig
-from adlm.training.draw import rows_on
+from adlm.training.batches import sequences_on
 from adlm.training.parallel import World, world
 
 # Tokens of one forward pass when eval.batch_size does not say how many sequences.
@@ -151,7 +151,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
     with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks) as advance:
         for start in mine:
             indices = np.arange(start, min(start + size, n))
-            batch = rows_on(ranks.device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+            batch = sequences_on(ranks.device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
             for d in range(draws):
                 if phase_N is not None:
                     batch = batch._replace(times_B=(d + phase_N[torch.from_numpy(indices)].to(ranks.device)) / draws)

@@ -1,13 +1,12 @@
 """Networks: one transformer stack, the two-stage anchored network made of it, and the loss behind a large head.
 
-network.py               Network: embedding, stacks, bridge, heads; initialisation
+network.py               Network: embedding, stacks, bridge, heads; initialisation, FLOPs
 transformer.py           Block and Stack; the residual stream and what blocks read beside it
 layers.py                norm, rotary positions, dropout, modulation, positions that are picked
 bridge.py                bridges: from the anchor network to the denoiser
 linear_cross_entropy.py  losses behind a linear head, without all logits
 kernels.py               the same as a Triton kernel
-backends.py              attention kernel and compiler options of a process
-flops.py                 arithmetic of a model, peak of a device
+backends.py              what depends on the machine: attention kernel, compiler options, peak FLOP/s
 """
 
 from adlm.models.linear_cross_entropy import linear_cross_entropy, linear_losses, linear_nll

@@ -1,4 +1,4 @@
-"""What is chosen once for a process: the attention kernel of a GPU, and what torch's compiler has to be told.
+"""What depends on the machine: the attention kernel of a GPU, what torch's compiler has to be told, peak FLOP/s.
 
 Flash and cuDNN compute the same function; which is faster depends on shape, card and version (cuDNN
 won by a quarter on an H200 at length 1024), so it is timed once, forward and backward, at the start.
@@ -73,3 +73,24 @@ def training_options(most: bool) -> dict[str, Any]:
     if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
         options["triton.mix_order_reduction"] = False
     return options
+
+
+# Dense bf16 peak of a device, FLOP/s, by a part of its name (vendor data sheets, without sparsity).
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A10": 125e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak of a device by its name; None if unknown (MFU is then not reported)."""
+    matches = [part for part in PEAK_FLOPS if part in device_name]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None

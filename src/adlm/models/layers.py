@@ -104,6 +104,7 @@ def activate(h: Tensor, activation: str) -> Tensor:
     """The nonlinearity of the MLP: relu2 or gelu (tanh form)."""
     if activation == "relu2":
         return F.relu(h).square()
+    assert activation == "gelu", activation
     return gelu(h) if torch.compiler.is_compiling() and h.is_cuda else F.gelu(h, approximate="tanh")
 
 

@@ -196,3 +196,32 @@ def initialise(model: Network) -> None:
         nn.init.normal_(model.anchor_head.weight, std=0.02)
     if model.bridge is not None:
         model.bridge.initialise(cfg)
+
+
+class Flops(NamedTuple):
+    """How much arithmetic a model needs: the numerator of MFU, and the compute column of every comparison.
+
+    Counted is what the method needs, not what an implementation spends: multiply-adds of matrix products times two,
+    heads and what follows the last attention only at the positions that are scored, the bridge as the product it is,
+    recomputation not at all.
+    """
+
+    forward_per_token: float
+    """Forward pass, one token of a sequence of the given length."""
+    training_per_token: float
+    """Forward and backward: three times the forward."""
+
+
+def count_flops(
+    cfg: ModelConfig, vocab_size: int, length: int, scored: float = 0.5, anchors_scored: float = 0.0
+) -> Flops:
+    """`scored`, `anchors_scored`: fraction of positions that go through the head of the denoiser, of the anchors."""
+    D = cfg.hidden_size
+    blocks = cfg.n_blocks + (cfg.n_denoiser_blocks if cfg.anchored else 0)
+    attended = length / 2 if cfg.causal else length
+    per_block = 2 * (4 * D * D + 2 * cfg.mlp_ratio * D * D) + 4 * D * attended
+    bridge = tables.BRIDGES.load(cfg.bridge, "model.bridge").flops(cfg) if cfg.anchored else 0
+    heads = 2 * D * vocab_size * (scored + anchors_scored)
+    unread = (1 - min(1.0, scored)) * 2 * (D * D + 2 * cfg.mlp_ratio * D * D)  # of the last block
+    forward = blocks * per_block - unread + bridge + heads
+    return Flops(forward, 3 * forward)

@@ -43,7 +43,7 @@ class LayerCache:
         return self.k_BNLH, self.v_BNLH
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """The residual stream between two blocks.
 
     A block leaves its last branch pending: the sum is then part of the norm that reads it, one pass over the stream
@@ -83,7 +83,6 @@ class AttentionBlock(nn.Module):
 
     n_heads: int
     causal: bool
-    activation: str
     q_norm: Norm | None
     k_norm: Norm | None
 
@@ -138,7 +137,7 @@ class Block(AttentionBlock):
             return dropout(branch_BLD, self.dropout, key)
         return F.dropout(branch_BLD, self.dropout, self.training)
 
-    def forward(self, stream: Stream, context: Context) -> Stream:
+    def forward(self, stream: ResidualStream, context: Context) -> ResidualStream:
         x_BLD = stream.total()
         attend, feed = modulations(self.modulation, context.c_BC, 2)
         key1, key2 = (None, None) if context.keys is None else context.keys
@@ -151,7 +150,7 @@ class Block(AttentionBlock):
             attend, feed = modulation_at(attend, at_N, L), modulation_at(feed, at_N, L)
         x_BLD = x_BLD + self.drop(leave(o_BLD, self.attn_out, attend), key1)
         h_BLF = activate(enter(x_BLD, self.norm2, feed, self.mlp_in), self.activation)
-        return Stream(x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), key2))
+        return ResidualStream(x_BLD, self.drop(leave(h_BLF, self.mlp_out, feed), key2))
 
 
 class Features(NamedTuple):
@@ -210,7 +209,7 @@ class Stack(nn.Module):
             mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
         cos, sin = self.rotary.tables(L, positions_BL)
         context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
-        stream, last = Stream(x_BLD), self.blocks[-1]
+        stream, last = ResidualStream(x_BLD), self.blocks[-1]
         for block, layer, keys in zip(self.blocks, layers, self.dropout_keys(x_BLD.device)):
             own = context._replace(cache=layer, keys=keys)
             if block is last:
@@ -228,7 +227,7 @@ class Stack(nn.Module):
             return [None] * len(self.blocks)
         return draw_keys(len(self.blocks), device)
 
-    def finish(self, stream: Stream, final: Modulation | None) -> Features:
+    def finish(self, stream: ResidualStream, final: Modulation | None) -> Features:
         """Add the pending residual and normalise for a head."""
         x_BLD = stream.total()
         h_BLD = self.norm(x_BLD) if final is None else final.apply(self.norm(x_BLD))

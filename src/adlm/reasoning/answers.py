@@ -1,20 +1,36 @@
-"""Answers: greedy generation for many questions at once, grading, and how sure an accuracy is."""
+"""A trained network that answers: how it is asked and graded, how sure an accuracy is, and how it is kept on disk."""
 
+import json
 import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from adlm.data.tokenizers import Tokenizer
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.errors import require
+from adlm.io import export
 from adlm.reasoning.examples import Example, written_answer
-from adlm.reasoning.methods import Encoded, Plan, lay_out, markers_of
-from adlm.reasoning.networks import Network
-from adlm.reasoning.tasks import TaskSpec
-from adlm.reasoning.thoughts import Rows, make_rows, read_rows
+from adlm.reasoning.methods import StagePlan, encode, lay_out, markers_of
+from adlm.reasoning.networks import (
+    HuggingFaceNetwork,
+    OwnNetwork,
+    PaddedSequences,
+    ReasoningNetwork,
+    pad_sequences,
+    read_sequences,
+)
+from adlm.reasoning.tasks import ReasoningTask
+from adlm.schema import Config, ReasonConfig
 from adlm.training.parallel import World
 
+TOGETHER = 128
+"""Questions answered together where eval.batch_size does not say how many."""
+EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
 
-class Score(NamedTuple):
+
+class Accuracy(NamedTuple):
     """How a network did on a set of questions."""
 
     n: int
@@ -49,21 +65,23 @@ class Score(NamedTuple):
 
 
 def wilson(correct: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: sensible at 0 and n right answers, where the usual one has no width."""
+    """Wilson's 95 % interval of a fraction: sensible at 0 and n right answers, where the usual one has no width."""
     p, zz = correct / n, z * z / n
     centre, half = p + zz / 2, z * math.sqrt(p * (1 - p) / n + zz / (4 * n))
     return max(0.0, (centre - half) / (1 + zz)), min(1.0, (centre + half) / (1 + zz))
 
 
 @torch.inference_mode()
-def generate(network: Network, rows: Rows, max_new_tokens: int, eos_id: int, mask_id: int) -> list[list[int]]:
-    """The most probable continuation of every row, token by token, up to and with the end of text if it is reached."""
-    B, device = len(rows.tokens_BL), rows.tokens_BL.device
-    room = network.longest - int(rows.length_B.max())
+def generate(
+    network: ReasoningNetwork, prompts: PaddedSequences, max_new_tokens: int, eos_id: int, mask_id: int
+) -> list[list[int]]:
+    """The most probable continuation of every prompt, token by token, with the end of text if it is reached."""
+    B, device = len(prompts.tokens_BL), prompts.tokens_BL.device
+    room = network.longest - int(prompts.length_B.max())
     steps = min(max_new_tokens, room)
-    memory = network.remember(B, min(network.longest, rows.tokens_BL.shape[1] + steps), gradients=False)
-    row_B, one_B = torch.arange(B, device=device), torch.ones_like(rows.length_B)
-    hidden_BD = read_rows(network, rows, memory)[row_B, rows.length_B - 1]
+    memory = network.remember(B, min(network.longest, prompts.tokens_BL.shape[1] + steps), gradients=False)
+    each_B, one_B = torch.arange(B, device=device), torch.ones_like(prompts.length_B)
+    hidden_BD = read_sequences(network, prompts, memory)[each_B, prompts.length_B - 1]
     ended_B = torch.zeros(B, dtype=torch.bool, device=device)
     written = []
     for step in range(steps):
@@ -81,41 +99,102 @@ def generate(network: Network, rows: Rows, max_new_tokens: int, eos_id: int, mas
     return [text[: text.index(eos_id) + 1] if eos_id in text else text for text in texts]
 
 
-def evaluate(
-    network: Any,
-    task: TaskSpec,
-    examples: list[Example],
-    encoded: list[Encoded],
-    plan: Plan,
-    tokenizer: Tokenizer,
-    max_new_tokens: int,
-    batch_size: int,
-    ranks: World,
-) -> tuple[Score, list[str]]:
-    """Answer every question under a plan; the score and what was written, in the order of the examples."""
-    was_training = network.training
-    network.eval()
-    markers = markers_of(tokenizer)
-    layouts = [lay_out(example, plan, markers) for example in encoded]
-    order = sorted(range(len(layouts)), key=lambda i: layouts[i].prompt)  # like lengths together: less padding
-    written: list[list[int]] = [[] for _ in layouts]
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        prompts = [layouts[i].tokens[: layouts[i].prompt] for i in part]
-        rows = make_rows(prompts, [layouts[i].slots for i in part], plan.fed_back, ranks.device)
-        with ranks.autocast():
-            answers = generate(network, rows, max_new_tokens, tokenizer.eos_id, tokenizer.mask_id)
-        for i, answer in zip(part, answers):
-            written[i] = answer
-    network.train(was_training)
-    ended = [tokens[-1:] == [tokenizer.eos_id] for tokens in written]
-    texts = [tokenizer.decode(tokens, skip_special=True) for tokens in written]
-    correct = sum(is_right(task, text, example) for text, example in zip(texts, examples))
-    thoughts = plan.slots if plan.fed_back else 0
-    tokens = (sum(map(len, written)) - sum(ended)) / len(written) + thoughts
-    return Score(len(examples), correct, tokens, ended.count(False)), texts
+@dataclass
+class Answerer:
+    """A network, and how a stage of its method asks it."""
+
+    network: Any
+    tokenizer: Tokenizer
+    task: ReasoningTask
+    plan: StagePlan
+    max_new_tokens: int
+    batch_size: int = 0
+    """Questions answered together; 0: TOGETHER."""
+
+    def answer(self, examples: list[Example], ranks: World) -> tuple[Accuracy, list[str]]:
+        """Answer every question; the accuracy and what was written, in the order of the examples."""
+        was_training = self.network.training
+        self.network.eval()
+        markers, eos_id, mask_id = markers_of(self.tokenizer), self.tokenizer.eos_id, self.tokenizer.mask_id
+        layouts = [lay_out(example, self.plan, markers) for example in encode(examples, self.tokenizer)]
+        order = sorted(range(len(layouts)), key=lambda i: layouts[i].prompt)  # like lengths together: less padding
+        written: list[list[int]] = [[] for _ in layouts]
+        together = self.batch_size or TOGETHER
+        for start in range(0, len(order), together):
+            part = order[start : start + together]
+            prompts = [layouts[i].tokens[: layouts[i].prompt] for i in part]
+            padded = pad_sequences(prompts, [layouts[i].slots for i in part], self.plan.fed_back, ranks.device)
+            with ranks.autocast():
+                answers = generate(self.network, padded, self.max_new_tokens, eos_id, mask_id)
+            for i, answer in zip(part, answers):
+                written[i] = answer
+        self.network.train(was_training)
+        ended = [tokens[-1:] == [eos_id] for tokens in written]
+        texts = [self.tokenizer.decode(tokens, skip_special=True) for tokens in written]
+        correct = 0
+        for text, example in zip(texts, examples):
+            answer = written_answer(text)
+            correct += answer is not None and self.task.same_answer(answer, example.answer)
+        thoughts = self.plan.slots if self.plan.fed_back else 0
+        tokens = (sum(map(len, written)) - sum(ended)) / len(written) + thoughts
+        return Accuracy(len(examples), correct, tokens, ended.count(False)), texts
 
 
-def is_right(task: TaskSpec, text: str, example: Example) -> bool:
-    answer = written_answer(text)
-    return answer is not None and task.same_answer(answer, example.answer)
+# Runs on disk
+
+
+class LoadedRun(NamedTuple):
+    network: OwnNetwork | HuggingFaceNetwork
+    tokenizer: Tokenizer
+    reason: ReasonConfig
+    seed: int
+    stage: int
+    """The stage as which its questions are asked."""
+    max_new_tokens: int
+
+
+def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
+    """run/export: the network in its own format, and reason.json, which says how it wants to be asked."""
+    folder = run / EXPORT
+    if isinstance(network, OwnNetwork):
+        info = export.describe(
+            cfg, tokenizer, parameters=sum(p.numel() for p in network.parameters()), step=facts["step"]
+        )
+        export.save_folder(folder, network.model.state_dict(), tokenizer, info)
+    else:
+        network.model.save_pretrained(folder)
+        tokenizer.save(folder / export.TOKENIZER)
+    settings = {"format": export.FORMAT, "reason": asdict(cfg.reason), "seed": cfg.seed, **facts}
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
+
+
+def load_run(path: str, device: torch.device) -> LoadedRun:
+    """The exported network of a run folder (or of an export folder itself)."""
+    folder = Path(path) / EXPORT if (Path(path) / EXPORT).is_dir() else Path(path)
+    require((folder / SETTINGS).is_file(), f"{path} is not a finished reasoning run: {folder / SETTINGS} is missing")
+    settings = json.loads((folder / SETTINGS).read_text())
+    reason = export.section(ReasonConfig, settings["reason"], str(folder / SETTINGS))
+    if reason.base:
+        from transformers import AutoModelForCausalLM
+
+        tokenizer = load_tokenizer(str(folder / export.TOKENIZER))
+        network: Any = HuggingFaceNetwork(AutoModelForCausalLM.from_pretrained(folder).float())
+    else:
+        loaded = export.load_folder(folder)
+        network, tokenizer = OwnNetwork(loaded.model), loaded.tokenizer
+    return LoadedRun(
+        network.to(device).eval(), tokenizer, reason, settings["seed"], settings["stage"], settings["max_new_tokens"]
+    )
+
+
+def write_results(run: Path, results: dict[str, Any]) -> None:
+    (run / RESULTS).write_text(json.dumps(results, indent=1))
+
+
+def read_results(run: str | Path) -> dict[str, Any]:
+    path = Path(run) / RESULTS
+    require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None

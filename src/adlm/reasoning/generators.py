@@ -1,4 +1,6 @@
-"""Questions like those of ProsQA and ProntoQA, as many as wanted: example i of a seed is a pure function of (seed, i).
+"""Questions like those of ProsQA and ProntoQA, as many as wanted, and stories in their language.
+
+Example i of a seed is a pure function of (seed, i).
 
 The published training files are too large to be everywhere; their validation and test files are small and tell how they
 were made. Both generators were fitted to those files (`adlm reason data` prints the statistics side by side). What a
@@ -42,12 +44,14 @@ PROPERTY_FAMILIES = (
 
 PROSQA_NODES = 28
 """Nodes drawn per graph; those that stay without edges are dropped, which leaves 23 on average."""
-MOST_HOPS = 6
+PUBLISHED_HOPS = range(3, 7)
+MOST_HOPS = 8
+"""The longest derivation that can be asked for."""
 ATTEMPTS = 2_000
 
 
 class Shape(NamedTuple):
-    """What is asked of a generator; zeros: as in the published files."""
+    """What a task asks of its generator; zeros: as in the published files."""
 
     hops: int = 0
     """Statements of the derivation."""
@@ -119,11 +123,11 @@ def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     under the other. `hops` 0: the deepest leaf, of 3 to 6 statements, as published."""
     hops, nodes, most = shape.hops, shape.nodes or PROSQA_NODES, len(PROSQA_CONCEPTS)
     words = shape.words or most
-    require(4 <= nodes <= most, f"reason.nodes={nodes} must be in 4..{most}")
-    require(nodes <= words <= most, f"reason.words={words} must be in reason.nodes={nodes}..{most}")
-    require(0 <= hops <= MOST_HOPS, f"reason.hops={hops} must be in 0..{MOST_HOPS} for prosqa")
+    require(4 <= nodes <= most, f"a ProsQA task has nodes={nodes}; they must be in 4..{most}")
+    require(nodes <= words <= most, f"a ProsQA task has words={words}; they must be in nodes={nodes}..{most}")
+    require(0 <= hops <= MOST_HOPS, f"a ProsQA task has hops={hops}; they must be in 0..{MOST_HOPS}")
     names, _ = vocabulary(shape)
-    require(len(names) > 1, f"reason.names={shape.names} leaves fewer than two individuals")
+    require(len(names) > 1, f"a ProsQA task with names={shape.names} has fewer than two individuals")
     for _ in range(ATTEMPTS):
         graph = random_graph(rng, nodes)
         inner = {p for chosen in graph.parents for p in chosen}
@@ -132,7 +136,7 @@ def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
         pair = (equally_deep_pair if shape.balanced else published_pair)(rng, graph, leaves, hops)
         if pair and individuals <= len(names):
             return write_prosqa(rng, graph, *pair, shape)
-    raise ValueError(f"no graph of reason.nodes={nodes} has a derivation of reason.hops={hops}; raise reason.nodes")
+    raise ValueError(f"no graph of nodes={nodes} has a derivation of hops={hops}; give the task more nodes")
 
 
 def vocabulary(shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -142,7 +146,7 @@ def vocabulary(shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def is_wanted(depth: int, hops: int) -> bool:
-    return depth == hops if hops else 3 <= depth <= MOST_HOPS
+    return depth == hops if hops else depth in PUBLISHED_HOPS
 
 
 def published_pair(rng: random.Random, graph: Graph, leaves: list[int], hops: int) -> tuple[int, int] | None:
@@ -205,13 +209,9 @@ def prontoqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
     second child and a property of its own; the individual is also something else; and a kind that it is not has the
     same property with the opposite sign."""
     hops = shape.hops or 5
-    require(
-        shape == Shape(hops=shape.hops),
-        "reason.nodes, reason.words, reason.names, reason.balanced and reason.terse shape prosqa only;"
-        " prontoqa has reason.hops",
-    )
+    require(shape == Shape(hops=shape.hops), f"a ProntoQA task is shaped by hops alone, not by {shape}")
     most = (len(PRONTOQA_CONCEPTS) - 4) // 2
-    require(1 <= hops <= most, f"reason.hops={hops} must be in 1..{most} for prontoqa")
+    require(1 <= hops <= most, f"a ProntoQA task has hops={hops}; they must be in 1..{most}")
     name = rng.choice(PRONTOQA_NAMES)
     concepts = rng.sample(PRONTOQA_CONCEPTS, 2 * hops + 4)
     chain, branches = concepts[:hops], concepts[hops : 2 * hops]
@@ -252,3 +252,43 @@ def universal(rng: random.Random, kind: str, one: str, many: str) -> str:
 
 def article(noun: str) -> str:
     return "an" if noun[0] in "aeiou" else "a"
+
+
+# Stories, for a network from scratch, before the first stage.
+#
+# The methods of the paper start from pretrained GPT-2, which can already look up in its context what was said of a
+# word. A network from scratch has to form that circuit first, and once more behind itself for two lookups in one pass;
+# but a question asks for one or two lookups among tokens that need none, and its answer is a coin: the network stays at
+# a coin's accuracy for thousands of steps. In a story every statement is a lookup. It says of some individuals and some
+# kinds what each of them is, then tells some of it again in another order, one lookup a statement, and then what each
+# of them is two statements away, two lookups each. No question is answered in it: that is left to the stages.
+
+STORY_NAMES, STORY_KINDS = 2, 4
+"""Individuals and kinds of a story."""
+
+
+def story(rng: random.Random, shape: Shape) -> dict[str, str]:
+    """Who is what. The kinds stand in a circle, each is the next: so what is two statements away can be said of
+    everyone, and no story is the statements of a question."""
+    names, kinds = vocabulary(shape)
+    circle = rng.sample(kinds, STORY_KINDS)
+    return dict(
+        zip([*circle, *rng.sample(names, STORY_NAMES)], [*circle[1:], circle[0], *rng.sample(circle, STORY_NAMES)])
+    )
+
+
+def retold(rng: random.Random, shape: Shape, plain: bool) -> Example:
+    """A story as a question; its trace is the story again, in another order, and its answer is what follows from two
+    statements, of everyone, in a third order. If not `plain`, a question ends the story and only some of it is told
+    again, as in the sequences of the stages. The question is about kinds drawn at random and what comes after it does
+    not depend on it: it teaches that a question says nothing of anyone."""
+    is_a = story(rng, shape)
+    first, second, third = (rng.sample(list(is_a), len(is_a)) for _ in range(3))
+    told, again = ([statement(who, is_a[who], shape.terse) for who in order] for order in (first, second))
+    follows = [statement(who, is_a[is_a[who]], shape.terse) for who in third]
+    if not plain:
+        who = rng.choice([name for name in first if name[0].isupper()])
+        one, two = rng.sample([kind for kind in first if kind[0].islower()], 2)
+        told.append(either_or(who, one, two, shape.terse))
+        again = again[: rng.randint(0, len(again))]
+    return Example(" ".join(told), (" ".join(again),) if again else (), " ".join(follows), ())

@@ -1,4 +1,4 @@
-"""The methods: each says, stage by stage, how a training example is laid out. One table; a new method is one line.
+"""The methods: each says, stage by stage, how a training example is laid out. `tables.METHODS` names them.
 
 All of them put some [ANT] positions ("slots") between the question and what the model has to write, and take some steps
 away from the front of the trace:
@@ -10,23 +10,23 @@ anchor of the trace (ACoT), or its input is the output of the position before it
 [BOA] and [EOA] either, so that the first stage of every staged method is plain chain of thought.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.errors import choose, require
+from adlm.errors import require
 from adlm.reasoning.examples import Example, answer_text, question_text, step_text
 from adlm.schema import ReasonConfig
+from adlm.tables import METHODS
 
 BOA, ANT, EOA = "[BOA]", "[ANT]", "[EOA]"
-ANCHOR_TOKENS = ("first", "all")
 IGNORE = -1
 """A position without a label."""
 ALL = 1_000_000
 """More steps than any trace has."""
 
 
-class Plan(NamedTuple):
+class StagePlan(NamedTuple):
     """What a stage of a method does to every example."""
 
     slots: int = 0
@@ -38,39 +38,46 @@ class Plan(NamedTuple):
     """The input of a slot is the final hidden state of the position before it."""
 
 
-def stages_of(cfg: ReasonConfig) -> int:
-    """Stages that add slots or remove steps, beyond stage 0."""
-    require(
-        cfg.slots > 0 and cfg.slots_per_stage > 0 and cfg.slots % cfg.slots_per_stage == 0,
-        f"reason.slots={cfg.slots} must be a positive multiple of reason.slots_per_stage={cfg.slots_per_stage}",
-    )
-    return cfg.slots // cfg.slots_per_stage
+@dataclass(frozen=True)
+class Method:
+    """How a method lays out examples. A staged method starts with plain chain of thought; stage s has s times the slots
+    of a stage and s steps removed, and where steps are removed, a last stage has none left."""
+
+    staged: bool = False
+    slots: bool = False
+    """It has slots."""
+    removes: bool | None = False
+    """It removes the steps of the trace; None: reason.remove_steps decides."""
+    anchored: bool = False
+    fed_back: bool = False
+
+    def plans(self, cfg: ReasonConfig) -> list[StagePlan]:
+        """The plan of every stage."""
+        if not self.staged:
+            return [StagePlan(cfg.slots if self.slots else 0, ALL if self.removes else 0)]
+        require(
+            cfg.slots > 0 and cfg.slots % cfg.slots_per_stage == 0,
+            f"reason.slots={cfg.slots} must be a positive multiple of reason.slots_per_stage={cfg.slots_per_stage}",
+        )
+        removes, plans = cfg.remove_steps if self.removes is None else self.removes, []
+        for stage in range(cfg.slots // cfg.slots_per_stage + 1):
+            n_slots = stage * cfg.slots_per_stage if self.slots else 0
+            plans.append(StagePlan(n_slots, stage if removes else 0, self.anchored, self.fed_back and n_slots > 0))
+        return [*plans, plans[-1]._replace(removed=ALL)] if removes else plans
 
 
-def curriculum(cfg: ReasonConfig, slots: bool, remove: bool, anchored: bool = False, fed_back: bool = False):
-    """Stage s: s times the slots of a stage, s steps removed. Where steps are removed, a last stage has none left."""
-    plans = []
-    for stage in range(stages_of(cfg) + 1):
-        n_slots = stage * cfg.slots_per_stage if slots else 0
-        plans.append(Plan(n_slots, stage if remove else 0, anchored, fed_back and n_slots > 0))
-    return [*plans, plans[-1]._replace(removed=ALL)] if remove else plans
+COT = Method()
+NO_COT = Method(removes=True)
+PAUSE = Method(slots=True, removes=True)
+ACOT = Method(staged=True, slots=True, removes=None, anchored=True)
+ICOT = Method(staged=True, removes=True)
+COCONUT = Method(staged=True, slots=True, removes=True, fed_back=True)
+COCONUT_PAUSE = Method(staged=True, slots=True, removes=True)
 
 
-METHODS: dict[str, Callable[[ReasonConfig], list[Plan]]] = {
-    "cot": lambda cfg: [Plan()],
-    "no-cot": lambda cfg: [Plan(removed=ALL)],
-    "pause": lambda cfg: [Plan(slots=cfg.slots, removed=ALL)],
-    "acot": lambda cfg: curriculum(cfg, slots=True, remove=cfg.remove_steps, anchored=True),
-    "icot": lambda cfg: curriculum(cfg, slots=False, remove=True),
-    "coconut": lambda cfg: curriculum(cfg, slots=True, remove=True, fed_back=True),
-    "coconut-pause": lambda cfg: curriculum(cfg, slots=True, remove=True),
-}
-
-
-def plans_of(cfg: ReasonConfig) -> list[Plan]:
+def plans_of(cfg: ReasonConfig) -> list[StagePlan]:
     """The plan of every stage of the configured method."""
-    choose("reason.anchor_tokens", cfg.anchor_tokens, ANCHOR_TOKENS)
-    return METHODS[choose("reason.method", cfg.method, METHODS)](cfg)
+    return METHODS.load(cfg.method, "reason.method").plans(cfg)
 
 
 class Encoded(NamedTuple):
@@ -84,7 +91,7 @@ class Encoded(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One row of a batch; all but `slots` have an entry per position."""
+    """One sequence of a batch; all but `slots` have an entry per position."""
 
     tokens: list[int]
     targets: list[int]
@@ -98,6 +105,8 @@ class Layout(NamedTuple):
 
 
 class Markers(NamedTuple):
+    """Ids of the three marker tokens."""
+
     boa: int
     ant: int
     eoa: int
@@ -117,15 +126,12 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
 
 
 def encode(examples: list[Example], tokenizer: Tokenizer) -> list[Encoded]:
-    """Each part on its own: parts end in a newline, which no vocabulary in use merges with what follows it."""
-
-    def batch(texts: list[str]) -> list[list[int]]:
-        return tokenizer.encode_batch(texts)
-
-    questions = batch([question_text(e) for e in examples])
-    answers = batch([answer_text(e) for e in examples])
-    steps = iter(batch([step_text(step) for e in examples for step in e.steps]))
-    anchors = iter(batch([anchor for e in examples for anchor in e.anchors]))
+    """Examples in tokens, each part encoded on its own: parts end in a newline, which no vocabulary in use merges with
+    what follows it."""
+    questions = tokenizer.encode_batch([question_text(e) for e in examples])
+    answers = tokenizer.encode_batch([answer_text(e) for e in examples])
+    steps = iter(tokenizer.encode_batch([step_text(step) for e in examples for step in e.steps]))
+    anchors = iter(tokenizer.encode_batch([anchor for e in examples for anchor in e.anchors]))
     return [
         Encoded(
             question,
@@ -137,8 +143,8 @@ def encode(examples: list[Example], tokenizer: Tokenizer) -> list[Encoded]:
     ]
 
 
-def lay_out(example: Encoded, plan: Plan, markers: Markers, anchor_tokens: str = "first") -> Layout:
-    """The row of an example under a plan."""
+def lay_out(example: Encoded, plan: StagePlan, markers: Markers, anchor_tokens: str = "first") -> Layout:
+    """The sequence of an example under a plan."""
     slots = [markers.boa, *[markers.ant] * plan.slots, markers.eoa] if plan.slots else []
     given = [*example.question, *slots]
     written = [token for step in example.steps[plan.removed :] for token in step] + example.answer
@@ -153,12 +159,13 @@ def lay_out(example: Encoded, plan: Plan, markers: Markers, anchor_tokens: str =
     return Layout(given + written, targets, anchors, at, len(given))
 
 
-def written_length(example: Encoded, plan: Plan) -> int:
+def written_length(example: Encoded, plan: StagePlan) -> int:
     """Tokens of an example that the model has to write, without laying it out."""
     return sum(map(len, example.steps[plan.removed :])) + len(example.answer)
 
 
-def row_length(example: Encoded, plan: Plan) -> int:
+def laid_out_length(example: Encoded, plan: StagePlan) -> int:
+    """Tokens of the whole sequence."""
     markers = plan.slots + 2 if plan.slots else 0
     return len(example.question) + markers + written_length(example, plan)
 

@@ -1,38 +1,43 @@
 """The networks that are taught to reason: our own causal stack, or a causal Hugging Face model, behind one protocol.
 
-A network turns embeddings into final hidden states and owns its head. What it has read is kept in a `Memory`, and rows
-of different lengths are read together: each call hands over a chunk that is padded on the right, with the number of
-real positions of every row. Padding is never seen by a real position, in either network.
+A network turns embeddings into final hidden states and owns its head. What it has read is kept in a memory, and
+sequences of different lengths are read together: each call hands over a chunk that is padded on the right, with the
+number of real positions of every sequence. Padding is never seen by a real position, in either network.
 
-A memory may be differentiable: continuous thoughts are trained through it.
+Coconut feeds the final hidden state of a position back as the input of the next one, at the slots (a continuous
+thought). The slots must be read one after another, everything else at once: with n slots, n + 2 reads of a memory
+instead of n + 1 reads of whole sequences. The memory is then differentiable: thoughts are trained through it. Sequences
+of a batch have equally many slots, at different places.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adlm.data.tokenizers import Backend, Tokenizer
+from adlm.data.tokenizers import Backend, Tokenizer, load_tokenizer, train_bpe
 from adlm.errors import require
 from adlm.io.paths import path_of
-from adlm.models import Cache
-from adlm.models import Network as LanguageModel
+from adlm.models import Cache, Network, build_model
 from adlm.models.backends import allow_variants
 from adlm.models.transformer import LayerCache
+from adlm.objectives.base import LossOutput, Task, Term, score_terms
+from adlm.reasoning.examples import Example, parts, whole_text
+from adlm.reasoning.methods import IGNORE, Layout, add_markers
+from adlm.schema import Config
+from adlm.training.batches import put
+
+VOCABULARY = 1024
+"""Entries of a vocabulary made of the training examples."""
 
 
-class Memory(Protocol):
-    seen_B: Tensor
-    """Real positions read so far in each row."""
-
-
-class Network(Protocol):
-    """Also an nn.Module."""
+class ReasoningNetwork(Protocol):
+    """What a network must be able to do; it is also an nn.Module."""
 
     longest: int
-    """Most positions of a row."""
+    """Most positions of a sequence."""
 
     @property
     def head(self) -> Any:
@@ -45,7 +50,7 @@ class Network(Protocol):
     def embed(self, tokens_BL: Tensor) -> Tensor: ...
 
     def remember(self, batch: int, length: int, gradients: bool) -> Any:
-        """An empty memory for rows of up to `length` positions."""
+        """An empty memory for sequences of up to `length` positions."""
         ...
 
     def read(self, x_BLD: Tensor, memory: Any = None, real_B: Tensor | None = None) -> Tensor:
@@ -64,11 +69,11 @@ class KeptLayerCache(LayerCache):
 
 
 class OwnNetwork(nn.Module):
-    """A causal LanguageModel. One position of its length is kept free: padding of a chunk is written there."""
+    """A causal Network. One position of its length is kept free: padding of a chunk is written there."""
 
     anchor_head = None
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: Network):
         super().__init__()
         require(model.config.causal and not model.config.anchored, "reasoning needs a plain causal model (algo=ar)")
         self.model = model
@@ -79,9 +84,9 @@ class OwnNetwork(nn.Module):
         return self.model.head
 
     def compile_blocks(self) -> None:
-        """One block, compiled for every length that occurs (few: see GPU_ROW_MULTIPLE), serves all blocks; compiled for
-        any length, the norm of its queries ends in an error of the compiler. Only reads without a memory use it: those
-        with one come in too many shapes."""
+        """One block, compiled for every length that occurs (few, since sequences are padded to a multiple), serves all
+        blocks; compiled for any length, the norm of its queries ends in an error of the compiler. Only reads without a
+        memory use it: those with one come in too many shapes."""
         allow_variants()
         for block in self.model.denoiser.blocks:
             block.compile(dynamic=False)
@@ -168,8 +173,8 @@ class HuggingFaceNetwork(nn.Module):
         return output.last_hidden_state
 
 
-def load_hugging_face(base: str, prepare: Callable[[Tokenizer], Tokenizer]) -> tuple[HuggingFaceNetwork, Tokenizer]:
-    """A causal model by hub name, folder or GGUF file, and its tokenizer after `prepare`; new tokens get mean
+def load_hugging_face(base: str) -> tuple[HuggingFaceNetwork, Tokenizer]:
+    """A causal model by hub name, folder or GGUF file, and its tokenizer with the markers; new tokens get mean
     embeddings. The quantised weights of a GGUF file are read as float32."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -188,7 +193,7 @@ def load_hugging_face(base: str, prepare: Callable[[Tokenizer], Tokenizer]) -> t
         raise ValueError(f"reason.base={base!r} is no causal model that can be loaded: {lines[0]}") from None
     if is_gguf:
         model = without_quantisation(model)
-    tokenizer = prepare(Tokenizer(Backend.from_str(backend.to_str()), base))
+    tokenizer = add_markers(Tokenizer(Backend.from_str(backend.to_str()), base))
     old = model.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > old:
         model.resize_token_embeddings(tokenizer.vocab_size, mean_resizing=False)
@@ -222,3 +227,113 @@ def check_head(network: HuggingFaceNetwork, base: str) -> None:
         torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3),
         f"reason.base={base!r} does more to its logits than a linear head; such architectures are not supported",
     )
+
+
+def build_network(cfg: Config, train: list[Example]) -> tuple[OwnNetwork | HuggingFaceNetwork, Tokenizer]:
+    """The network before its first step, and its tokenizer with the markers."""
+    torch.manual_seed(cfg.seed)
+    if cfg.reason.base:
+        return load_hugging_face(cfg.reason.base)
+    if cfg.data.tokenizer:
+        tokenizer = load_tokenizer(cfg.data.tokenizer, map(whole_text, train), cfg.data.root)
+    else:
+        tokenizer = word_tokenizer(train)
+    tokenizer = add_markers(tokenizer)
+    return OwnNetwork(build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)), tokenizer
+
+
+def word_tokenizer(train: list[Example]) -> Tokenizer:
+    """A BPE of the training examples. A word is one token wherever it stands, also at the start of a question or a
+    step: else a network from scratch must learn for every name that "Tom" and " Tom" are the same."""
+    return train_bpe((text for example in train for text in parts(example)), VOCABULARY, prefix_space=True)
+
+
+# Sequences through a network
+
+
+class PaddedSequences(NamedTuple):
+    """Token sequences as a batch, padded on the right."""
+
+    tokens_BL: Tensor
+    length_B: Tensor
+    first_slot_B: Tensor
+    n_slots: int
+    """Positions fed back in every sequence; 0: plain tokens."""
+
+
+class ReasoningBatch(NamedTuple):
+    """A batch with what its outputs are scored against."""
+
+    sequences: PaddedSequences
+    scored: Task
+
+
+def pad_sequences(
+    token_lists: list[list[int]], slots: list[range], fed_back: bool, device: torch.device, multiple: int = 1
+) -> PaddedSequences:
+    """Sequences with their slots as tensors of a device. `multiple`: see `padded`."""
+    tokens = padded(token_lists, 0, multiple)
+    length, first = np.array([len(ids) for ids in token_lists]), np.array([at.start for at in slots])
+    on_device = (put(torch.from_numpy(array), device) for array in (tokens, length, first))
+    return PaddedSequences(*on_device, n_slots=len(slots[0]) if fed_back else 0)
+
+
+def padded(lists: list[list[int]], filler: int, multiple: int = 1) -> np.ndarray:
+    """A matrix with one row per list, as long as the longest of them, rounded up to a multiple: fewer shapes, and
+    kinder to a GPU."""
+    length = -(-max(map(len, lists)) // multiple) * multiple
+    out = np.full((len(lists), length), filler, dtype=np.int64)
+    for row, values in zip(out, lists):
+        row[: len(values)] = values
+    return out
+
+
+def make_batch(
+    layouts: list[Layout], fed_back: bool, gamma: float, mask_id: int, device: torch.device, multiple: int = 1
+) -> ReasoningBatch:
+    """The sums of a step: next tokens of trace and answer, and gamma times the anchors at the slots."""
+    sequences = pad_sequences([l.tokens for l in layouts], [l.slots for l in layouts], fed_back, device, multiple)
+    terms = {}
+    for name, lists, scale in (
+        ("nll", [l.targets for l in layouts], 1.0),
+        ("anchor", [l.anchors for l in layouts], gamma),
+    ):
+        labels_N = padded(lists, IGNORE, multiple).reshape(-1)
+        (at_N,) = np.nonzero(labels_N != IGNORE)
+        if len(at_N):
+            position_N, target_N = (put(torch.from_numpy(x), device) for x in (at_N, labels_N[at_N]))
+            weight_N = torch.ones(len(at_N), device=device)
+            terms[name] = Term("denoiser", position_N, target_N, weight_N, scale, exclude=mask_id)
+    return ReasoningBatch(sequences, Task(sequences.tokens_BL, None, len(terms["nll"].rows_N), terms))
+
+
+def batch_loss(network: ReasoningNetwork, batch: ReasoningBatch) -> LossOutput:
+    """The sums of a batch that are differentiated and logged."""
+    return score_terms(network, read_sequences(network, batch.sequences), None, batch.scored)
+
+
+def read_sequences(network: ReasoningNetwork, sequences: PaddedSequences, memory: Any = None) -> Tensor:
+    """Final hidden states of every position of every sequence, [B, L, D]; a memory is filled for what comes after."""
+    x_BLD = network.embed(sequences.tokens_BL)
+    if sequences.n_slots == 0:
+        return network.read(x_BLD, memory, sequences.length_B)
+    B, L = sequences.tokens_BL.shape
+    n, first_B = sequences.n_slots, sequences.first_slot_B
+    if memory is None:
+        memory = network.remember(B, L, gradients=torch.is_grad_enabled())
+    each_B, one_B = torch.arange(B, device=first_B.device), torch.ones_like(first_B)
+    before = int(first_B.max())
+    parts = [network.read(x_BLD[:, :before], memory, first_B)]
+    thought_BD = parts[0][each_B, first_B - 1]
+    for _ in range(n):
+        parts.append(network.read(thought_BD[:, None].to(x_BLD.dtype), memory, one_B))
+        thought_BD = parts[-1][:, 0]
+    after_B = sequences.length_B - first_B - n
+    position_Bl = first_B[:, None] + n + torch.arange(int(after_B.max()), device=first_B.device)
+    rest_BlD = x_BLD[each_B[:, None], position_Bl.clamp(max=L - 1)]
+    parts.append(network.read(rest_BlD, memory, after_B))
+    # back to their places: the three parts of a sequence stand at 0, at `before` and at `before + n`
+    at_L = torch.arange(L, device=first_B.device)
+    index_BL = torch.where(at_L < first_B[:, None], at_L, at_L - first_B[:, None] + before)
+    read_BKD = torch.cat(parts, dim=1)
+    return read_BKD[each_B[:, None], index_BL.clamp(max=read_BKD.shape[1] - 1)]

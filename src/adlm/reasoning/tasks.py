@@ -1,72 +1,130 @@
-"""The tasks: where their examples come from and when an answer is right. One table; a new task is one line.
+"""The tasks: where their examples come from and when an answer is right. `tables.TASKS` names them.
 
 Splits never share a question: whatever is held out, generated or read from a file, is left out of the training
 examples. The held-out examples of a seed do not depend on how many are trained on.
+
+ProsQA and ProntoQA are generated, or read from their published files (`logic`, `generators`). GSM8K, grade-school word
+problems, is read: the trace is the equations, the anchors are its numbers in order. Three published forms hold the same
+equations: the original jsonl, where sentences carry <<16-3-4=9>> marks and the answer follows ####; the text of
+Internalize-CoT (question||<<16-3-4=9>> <<9*2=18>> #### 18); and JSON with `steps`.
 """
 
 import random
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from adlm.diffusion.uniforms import Stream, fold
-from adlm.errors import choose, require
+from adlm.errors import require
 from adlm.io.paths import path_of
-from adlm.reasoning import generators, gsm8k, logic
-from adlm.reasoning.examples import Example
+from adlm.reasoning import generators, logic
+from adlm.reasoning.examples import Example, open_text, read_records
 from adlm.reasoning.generators import PUBLISHED, Shape
 from adlm.schema import ReasonConfig
+from adlm.tables import TASKS
 
-Generator = Callable[[random.Random, Shape], Example]
+EQUATION = re.compile(r"<<[^<>]*>>")
+NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 
 
-class TaskSpec(NamedTuple):
+@dataclass(frozen=True)
+class ReasoningTask:
+    """Where the examples of a task come from, and when an answer is right. A variant of a task is another instance,
+    with another shape of its questions; `tables.TASKS` names them."""
+
     read: Callable[[Path], list[Example]]
-    """A published file."""
+    """The examples of a published file."""
     same_answer: Callable[[str, str], bool]
     """(what the model wrote, what is right)."""
     canonical: Callable[[Example], str]
     """Equal for questions that only look different."""
-    generate: Generator | None
-    """A new example from random numbers."""
     published_size: int
     """Training examples of the published set."""
+    generate: Callable[[random.Random, Shape], Example] | None = None
+    """A new example from random numbers; None: the task needs files."""
+    shape: Shape = PUBLISHED
+    """What is asked of the generator."""
+    easier: float = 0.0
+    """Fraction of the generated training questions with one hop and two nodes less, a curriculum by mixing."""
+    is_logic: bool = True
+    """Questions are statements of who is what (`logic`)."""
+    has_stories: bool = False
+    """A network from scratch can be taught with stories first (reason.story_steps)."""
+    story_lr_ratio: float = 1.0
+    """Learning rates of the stories over those of the stages: a circuit forms at rates that would later wreck it."""
 
 
-TASKS: dict[str, TaskSpec] = {
-    "prosqa": TaskSpec(logic.read, logic.same_answer, logic.canonical, generators.prosqa, 17_886),
-    "prontoqa": TaskSpec(logic.read, logic.same_answer, logic.canonical, generators.prontoqa, 9_000),
-    "gsm8k": TaskSpec(gsm8k.read, gsm8k.same_answer, lambda example: example.question, None, 7_473),
-}
+def number_anchors(steps: tuple[str, ...]) -> tuple[str, ...]:
+    """The numbers of the equations in order; operators and punctuation carry nothing that the numbers do not."""
+    return tuple(NUMBER.findall(" ".join(steps)))
+
+
+def gsm8k_example(question: str, steps: tuple[str, ...], answer: str) -> Example:
+    return Example(question.strip(), steps, answer.strip().replace(",", ""), number_anchors(steps))
+
+
+def from_icot_line(line: str) -> Example:
+    question, bar, rest = line.partition("||")
+    trace, mark, answer = rest.rpartition("####")
+    require(bool(bar and mark), f"not of the form question||<<...>> #### answer: {line[:80]!r}")
+    return gsm8k_example(question, tuple(EQUATION.findall(trace)), answer)
+
+
+def from_record(record: dict[str, Any]) -> Example:
+    if "steps" in record:
+        return gsm8k_example(record["question"], tuple(record["steps"]), str(record["answer"]))
+    trace, mark, answer = record["answer"].rpartition("####")
+    require(bool(mark), f"no #### in the answer to {record['question'][:80]!r}")
+    return gsm8k_example(record["question"], tuple(EQUATION.findall(trace)), answer)
+
+
+def read_gsm8k(path: Path) -> list[Example]:
+    if ".txt" in path.suffixes:
+        return [from_icot_line(line) for line in open_text(path).split("\n") if line.strip()]
+    return [from_record(record) for record in read_records(path)]
+
+
+def same_number(written: str, answer: str) -> bool:
+    """Equal as numbers: 1,000 is 1000, 18.00 and $18. are 18."""
+    first, second = as_number(written), as_number(answer)
+    return written.strip() == answer.strip() if first is None or second is None else first == second
+
+
+def as_number(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.strip().rstrip(".").replace(",", "").lstrip("$"))
+    except InvalidOperation:
+        return None
+
+
+PROSQA = ReasoningTask(
+    logic.read, logic.same_answer, logic.canonical, 17_886, generators.prosqa, has_stories=True, story_lr_ratio=2.0
+)
+PROSQA_BALANCED = replace(PROSQA, shape=Shape(balanced=True))
+PROSQA_2HOP = replace(
+    PROSQA, shape=Shape(hops=2, nodes=6, words=8, names=4, balanced=True, terse=True), story_lr_ratio=2.5
+)
+PRONTOQA = ReasoningTask(logic.read, logic.same_answer, logic.canonical, 9_000, generators.prontoqa)
+GSM8K = ReasoningTask(read_gsm8k, same_number, lambda example: example.question, 7_473, is_logic=False)
+
+
+def task_of(cfg: ReasonConfig) -> ReasoningTask:
+    return TASKS.load(cfg.task, "reason.task")
 
 
 class Splits(NamedTuple):
+    """The examples of a run."""
+
     train: list[Example]
     valid: list[Example]
     tests: dict[str, list[Example]]
     """By name: `generated`, and the stem of each published file."""
 
 
-def task_spec(name: str) -> TaskSpec:
-    return TASKS[choose("reason.task", name, TASKS)]
-
-
-def shape_of(cfg: ReasonConfig) -> Shape:
-    return Shape(cfg.hops, cfg.nodes, cfg.words, cfg.names, cfg.balanced, cfg.terse)
-
-
-def easier_shape(cfg: ReasonConfig) -> Shape:
-    require(
-        cfg.hops > 1 and cfg.nodes > 5,
-        f"reason.easier={cfg.easier} takes away a hop and two nodes: give reason.hops above 1 and reason.nodes above 5",
-    )
-    return shape_of(cfg)._replace(hops=cfg.hops - 1, nodes=cfg.nodes - 2)
-
-
-def generate(
-    task: TaskSpec, n: int, seed: int, shape: Shape = PUBLISHED, seen: set[str] | None = None
-) -> list[Example]:
+def generate(task: ReasoningTask, n: int, seed: int, seen: set[str] | None = None) -> list[Example]:
     """n different examples, none of which is in `seen` (which is extended)."""
     require(task.generate is not None, "this task has no generator; give reason.train_path=FILE")
     assert task.generate is not None
@@ -75,15 +133,14 @@ def generate(
     for i in range(100 * n + 1000):
         if len(found) == n:
             return found
-        example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), shape)
+        example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), task.shape)
         key = task.canonical(example)
         if key not in seen:
             seen.add(key)
             found.append(example)
     raise ValueError(
-        f"only {len(found)} different questions of reason.hops={shape.hops} reason.nodes={shape.nodes}"
-        f" reason.words={shape.words} reason.names={shape.names} were found, not {n};"
-        " ask for fewer or larger ones"
+        f"only {len(found)} different questions of {task.shape} were found, not {n}; ask for fewer (reason.n_train,"
+        " reason.n_valid, reason.n_test), or for a task with larger ones"
     )
 
 
@@ -92,10 +149,10 @@ def load_held_out(
 ) -> tuple[list[Example], dict[str, list[Example]]]:
     """Generated validation examples (none if training examples come from a file), and the test sets by name, as far as
     they hold anything. No generated question is in `seen` (which is extended)."""
-    task = task_spec(cfg.task)
+    task = task_of(cfg)
     valid, tests = [], {}
     if task.generate is not None and not cfg.train_path:
-        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, shape_of(cfg), seen)
+        drawn = generate(task, cfg.n_valid + cfg.n_test, seed, seen)
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
     for path in filter(None, cfg.test_path.split(",")):
         require(stem(path) not in tests, f"reason.test_path={cfg.test_path!r}: two test sets are called {stem(path)!r}")
@@ -106,7 +163,7 @@ def load_held_out(
 def load_tests(trained: ReasonConfig, n_test: int, test_path: str, seed: int) -> dict[str, list[Example]]:
     """Other test sets for a run than its own, by name. Its training set leaves out the questions that it held out and
     no others: where more are asked for, those it was trained on are skipped."""
-    task, seen = task_spec(trained.task), None
+    task, seen = task_of(trained), None
     if n_test > trained.n_test and task.generate is not None and not trained.train_path:
         seen = {task.canonical(example) for example in load_splits(trained, seed).train}
     return load_held_out(replace(trained, n_test=n_test, test_path=test_path), seed, seen)[1]
@@ -114,7 +171,7 @@ def load_tests(trained: ReasonConfig, n_test: int, test_path: str, seed: int) ->
 
 def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
     """Training, validation and test examples, from files where paths are given and generated otherwise."""
-    task = task_spec(cfg.task)
+    task = task_of(cfg)
     valid, tests = load_held_out(cfg, seed)
     if cfg.valid_path:
         valid = read_file(task, cfg.valid_path, "valid_path", cfg.n_valid)
@@ -137,15 +194,16 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
         f"reason.task={cfg.task} has no generator: give the published training file as reason.train_path",
     )
     n_train = cfg.n_train or task.published_size
-    n_easier = round(cfg.easier * n_train)
+    n_easier = round(task.easier * n_train)
     seed = fold(seed, Stream.ORDER)
-    train = generate(task, n_train - n_easier, seed, shape_of(cfg), held_out)
+    train = generate(task, n_train - n_easier, seed, held_out)
     if n_easier:
-        train += generate(task, n_easier, fold(seed, Stream.ORDER), easier_shape(cfg), held_out)
+        shape = task.shape._replace(hops=task.shape.hops - 1, nodes=task.shape.nodes - 2)
+        train += generate(replace(task, shape=shape), n_easier, fold(seed, Stream.ORDER), held_out)
     return Splits(train, valid, tests)
 
 
-def read_file(task: TaskSpec, path: str, key: str, n: int = 0) -> list[Example]:
+def read_file(task: ReasoningTask, path: str, key: str, n: int = 0) -> list[Example]:
     file = path_of(path)
     require(file.is_file(), f"reason.{key}={path!r} is not a file")
     examples = task.read(file)

@@ -1,45 +1,53 @@
-"""Staged fine-tuning: the same optimizers, checkpoints, metrics and guard as `adlm train`, driven by epochs and stages.
+"""Staged fine-tuning: the `Run` of `adlm train`, driven by epochs and stages.
 
 Everything random is a function of (seed, step), the order of examples of (seed, epoch): a run stopped anywhere, also in
-the middle of a stage, goes on to the same weights bit for bit. The best checkpoint is the one with the highest accuracy
+the middle of a stage, resumes to the same weights bit for bit. The best checkpoint is the one with the highest accuracy
 on generated answers to the validation questions, within the last stage: before it, a network is not yet what the method
 promises (the first stage of all is plain chain of thought). One process; the models of these tasks are small.
 """
 
 import math
-import time
-from dataclasses import asdict, replace
-from pathlib import Path
+import random
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from adlm.data.loader import SequenceOrder
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.models.backends import choose_attention
-from adlm.reasoning.answers import Score, evaluate
-from adlm.reasoning.examples import Example
-from adlm.reasoning.methods import Encoded, Plan, encode, lay_out, markers_of, row_length, written_length
-from adlm.reasoning.networks import OwnNetwork
-from adlm.reasoning.recital import recite
-from adlm.reasoning.runs import build, export_run, parameter_count, write_results
-from adlm.reasoning.stages import Progress, Schedule
-from adlm.reasoning.tasks import Splits, load_splits, task_spec
-from adlm.reasoning.thoughts import Batch, batch_loss, make_batch
-from adlm.schema import Config, as_yaml
-from adlm.training.checkpoint import Checkpoints, check_same_run, note, tensors
-from adlm.training.metrics import Metrics, Window, plot_curves
-from adlm.training.optim import Ema, Guard, Updater, learning_rate_factor
-from adlm.training.parallel import Interruption, Step, World, world
-from adlm.training.setup import claimed_run_folder, micro_batches, show
+from adlm.reasoning import generators
+from adlm.reasoning.answers import Accuracy, Answerer, export_run, write_results
+from adlm.reasoning.methods import (
+    Encoded,
+    StagePlan,
+    encode,
+    laid_out_length,
+    lay_out,
+    markers_of,
+    plans_of,
+    written_length,
+)
+from adlm.reasoning.networks import OwnNetwork, ReasoningBatch, batch_loss, build_network, make_batch
+from adlm.reasoning.tasks import load_splits, task_of
+from adlm.schema import Config
+from adlm.training.batches import micro_batches
+from adlm.training.checkpoint import note
+from adlm.training.metrics import plot_curves
+from adlm.training.optim import Updater, learning_rate_factor
+from adlm.training.parallel import Step, World, world
+from adlm.training.run import Run, claimed_run_folder
+from adlm.training.setup import show
 
 # What may change when a run is continued: how long it is, and how answers are written. Not how many questions are held
 # out, or from which file: the training questions are the others.
-FREE = ("reason.epochs", "reason.minutes", "reason.max_new_tokens", "reason.eval_batch_size")
-GPU_ROW_MULTIPLE = 128
-"""Rows of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile, twice (in
-the first block and in the others)."""
+FREE = ("reason.epochs", "reason.minutes", "reason.max_new_tokens")
+GPU_LENGTH_MULTIPLE = 128
+"""Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile,
+twice (in the first block and in the others)."""
 
 
 class ReasonResult(NamedTuple):
@@ -56,66 +64,109 @@ class ReasonResult(NamedTuple):
     """The last validation of every stage."""
 
 
-class Classroom:
-    """What training and testing share: network, tokenizer, examples, and the way from them to batches and scores."""
+class StageSchedule:
+    """Which examples, and which stage, belong to an optimizer step. An epoch is a pass over all examples, each in a new
+    order, or (reason.fresh) over a part of its own; a stage is some epochs, and the last one takes what is left."""
+
+    def __init__(self, cfg: Config, n_examples: int):
+        self.cfg, self.size = cfg.reason, cfg.train.global_batch_size
+        self.n = n_examples // cfg.reason.epochs if cfg.reason.fresh else n_examples  # of an epoch
+        self.plans: list[StagePlan] = plans_of(cfg.reason)
+        self.last_stage = len(self.plans) - 1
+        needed = self.last_stage * cfg.reason.epochs_per_stage + 1
+        require(
+            cfg.reason.epochs >= needed,
+            f"reason.epochs={cfg.reason.epochs} never reaches the last of the {len(self.plans)} stages of"
+            f" reason.method={cfg.reason.method}; give at least {needed}, or lower reason.epochs_per_stage",
+        )
+        require(self.n > 0, f"reason.fresh=true: {n_examples} examples are too few for {cfg.reason.epochs} epochs")
+        self.per_epoch = math.ceil(self.n / self.size)
+        self.steps = self.per_epoch * cfg.reason.epochs
+        self.per_stage = self.per_epoch * cfg.reason.epochs_per_stage
+        self.order = SequenceOrder(n_examples, cfg.seed)
+
+    def stage(self, step: int) -> int:
+        return min(step // self.per_stage, self.last_stage)
+
+    def epoch(self, step: int) -> int:
+        return step // self.per_epoch
+
+    def examples(self, step: int) -> np.ndarray:
+        """The examples of a batch; the last batch of an epoch may be smaller."""
+        first = (step % self.per_epoch) * self.size
+        return self.order[self.epoch(step) * self.n + np.arange(first, min(first + self.size, self.n))]
+
+    def starts_stage(self, step: int) -> bool:
+        return step % self.per_stage == 0 and step // self.per_stage <= self.last_stage
+
+    def within_stage(self, step: int) -> tuple[int, int]:
+        """Steps done in the stage of `step`, and steps it has in all."""
+        stage = self.stage(step)
+        first = stage * self.per_stage
+        return step - first, (self.steps if stage == self.last_stage else first + self.per_stage) - first
+
+    def is_validated(self, step: int) -> bool:
+        """After `step` steps: at the end of some epochs, of every stage and of the run; or of the run alone."""
+        if step % self.per_epoch or not self.cfg.valid_every:
+            return step == self.steps
+        return step == self.steps or self.starts_stage(step) or self.epoch(step) % self.cfg.valid_every == 0
+
+
+class ReasoningSetup:
+    """What stands before the first step: examples, network, tokenizer, schedule; and the way from there to batches."""
 
     def __init__(self, cfg: Config, ranks: World):
-        self.cfg, self.ranks, self.task = cfg, ranks, task_spec(cfg.reason.task)
-        self.splits: Splits = load_splits(cfg.reason, cfg.seed)
-        network, self.tokenizer = build(cfg, self.splits.train)
+        self.cfg, self.ranks, self.task = cfg, ranks, task_of(cfg.reason)
+        self.splits = load_splits(cfg.reason, cfg.seed)
+        network, self.tokenizer = build_network(cfg, self.splits.train)
         self.network = network.to(ranks.device)
         positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
-        multiple = cfg.reason.row_multiple or (GPU_ROW_MULTIPLE if ranks.device.type == "cuda" else 1)
-        self.row_multiple = math.gcd(multiple, positions)
+        self.multiple = math.gcd(GPU_LENGTH_MULTIPLE if ranks.device.type == "cuda" else 1, positions)
         if isinstance(network, OwnNetwork) and ranks.device.type == "cuda":
             choose_attention(cfg.train.global_batch_size, cfg.model, ranks.device)
         if ranks.compile != "none":
             network.compile_blocks()
-        self.schedule = Schedule(cfg, len(self.splits.train))
+        self.schedule = StageSchedule(cfg, len(self.splits.train))
         self.markers = markers_of(self.tokenizer)
-        self.train, self.valid = (encode(part, self.tokenizer) for part in (self.splits.train, self.splits.valid))
+        self.train = encode(self.splits.train, self.tokenizer)
         self.max_new_tokens = cfg.reason.max_new_tokens or longest_answer(self.train, self.schedule.plans)
-        self.check_lengths()
-
-    def check_lengths(self) -> None:
-        longest = max(row_length(e, plan) for e in self.train for plan in self.schedule.plans)
-        key = "reason.base" if self.cfg.reason.base else "model.length"
+        longest = max(laid_out_length(e, plan) for e in self.train for plan in self.schedule.plans)
+        key = "reason.base" if cfg.reason.base else "model.length"
         require(
-            longest <= self.network.longest,
-            f"the longest example has {longest} tokens and {key} leaves room for {self.network.longest}",
+            longest <= network.longest,
+            f"the longest example has {longest} tokens and {key} leaves room for {network.longest}",
         )
 
-    def lay_out(self, example: Encoded, plan: Plan):
-        return lay_out(example, plan, self.markers, self.cfg.reason.anchor_tokens)
-
-    def batches(self, step: int, size: int) -> list[Batch]:
+    def batches(self, step: int) -> list[ReasoningBatch]:
         """The micro-batches of a step, like lengths together: less padding, and the gradient is a sum in any order."""
-        plan = self.schedule.plans[self.schedule.stage(step)]
-        layouts = [self.lay_out(self.train[i], plan) for i in self.schedule.examples(step)]
+        plan, cfg = self.schedule.plans[self.schedule.stage(step)], self.cfg
+        layouts = [
+            lay_out(self.train[i], plan, self.markers, cfg.reason.anchor_tokens) for i in self.schedule.examples(step)
+        ]
+        size = cfg.train.global_batch_size // micro_batches(cfg.train, self.ranks)
         if size < len(layouts):
             layouts.sort(key=lambda layout: len(layout.tokens))
-        gamma, mask_id = self.cfg.reason.gamma, self.tokenizer.mask_id
+        gamma, mask_id, device = cfg.objective.gamma, self.tokenizer.mask_id, self.ranks.device
         parts = [layouts[at : at + size] for at in range(0, len(layouts), size)]
-        return [make_batch(part, plan.fed_back, gamma, mask_id, self.ranks.device, self.row_multiple) for part in parts]
+        return [make_batch(part, plan.fed_back, gamma, mask_id, device, self.multiple) for part in parts]
 
-    def score(self, examples: list[Example], encoded: list[Encoded], stage: int) -> Score:
-        return evaluate(
-            self.network, self.task, examples, encoded, self.schedule.plans[stage], self.tokenizer,
-            self.max_new_tokens, self.cfg.reason.eval_batch_size, self.ranks,
-        )[0]  # fmt: skip
+    def answerer(self, stage: int) -> Answerer:
+        """The network as this stage asks it."""
+        plan, batch_size = self.schedule.plans[stage], self.cfg.eval.batch_size
+        return Answerer(self.network, self.tokenizer, self.task, plan, self.max_new_tokens, batch_size)
 
     def facts(self) -> dict[str, float | int | str]:
+        """What the run is going to be, for its first lines and its results."""
         reason, splits = self.cfg.reason, self.splits
-        tests = sum(map(len, splits.tests.values()))
         return {
             "task": reason.task,
             "method": reason.method,
             "network": reason.base or "own stack, from scratch",
-            "parameters": parameter_count(self.network),
+            "parameters": sum(p.numel() for p in self.network.parameters()),
             "vocabulary": self.tokenizer.vocab_size,
             "train_examples": len(splits.train),
             "valid_examples": len(splits.valid),
-            "test_examples": tests,
+            "test_examples": sum(map(len, splits.tests.values())),
             "stages": len(self.schedule.plans),
             "steps": self.schedule.steps,
             "answer_tokens": self.max_new_tokens,
@@ -124,139 +175,134 @@ class Classroom:
         }
 
 
-def longest_answer(encoded: list[Encoded], plans: list[Plan]) -> int:
+def longest_answer(encoded: list[Encoded], plans: list[StagePlan]) -> int:
     """Room for everything a stage asks to be written, and half as much again for a model that strays."""
     return (3 * max(written_length(e, plan) for e in encoded for plan in plans) + 1) // 2
+
+
+def learn_stories(setup: ReasoningSetup) -> float:
+    """Train on new stories for reason.story_steps steps, with optimizers of its own; the loss of the last step per
+    token.
+
+    Everything is a function of the seed and nothing is saved: a run killed here begins again, and one that has a
+    checkpoint has this behind it."""
+    cfg, ranks, network, task = setup.cfg, setup.ranks, setup.network, setup.task
+    steps, size = cfg.reason.story_steps, cfg.train.global_batch_size
+    require(task.has_stories, f"reason.story_steps={steps}: there are no stories for reason.task={cfg.reason.task}")
+    module = Step(network, batch_loss)
+    update = Updater(cfg.optim, module)
+    network.train()
+    loss, constant = float("nan"), replace(cfg.optim, schedule="constant")
+    for step in range(steps):
+        rng = random.Random(fold(cfg.seed, Stream.TOKEN, step))
+        stories = [generators.retold(rng, task.shape, plain=step < steps // 2) for _ in range(size)]
+        layouts = [lay_out(story, StagePlan(), setup.markers) for story in encode(stories, setup.tokenizer)]
+        longest = max(len(layout.tokens) for layout in layouts)
+        require(
+            longest <= network.longest,
+            f"a story of reason.story_steps={steps} has {longest} tokens and model.length leaves room for"
+            f" {network.longest}",
+        )
+        batch = make_batch(layouts, False, 0.0, setup.tokenizer.mask_id, ranks.device, setup.multiple)
+        with ranks.autocast():
+            mean = module(batch).total / batch.scored.count
+        mean.backward()
+        update(task.story_lr_ratio * learning_rate_factor(constant, step, steps))
+        if step + 1 == steps:
+            loss = mean.item()
+    return loss
 
 
 def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     """Train through all stages, or until a signal asks to stop; then test the best checkpoint and export it. `start`:
     weights to begin with in place of fresh ones and reason.story_steps, so that several methods can share its steps."""
-    with world(cfg.train) as ranks, Interruption() as interruption, claimed_run_folder(cfg.out, ranks) as run:
+    with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
-        room = Classroom(cfg, ranks)
-        schedule, reason = room.schedule, cfg.reason
-        cfg = replace(cfg, train=replace(cfg.train, steps=schedule.steps))
-        micro_batch = cfg.train.global_batch_size // micro_batches(cfg, ranks)
-        checkpoints = Checkpoints(run, cfg.checkpoint, ranks)
-        found = checkpoints.newest_sound(mend=True) if cfg.checkpoint.resume else None
-        if found is None and checkpoints.steps():
-            raise ValueError(f"{run} holds checkpoints; use checkpoint.resume=true, or another out=")
-        if found is None and start is not None:
-            room.network.load_state_dict(start)
-        elif found is None and reason.story_steps:
-            loss = recite(room.network, room.tokenizer, cfg, ranks, room.row_multiple)
-            note(f"stories, {reason.story_steps} steps: {loss:.3f} nats per token at the end")
-        step_module = Step(room.network, batch_loss)
-        ema, guard = Ema(step_module, cfg.optim.ema), Guard(cfg.train.spike_factor, ranks.device)
-        update = Updater(cfg.optim, step_module, ema, guard)
+        setup = ReasoningSetup(cfg, ranks)
+        schedule = setup.schedule
+        # what is tested in the end is the best checkpoint, so it is always kept
+        cfg = replace(
+            cfg, train=replace(cfg.train, steps=schedule.steps), checkpoint=replace(cfg.checkpoint, best=True)
+        )
+        with Run(cfg, folder, ranks, cfg.reason.minutes) as run:
+            if run.resumed_step is None and start is not None:
+                setup.network.load_state_dict(start)
+            elif run.resumed_step is None and cfg.reason.story_steps:
+                loss = learn_stories(setup)
+                note(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end")
+            step_module = Step(setup.network, batch_loss)
+            free = FREE[1:] if cfg.reason.fresh else FREE  # an epoch of fresh examples is one part in reason.epochs
+            run.begin(
+                step_module, setup.tokenizer, show(setup.facts()), fixed=("model", "objective", "reason"), free=free
+            )
 
-        window, now = Window(None, ranks), Progress()
-        if found is not None:
-            info = checkpoints.read_info(found)
-            free = [key for key in FREE if not (reason.fresh and key == "reason.epochs")]
-            check_same_run(info, cfg, room.tokenizer, ("model", "reason"), free)
-            state = tensors(step_module, update.optimizers, ema, guard)
-            checkpoints.load(found, state)
-            guard.restore(state["guard"]["state"])
-            window.restore(info["window"])
-            ema.n, now = info["ema_n"], Progress(**info["progress"])
-        metrics = Metrics(run, cfg, found, active=True)
-        (run / "config.yaml").write_text(as_yaml(cfg))
-        metrics.say(show(room.facts()) if found is None else f"resuming {run} at step {found}")
+            run.extra.setdefault("stages", [])
+            accuracy: Accuracy | None = None
+            setup.network.train()
+            while not run.ends:
+                stage = schedule.stage(run.step)
+                if schedule.starts_stage(run.step):
+                    run.reset_optimizer()
+                batches = setup.batches(run.step)
+                count = sum(batch.scored.count for batch in batches)
+                torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step))  # dropout
+                for batch in batches:
+                    with ranks.autocast():
+                        output = step_module(batch)
+                        (output.total / count).backward()
+                    run.window.add(output.terms)
+                run.update(learning_rate_factor(cfg.optim, *schedule.within_stage(run.step)), count)
 
-        def save() -> None:
-            info = {"step": now.step, "best_step": now.best_step, "ema_n": ema.n, "progress": asdict(now)}
-            info |= {"window": window.state(), "tokenizer": room.tokenizer.fingerprint, "config": asdict(cfg)}
-            checkpoints.save(tensors(step_module, update.optimizers, ema, guard), info)
+                run.log_if_due(stage=stage)
+                if schedule.is_validated(run.step) or run.out_of_time:
+                    accuracy = validate(run, setup, stage)
+                run.save_if_due()
 
-        def validate(stage: int) -> Score:
-            """Answer the validation questions as this stage does; note if that is the best of the last stage."""
-            with ema:
-                score = room.score(room.splits.valid, room.valid, stage)
-            facts = {"stage": stage, "epoch": schedule.epoch(now.step), **score.facts()}
-            metrics.write("valid", now.step, facts)
-            metrics.say(f"epoch {facts['epoch']}/{reason.epochs}, stage {stage}: {score}")
-            now.stages = [s for s in now.stages if s["stage"] != stage] + [facts]
-            if stage == schedule.last_stage and score.accuracy > now.best:
-                now.best, now.best_step = score.accuracy, now.step
-            return score
-
-        score: Score | None = None
-        stopped, started = False, time.monotonic()
-        late, saved_at = False, started
-        room.network.train()
-        while now.step < schedule.steps and not stopped and not late:
-            stage = schedule.stage(now.step)
-            if reason.reset_optimizer and schedule.starts_stage(now.step):
-                update = Updater(cfg.optim, step_module, ema, guard)
-            batches = room.batches(now.step, micro_batch)
-            count = sum(batch.task.count for batch in batches)
-            torch.manual_seed(fold(cfg.seed, Stream.SPLIT, now.step))  # dropout
-            for batch in batches:
-                with ranks.autocast():
-                    output = step_module(batch)
-                    (output.total / count).backward()
-                window.add(output.terms)
-            at, of = schedule.within_stage(now.step) if reason.reset_optimizer else (now.step, schedule.steps)
-            factor = learning_rate_factor(cfg.optim, at, of)
-            norm = update(factor)
-            window.end_step(count)
-            now.step += 1
-            last = now.step == schedule.steps
-
-            if now.step % cfg.train.log_every == 0 or last:
-                values = window.read(norm, factor * cfg.optim.lr, guard) | {"stage": stage}
-                metrics.write("train", now.step, values)
-                metrics.line(now.step, schedule.steps, values)
-                require(
-                    guard.in_a_row.item() < cfg.train.max_bad_steps,
-                    f"stopped at step {now.step}: {int(guard.in_a_row)} updates in a row had bad gradients",
-                )
-            metrics.advance(now.step)
-            late = 0 < 60 * reason.minutes <= time.monotonic() - started
-            if schedule.is_validated(now.step) or late:
-                score = validate(stage)
-                window.restart()
-            due = bool(cfg.checkpoint.minutes) and time.monotonic() - saved_at > 60 * cfg.checkpoint.minutes
-            stopped = interruption.requested
-            improved = now.best_step == now.step
-            if last or stopped or late or due or improved or now.step % cfg.checkpoint.every == 0:
-                save()
-                saved_at = time.monotonic()
-                window.restart()
-
-        stage = schedule.stage(now.step - 1)
-        if stopped and now.step < schedule.steps:
-            metrics.close()
-            note(f"stopped by a signal at step {now.step}; the same command goes on from there")
-            return ReasonResult(str(run), now.step, False, stage, {}, {}, now.stages)
-        if now.step < schedule.steps:
-            note(f"reason.minutes={reason.minutes} are over at step {now.step} of {schedule.steps}, in stage {stage}")
-        tested = now.step if now.best_step is None else now.best_step  # before the last stage there is no best
-        state = tensors(step_module, [], ema, guard)
-        checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
-        with ema:
-            if score is None or tested != now.step:  # else these weights were the last to be validated
-                score = room.score(room.splits.valid, room.valid, stage)
-            metrics.say(f"best of stage {stage}, validation: {score}")
-            tests = ask_and_export(room, cfg, run, tested, stage, metrics)
-        metrics.close()
-        result = ReasonResult(str(run), now.step, now.step == schedule.steps, stage, score.facts(), tests, now.stages)
-        write_results(run, room.facts() | result._asdict())
-        plot_curves(run, "accuracy", "accuracy on validation questions")
-        return result
+            stage = schedule.stage(run.step - 1)
+            if run.was_interrupted:
+                run.say_interrupted()
+                return ReasonResult(str(folder), run.step, False, stage, {}, {}, run.extra["stages"])
+            return conclude(run, setup, stage, accuracy)
 
 
-def ask_and_export(
-    room: Classroom, cfg: Config, run: Path, step: int, stage: int, metrics: Metrics
-) -> dict[str, dict[str, float | int]]:
-    """Ask the network, as it stands after `step`, the test questions, and write it to the run; scores by test set."""
-    tests = {}
-    for name, examples in room.splits.tests.items():
-        score = room.score(examples, encode(examples, room.tokenizer), stage)
-        metrics.say(f"test {name}: {score}")
-        tests[name] = score.facts()
-    facts = {"step": step, "stage": stage, "max_new_tokens": room.max_new_tokens}
-    export_run(run, cfg, room.network, room.tokenizer, facts)
-    return tests
+def validate(run: Run, setup: ReasoningSetup, stage: int) -> Accuracy:
+    """Answer the validation questions as this stage does; only those of the last stage can be the best."""
+    with run.ema:
+        accuracy, _ = setup.answerer(stage).answer(setup.splits.valid, setup.ranks)
+    values = {"stage": stage, "epoch": setup.schedule.epoch(run.step), **accuracy.facts()}
+    others = [values for values in run.extra["stages"] if values["stage"] != stage]
+    run.extra = {"stages": [*others, values]}
+    message = f"epoch {values['epoch']}/{setup.cfg.reason.epochs}, stage {stage}: {accuracy}"
+    run.record_validation(values, message, 1 - accuracy.accuracy if stage == setup.schedule.last_stage else None)
+    return accuracy
+
+
+def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | None) -> ReasonResult:
+    """Ask the best network the test questions, and write it to the run folder. `accuracy`: of the last validation in
+    this process."""
+    assert run.log is not None
+    finished = run.step == setup.schedule.steps
+    if not finished:
+        left = f"{run.step} of {setup.schedule.steps}, in stage {stage}"
+        note(f"reason.minutes={setup.cfg.reason.minutes} are over at step {left}")
+    # before the last stage there is no best; nor where it could not be written
+    tested = run.best_step if run.best_step in run.checkpoints.steps() else run.step
+    state = run.state()
+    run.checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
+    answerer, tests = setup.answerer(stage), {}
+    with run.ema:
+        if accuracy is None or tested != run.step:  # else these weights were the last to be validated
+            accuracy, _ = answerer.answer(setup.splits.valid, setup.ranks)
+        run.log.say(f"best of stage {stage}, validation: {accuracy}")
+        for name, examples in setup.splits.tests.items():
+            found, _ = answerer.answer(examples, setup.ranks)
+            run.log.say(f"test {name}: {found}")
+            tests[name] = found.facts()
+        facts = {"step": tested, "stage": stage, "max_new_tokens": setup.max_new_tokens}
+        export_run(run.folder, run.cfg, setup.network, setup.tokenizer, facts)
+    run.log.close()
+    stages = run.extra["stages"]
+    result = ReasonResult(str(run.folder), run.step, finished, stage, accuracy.facts(), tests, stages)
+    write_results(run.folder, setup.facts() | result._asdict())
+    plot_curves(run.folder, "accuracy", "accuracy on validation questions")
+    return result

@@ -84,9 +84,10 @@ def limits(rule: Range) -> dict[str, Any]:
     if rule.low > -math.inf:
         found["gt" if rule.open_low else "ge"] = rule.low
     if rule.high < math.inf:
-        # OpenAPI's numbers are doubles: one that is rounded up would document a value that is refused.
-        rounded_up = float(rule.high) > rule.high
-        found["lt" if rule.open_high else "le"] = int(math.nextafter(rule.high, 0)) if rounded_up else rule.high
+        # OpenAPI's numbers are doubles. Above 2^53 the largest that a double and a short decimal say alike is taken, or
+        # the document would allow what is refused.
+        inexact = int(rule.high % 10**10) if rule.high > 2**53 and isinstance(rule.high, int) else 0
+        found["lt" if rule.open_high else "le"] = rule.high - inexact
     return found
 
 

@@ -14,14 +14,12 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from adlm.api import LanguageModel
-from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Request
-from adlm.engine.windows import end_of_text
+from adlm.engine.request import end_of_text
 from adlm.errors import require
-from adlm.samplers import make_plan
 from adlm.serving.bodies import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Problem, Usage
 from adlm.serving.service import Served
-from adlm.serving.worker import Job, Update, within
+from adlm.serving.worker import Job, Update, within, writes_once
 
 # Draws of noise behind a completion's logprobs
 LOGPROB_DRAWS = 16
@@ -114,11 +112,11 @@ class Completion:
     def certain_early(self) -> bool:
         """Whether text is certain before the end: nothing is masked again, and decoding only appends."""
         r, lm = self.requests[0], self.served.lm
-        writes_once = lm.model.config.causal or make_plan(r.settings, make_schedule(lm.loaded.noise)).locks
         # A banned phrase, and an end of text before the last required word, are drawn again.
         early_end = bool(r.required) and r.stop_id is not None
         repaired = (early_end or any(len(word) > 1 for word in r.banned)) and not lm.model.config.causal
-        return writes_once and not repaired and type(lm.tokenizer.backend.decoder).__name__ in APPENDING
+        appends = type(lm.tokenizer.backend.decoder).__name__ in APPENDING
+        return appends and not repaired and writes_once(lm, r.settings)
 
     def answer(self, choices: list[CompletionChoice], usage: bool = False) -> CompletionAnswer:
         found = CompletionAnswer(id=self.id, created=self.created, model=self.served.id, choices=choices)

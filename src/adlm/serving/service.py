@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from adlm.api import LanguageModel
 from adlm.engine import Request
-from adlm.engine.template import HOLE, Limit, check_canvas, parse_template
+from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig, ServeConfig

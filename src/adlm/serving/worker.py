@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from adlm.api import LanguageModel
+from adlm.diffusion.schedules import make_schedule
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
 from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.evaluation.evaluate import STEPLESS
+from adlm.samplers import make_plan
+from adlm.schema import SamplingConfig
 from adlm.serving.bodies import Problem
 from adlm.serving.metrics import ServerMetrics
 
@@ -186,7 +189,7 @@ class Worker:
         assert self.loop is not None
         loop, answer = self.loop, self.loop.create_future()
 
-        def settle(value: Any, error: BaseException | None) -> None:
+        def finish(value: Any, error: BaseException | None) -> None:
             self.taken -= 1
             if not answer.done():
                 answer.set_exception(error) if error is not None else answer.set_result(value)
@@ -198,7 +201,7 @@ class Worker:
                     value = use()
                 except Exception as problem:
                     error = problem
-            self.post(loop, settle, value, error)
+            self.post(loop, finish, value, error)
             return True
 
         self.calls.add(answer)
@@ -311,7 +314,7 @@ class Worker:
             number = self.frames[frame.id] = self.frames.get(frame.id, 0) + 1
             request = job.requests[index]
             holes = sum(t == self.lm.model.mask_id for t in request.tokens)
-            expected = holes if request.settings.sampler in STEPLESS else request.settings.steps
+            expected = request.settings.steps if steps_matter(request.settings) else holes
             if number % max(1, -(-expected // GUESSED_FRAMES)) == 0:
                 chosen.append(frame)
         try:
@@ -347,6 +350,16 @@ class Worker:
             loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody waits any more
             self.stopping = True
+
+
+def steps_matter(settings: SamplingConfig) -> bool:
+    """Whether the number of steps changes what is drawn; otherwise there is one evaluation for each hole."""
+    return settings.sampler not in STEPLESS
+
+
+def writes_once(lm: LanguageModel, settings: SamplingConfig) -> bool:
+    """Whether a token that was drawn is never masked again."""
+    return lm.model.config.causal or make_plan(settings, make_schedule(lm.loaded.noise)).locks
 
 
 @torch.inference_mode()

@@ -3,7 +3,7 @@
 A checkpoint is a folder `checkpoints/step-00001000` with the tensors of every stateful part (written by
 torch.distributed.checkpoint, so ranks may change), `state.json` (step, best bound, counters) and `manifest.json` (size
 and SHA-256 of every file). It is written under another name and renamed when complete, so a kill at any moment leaves
-the older ones untouched. A damaged one is noticed by its checksums and the one before it is used.
+the older ones untouched. A corrupt one is noticed by its checksums and the one before it is used.
 """
 
 import json
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import digest, sync_folder
+from adlm.migration import migrate
 from adlm.schema import CheckpointConfig, Config
-from adlm.training.optim import Ema, Guard, state_of
+from adlm.training.optim import Ema, GradientGuard, state_of
 from adlm.training.parallel import Step, World
 
 # what one process is, and no reason to worry
@@ -38,10 +39,11 @@ State = dict[str, dict[str, Tensor]]
 
 
 def note(message: str) -> None:
+    """Say something beside the log lines."""
     print(f"adlm: {message}", file=sys.stderr, flush=True)
 
 
-def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard: Guard) -> State:
+def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard: GradientGuard) -> State:
     """Every tensor a resumed run needs, by name. Fresh optimizers get their (zero) state here, so that the same call
     describes what to save and where to load."""
     names = {id(p): name.removeprefix("model.") for name, p in step.named_parameters()}
@@ -51,27 +53,19 @@ def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard
             optimizer_state |= {f"{names[id(p)]}.{key}": value for key, value in state_of(optimizer, p).items()}
     return {
         "model": {name.removeprefix("model."): p.detach() for name, p in step.named_parameters()},
-        "ema": {name.removeprefix("model."): average for name, average in ema.shadow.items()},
+        "ema": {name.removeprefix("model."): x for name, x in ema.shadow.items()},
         "optimizer": optimizer_state,
         "guard": {"state": guard.state()},
     }
 
 
 class Checkpoints:
+    """The checkpoints of a run folder."""
+
     def __init__(self, run: Path, cfg: CheckpointConfig, world: World):
-        require(
-            cfg.every > 0 and cfg.keep > 0, f"checkpoint.every={cfg.every} and checkpoint.keep={cfg.keep} must be > 0"
-        )
         self.folder, self.cfg, self.world = run / "checkpoints", cfg, world
         self.writing: threading.Thread | None = None
         self.failure: Exception | None = None
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        """However the run ends, what is being written is completed."""
-        self.settle()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -86,10 +80,10 @@ class Checkpoints:
         """Write the checkpoint of info["step"]; all ranks call it. Raises OSError, leaving older ones as they were.
 
         `wait=False` returns when everything is copied to the host's memory, and a thread does the rest, which takes
-        many times as long; what fails there is told at the next call. (Only where there is one process: a checkpoint of
+        many times as long; what fails there is reported at the next call. (Only with one process: a checkpoint of
         several is complete when all say so.)
         """
-        self.settle()
+        self.finish_writing()
         final = self.path(info["step"])
         if final.is_dir():
             return
@@ -101,6 +95,7 @@ class Checkpoints:
         self.writing.start()
 
     def write(self, state: State, final: Path, info: dict[str, Any]) -> None:
+        """Write under another name, rename when complete, remove what need not be kept; all ranks call it."""
         partial = self.folder / f"partial-{final.name}"
 
         def clear() -> None:
@@ -140,17 +135,18 @@ class Checkpoints:
             raise failure or OSError("the first process could not write")
 
     def write_beside(self, *what: Any) -> None:
+        """Write in a thread; a failure is kept for whoever comes back."""
         try:
             self.write(*what)
         except Exception as error:
             self.failure = error
 
-    def settle(self) -> None:
+    def finish_writing(self) -> None:
         """Wait until the last checkpoint is complete, or tell what became of it."""
         if self.writing is not None:
             self.writing.join()
         if self.failure is not None:
-            note(f"warning: {self.failure}; training goes on")
+            note(f"warning: {self.failure}; training continues")
         self.writing = self.failure = None
 
     def prune(self, best_step: int | None) -> None:
@@ -162,84 +158,106 @@ class Checkpoints:
 
     # Reading
 
-    def newest_sound(self, mend: bool = False) -> int | None:
-        """The newest step whose files are what they were when written; None if there is no checkpoint at all. `mend`:
-        damaged ones are moved out of the way, so that their steps can be saved again; for who trains, not who reads."""
+    def newest_valid(self, set_aside: bool = False) -> int | None:
+        """The newest step whose files are what they were when written; None if there is no checkpoint at all.
+        `set_aside`: corrupt ones are moved out of the way, so that their steps can be saved again; for a run that
+        trains, not for readers."""
         found = None
         if self.world.is_main:
-            steps, damaged = self.steps(), []
+            steps, corrupt = self.steps(), []
             for step in reversed(steps):
-                problem = damage(self.path(step))
+                problem = problem_of(self.path(step))
                 if problem is None:
                     found = step
                     break
-                note(f"warning: checkpoint of step {step} is damaged ({problem}); trying the one before it")
-                damaged.append(step)
+                note(f"warning: checkpoint of step {step} is corrupt ({problem}); trying the one before it")
+                corrupt.append(step)
             else:
                 found = None if not steps else -1
-            if found != -1 and mend:
-                for step in damaged:
-                    self.path(step).rename(self.folder / f"damaged-step-{step:08d}-{time.time_ns()}")
+            if found != -1 and set_aside:
+                for step in corrupt:
+                    self.path(step).rename(self.folder / f"corrupt-step-{step:08d}-{time.time_ns()}")
         if self.world.size > 1:
             box = [found]
             dist.broadcast_object_list(box, src=0)
             found = box[0]
         require(
             found != -1,
-            f"every checkpoint in {self.folder} is damaged; remove the folder to start again from step 0",
+            f"every checkpoint in {self.folder} is corrupt; remove the folder to start again from step 0",
         )
         return found
 
     def read_info(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the tensors."""
-        return json.loads((self.path(step) / STATE).read_text())
+        """What `save` was given beside the tensors, as this version names it."""
+        path = self.path(step) / STATE
+        info = json.loads(path.read_text())
+        if "progress" in info:  # a reasoning run of an earlier version
+            progress = info.pop("progress")
+            info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
+            if info["config"]["reason"]["method"] == "acot":
+                info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
+        return info | {"config": migrated(info["config"], str(path))}
 
     def load(self, step: int, state: State) -> None:
         """Fill the tensors of `state` in place."""
         dcp.load(state, checkpoint_id=self.path(step))
 
 
+def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Stored settings, by section and key, as this version names them."""
+    flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    for section, values in config.items():
+        if isinstance(values, dict):
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+    tree: dict[str, Any] = {}
+    for key, value in migrate(flat, source).items():
+        section, dot, name = key.partition(".")
+        if dot:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
+    return tree
+
+
 def check_same_run(
     info: dict[str, Any],
     cfg: Config,
     tokenizer: Tokenizer,
-    parts: Iterable[str] = ("model", "noise", "objective"),
+    fixed: Iterable[str] = ("model", "noise", "objective"),
     free: Iterable[str] = (),
 ) -> None:
-    """A run folder belongs to one model on one tokenizer; refuse to go on with another. `free` keys may change."""
+    """Refuse to continue a run with another model, tokenizer or order of data. `fixed`: sections that may not change,
+    but for the keys in `free`."""
     if info["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
             f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
             " use another out="
         )
-    now, default = asdict(cfg), asdict(Config())
-    for part in parts:
-        # an older version had fewer keys, and did what the default of a later one says
-        for key, value in (default[part] | info["config"][part]).items():
-            if now[part].get(key) != value and f"{part}.{key}" not in free:
-                refuse_change(cfg, f"{part}.{key}", value, now[part].get(key))
-    before = info["config"]["optim"]
-    if before["name"] != cfg.optim.name:
-        refuse_change(cfg, "optim.name", before["name"], cfg.optim.name)
-    if cfg.optim.ema and not before["ema"]:
-        refuse_change(cfg, "optim.ema", before["ema"], cfg.optim.ema)
-
-
-def check_same_sizes(info: dict[str, Any], cfg: Config) -> None:
-    """Seed and size of the steps say which rows a run has read, so they may not change either."""
-    if info["config"]["seed"] != cfg.seed:
-        refuse_change(cfg, "seed", info["config"]["seed"], cfg.seed)
-    before, now = info["config"]["train"], asdict(cfg.train)
-    keys = ["global_batch_size", "batch_parts", "batch_parts_share", "length_warmup", "length_warmup_fraction"]
-    if cfg.train.batch_parts > 1 or cfg.train.length_warmup > 1:  # for a share of all steps
-        keys.append("steps")
+    before, now, default = info["config"], asdict(cfg), asdict(Config())
+    keys = [f"{part}.{key}" for part in fixed for key in default[part] | before[part]]
+    # seed and size of the steps say which sequences a run has read
+    keys += ["seed", "optim.name", "train.global_batch_size", "train.length_warmup", "train.length_warmup_fraction"]
+    if cfg.train.length_warmup > 1:  # for a fraction of all steps
+        keys.append("train.steps")
+    if cfg.optim.ema and not before["optim"]["ema"]:
+        keys.append("optim.ema")
     for key in keys:
-        if before.get(key, now[key]) != now[key]:
-            refuse_change(cfg, f"train.{key}", before[key], now[key])
+        # an older version had fewer keys, and did what the default of a later one says
+        was, value = value_of(before, key, value_of(default, key)), value_of(now, key)
+        if was != value and key not in free:
+            raise ValueError(
+                f"out={cfg.out!r} was started with {key}={was}, now it is {value}; set it back or use another out="
+            )
+
+
+def value_of(settings: dict[str, Any], key: str, missing: Any = None) -> Any:
+    """The value of a dotted key in settings of two levels."""
+    section, dot, name = key.partition(".")
+    return settings.get(section, {}).get(name, missing) if dot else settings.get(section, missing)
 
 
 def changes(info: dict[str, Any], cfg: Config) -> list[str]:
-    """What else is not as it was, for who resumes to read."""
+    """What else is not as it was, for whoever resumes to read."""
     before, now = info["config"], asdict(cfg)
     return [
         f"{part}.{key} was {value}, is {now[part][key]}"
@@ -249,16 +267,10 @@ def changes(info: dict[str, Any], cfg: Config) -> list[str]:
     ]
 
 
-def refuse_change(cfg: Config, key: str, before: Any, now: Any) -> NoReturn:
-    raise ValueError(
-        f"out={cfg.out!r} was started with {key}={before}, now it is {now}; set it back or use another out="
-    )
-
-
 def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights of the newest sound checkpoint of a run, in one process, without building its optimizer."""
+    """Weights of the newest valid checkpoint of a run, in one process, without building its optimizer."""
     checkpoints = Checkpoints(run, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
-    step = checkpoints.newest_sound()
+    step = checkpoints.newest_valid()
     require(step is not None, f"{run} holds no checkpoint yet")
     assert step is not None
     metadata = dcp.FileSystemReader(checkpoints.path(step)).read_metadata().state_dict_metadata
@@ -282,8 +294,8 @@ def seal(folder: Path) -> None:
     sync_folder(folder)
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if nothing."""
+def problem_of(folder: Path) -> str | None:
+    """What is wrong with the files of a checkpoint; None if nothing."""
     try:
         entries = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):

@@ -1,10 +1,11 @@
-"""Clipping, AdamW or Muon, and the weights' average in as few passes over memory as there can be. On a GPU only.
+"""Clipping, AdamW or Muon, and the weights' EMA in as few passes over memory as there can be. On a GPU only.
 
-All of it is a few operations per number, so its time is that of reading and writing. Clipping, AdamW and average one
-after the other move 48 bytes per parameter, together 36 (weight, two moments and average read and written, gradient
+All of it is a few operations per number, so its time is that of reading and writing. Clipping, AdamW and EMA one
+after the other move 48 bytes per parameter, together 36 (weight, two moments and EMA read and written, gradient
 read). What Muon does before and after its matrix products moves 104 as one operation after the other, and 32 in two
 passes. The 4 of the gradient's norm, which has to be known before, come on top. Tensors share a launch: a program takes
-a chunk of one of them and finds it through a table of addresses. `optim.Updater` without `fused` is the slow twin.
+a chunk of one of them and finds it through a table of addresses. `optim.Updater` without `fused` is the reference
+implementation.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 CHUNK, BLOCK, WARPS = 8192, 512, 4  # numbers of a program; those it holds in registers together, four to a thread
 
 # Rows of the table with a column per tensor: addresses, then the settings of its group.
-WEIGHT, GRADIENT, MOMENT, SQUARE, STEP, AVERAGE = (tl.constexpr(row) for row in range(6))
+WEIGHT, GRADIENT, MOMENT, SQUARE, STEP, EMA = (tl.constexpr(row) for row in range(6))
 LR, BETA1, BETA2, EPS, DECAY = (tl.constexpr(row) for row in range(5))
 ADDRESSES, SETTINGS = 6, 5
 # Rows of the numbers that a program needs to know of its tensor.
@@ -55,7 +56,7 @@ def _count_step(addresses, settings, skip, numbers, T, BLOCK: tl.constexpr):
     step = tl.load(count, mask=counted, other=0.0) + (1 - skipped)
     tl.store(count, step, mask=counted)
 
-    bits = gradient | _address(addresses, WEIGHT, T, column) | _address(addresses, AVERAGE, T, column)
+    bits = gradient | _address(addresses, WEIGHT, T, column) | _address(addresses, EMA, T, column)
     bits |= _address(addresses, MOMENT, T, column) | _address(addresses, SQUARE, T, column)
     kind = tl.where((gradient != 0) & (skipped == 0), tl.where(bits % 16 == 0, ALIGNED, MOVES), STAYS)
     lr, eps = tl.load(settings + LR * T + column), tl.load(settings + EPS * T + column)
@@ -74,16 +75,16 @@ def _count_step(addresses, settings, skip, numbers, T, BLOCK: tl.constexpr):
 
 @triton.jit
 def _move(
-    addresses, numbers, T, tensor, start, n, clip, share,
-    AVERAGED: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, numbers, T, tensor, start, n, clip, ema_weight,
+    WITH_EMA: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Clip, update and average n numbers of a tensor. WHOLE: n is CHUNK, and all addresses are multiples of 16."""
+    """Clip and update n numbers of a tensor and its EMA. WHOLE: n is CHUNK, and all addresses are multiples of 16."""
     weight, gradient = _floats(addresses, WEIGHT, T, tensor) + start, _floats(addresses, GRADIENT, T, tensor) + start
     moment, square = _floats(addresses, MOMENT, T, tensor) + start, _floats(addresses, SQUARE, T, tensor) + start
-    average = _floats(addresses, AVERAGE, T, tensor) + start
+    ema = _floats(addresses, EMA, T, tensor) + start
     if WHOLE:  # then four numbers are loaded at once; the compiler believes it of a pointer made here, not of arguments
         weight, gradient = tl.multiple_of(weight, 16), tl.multiple_of(gradient, 16)
-        moment, square, average = tl.multiple_of(moment, 16), tl.multiple_of(square, 16), tl.multiple_of(average, 16)
+        moment, square, ema = tl.multiple_of(moment, 16), tl.multiple_of(square, 16), tl.multiple_of(ema, 16)
     pull, rate = tl.load(numbers + PULL * T + tensor), tl.load(numbers + RATE * T + tensor)
     new, new_square = tl.load(numbers + NEW * T + tensor), tl.load(numbers + NEW_SQUARE * T + tensor)
     spread, floor = tl.load(numbers + SPREAD * T + tensor), tl.load(numbers + FLOOR * T + tensor)
@@ -93,8 +94,8 @@ def _move(
         inside = tl.full((BLOCK,), 1, tl.int1) if WHOLE else lane < n
         p, g = tl.load(weight + lane, mask=inside), tl.load(gradient + lane, mask=inside)
         m, v = tl.load(moment + lane, mask=inside), tl.load(square + lane, mask=inside)
-        if AVERAGED:  # here, since after a store the load would wait for it
-            s = tl.load(average + lane, mask=inside)
+        if WITH_EMA:  # here, since after a store the load would wait for it
+            s = tl.load(ema + lane, mask=inside)
         g *= factor
         m = _lerp(m, g, new)
         v = _lerp(v, g * g, new_square)
@@ -103,28 +104,29 @@ def _move(
         tl.store(weight + lane, p, mask=inside)
         tl.store(moment + lane, m, mask=inside)
         tl.store(square + lane, v, mask=inside)
-        if AVERAGED:
-            tl.store(average + lane, _lerp(s, p, share), mask=inside)
+        if WITH_EMA:
+            tl.store(ema + lane, _lerp(s, p, ema_weight), mask=inside)
 
 
 @triton.jit
 def _move_all(
-    addresses, numbers, chunks, clip, share, T,
-    AVERAGED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, numbers, chunks, clip, ema_weight, T,
+    WITH_EMA: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A program per chunk: find its tensor, and move it as its kind asks."""
     chunk = chunks + 3 * tl.program_id(0)
     tensor, start, n = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     kind = tl.load(numbers + KIND * T + tensor).to(tl.int32)
     if (kind == ALIGNED) & (n == CHUNK):
-        _move(addresses, numbers, T, tensor, start, n, clip, share, AVERAGED, True, CHUNK, BLOCK)
+        _move(addresses, numbers, T, tensor, start, n, clip, ema_weight, WITH_EMA, True, CHUNK, BLOCK)
     elif kind != STAYS:
-        _move(addresses, numbers, T, tensor, start, n, clip, share, AVERAGED, False, CHUNK, BLOCK)
-    elif AVERAGED:
-        weight, average = _floats(addresses, WEIGHT, T, tensor) + start, _floats(addresses, AVERAGE, T, tensor) + start
+        _move(addresses, numbers, T, tensor, start, n, clip, ema_weight, WITH_EMA, False, CHUNK, BLOCK)
+    elif WITH_EMA:
+        weight, ema = _floats(addresses, WEIGHT, T, tensor) + start, _floats(addresses, EMA, T, tensor) + start
         for at in range(0, CHUNK, BLOCK):
             lane = at + tl.arange(0, BLOCK)
-            p, s = tl.load(weight + lane, mask=lane < n), tl.load(average + lane, mask=lane < n)
-            tl.store(average + lane, _lerp(s, p, share), mask=lane < n)
+            p, s = tl.load(weight + lane, mask=lane < n), tl.load(ema + lane, mask=lane < n)
+            tl.store(ema + lane, _lerp(s, p, ema_weight), mask=lane < n)
 
 
 def addresses_of(tensors: list[list[Tensor | None]]) -> np.ndarray:
@@ -133,7 +135,7 @@ def addresses_of(tensors: list[list[Tensor | None]]) -> np.ndarray:
 
 
 class OnePass:
-    """Clip, AdamW and average of float32 tensors of these sizes on one device."""
+    """Clip, AdamW and EMA of float32 tensors of these sizes on one device."""
 
     def __init__(self, sizes: list[int], device: torch.device):
         self.device = device
@@ -141,13 +143,18 @@ class OnePass:
         self.chunks = torch.tensor(chunks, dtype=torch.int64).to(device)
 
     def __call__(
-        self, tensors: list[list[Tensor | None]], settings: list[list[float]], clip: Tensor, skip: Tensor, share: float
+        self,
+        tensors: list[list[Tensor | None]],
+        settings: list[list[float]],
+        clip: Tensor,
+        skip: Tensor,
+        ema_weight: float,
     ) -> None:
         """For each tensor, `tensors` has weight, gradient (None: the weight stays), both moments, step count and
-        average (None for all of them: there is none), contiguous; `settings` has rate, betas, eps and weight decay.
+        EMA (None for all of them: there is none), contiguous; `settings` has rate, betas, eps and weight decay.
 
         Gradients are multiplied with `clip`, and stay as they are in memory. Where `skip` is 1 nothing moves but the
-        average: by `share` of its distance from the weight. Nothing is read back, so the host never waits."""
+        EMA: by `ema_weight` of its distance from the weight. Nothing is read back, so the host never waits."""
         T = len(tensors)
         # Gradients lie elsewhere at every step and rates change, so all of it is sent, in one copy. torch does not give
         # out pinned memory again before the copies from it are done.
@@ -161,12 +168,12 @@ class OnePass:
         launch = _count_step[(1,)]  # type: ignore[index]
         launch(addresses, settings_of, skip, numbers, T, BLOCK=triton.next_power_of_2(T))
         launch = _move_all[(len(self.chunks),)]  # type: ignore[index]
-        shape = {"AVERAGED": tensors[0][AVERAGE.value] is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
-        launch(addresses, numbers, self.chunks, clip, share, T, **shape, num_warps=WARPS)
+        shape = {"WITH_EMA": tensors[0][EMA.value] is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
+        launch(addresses, numbers, self.chunks, clip, ema_weight, T, **shape, num_warps=WARPS)
 
 
 # Muon: a stack of matrices of one shape is its own grid, chunks by matrices, and has one setting.
-MUON_WEIGHT, MUON_GRADIENT, MUON_MOMENTUM, MUON_AVERAGE = (tl.constexpr(row) for row in range(4))
+MUON_WEIGHT, MUON_GRADIENT, MUON_MOMENTUM, MUON_EMA = (tl.constexpr(row) for row in range(4))
 
 
 @triton.jit
@@ -198,36 +205,36 @@ def _gather_momentum(
 
 @triton.jit
 def _move_matrices(
-    addresses, first, T, update, skip, rate, pull, share, n,
-    AVERAGED: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, first, T, update, skip, rate, pull, ema_weight, n,
+    WITH_EMA: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decay and update of the weights, unless skipped, and their average."""
+    """Decay and update of the weights, unless skipped, and their EMA."""
     start, matrix = tl.program_id(0) * CHUNK, tl.program_id(1)
     weight = _here(addresses, MUON_WEIGHT, T, first + matrix, start, WHOLE)
-    average = _here(addresses, MUON_AVERAGE, T, first + matrix, start, WHOLE)
+    ema = _here(addresses, MUON_EMA, T, first + matrix, start, WHOLE)
     update += matrix.to(tl.int64) * n + start
     keep = 1 - tl.load(skip)
     for at in range(0, CHUNK, BLOCK):
         lane = at + tl.arange(0, BLOCK)
         inside = tl.full((BLOCK,), 1, tl.int1) if WHOLE else start + lane < n
         p, u = tl.load(weight + lane, mask=inside), tl.load(update + lane, mask=inside).to(tl.float32)
-        if AVERAGED:
-            s = tl.load(average + lane, mask=inside)
+        if WITH_EMA:
+            s = tl.load(ema + lane, mask=inside)
         p = p * (1 - keep * pull) - keep * rate * u
         tl.store(weight + lane, p, mask=inside)
-        if AVERAGED:
-            tl.store(average + lane, _lerp(s, p, share), mask=inside)
+        if WITH_EMA:
+            tl.store(ema + lane, _lerp(s, p, ema_weight), mask=inside)
 
 
 class TwoPasses:
     """Before and after the products of a Muon step: momentum out of gradients, and weights moved."""
 
     def __init__(self, tensors: list[list[Tensor | None]], clip: Tensor, skip: Tensor):
-        """For each matrix weight, gradient, momentum and average (None for all: there is none), contiguous; matrices
+        """For each matrix weight, gradient, momentum and EMA (None for all: there is none), contiguous; matrices
         of one shape behind each other. `clip` and `skip` as for OnePass."""
         self.tensors, self.clip, self.skip = tensors, clip, skip
         assert tensors[0][0] is not None
-        self.device, self.averaged = tensors[0][0].device, tensors[0][MUON_AVERAGE.value] is not None
+        self.device, self.with_ema = tensors[0][0].device, tensors[0][MUON_EMA.value] is not None
         addresses = addresses_of(tensors)
         self.aligned = not (addresses % 16).any()
         host = torch.empty(addresses.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -246,9 +253,9 @@ class TwoPasses:
         launch(self.addresses, first, len(self.tensors), out_KRC, self.clip, self.skip, momentum, **shape)
         return out_KRC
 
-    def move(self, first: int, update_KRC: Tensor, rate: float, pull: float, share: float) -> None:
+    def move(self, first: int, update_KRC: Tensor, rate: float, pull: float, ema_weight: float) -> None:
         """Weights shrink by `pull` and go `rate` against the update (contiguous)."""
         grid, shape = self.grid(update_KRC)
         launch = _move_matrices[grid]  # type: ignore[index]
-        moved = (self.addresses, first, len(self.tensors), update_KRC, self.skip, rate, pull, share)
-        launch(*moved, AVERAGED=self.averaged, **shape)
+        moved = (self.addresses, first, len(self.tensors), update_KRC, self.skip, rate, pull, ema_weight)
+        launch(*moved, WITH_EMA=self.with_ema, **shape)

@@ -1,4 +1,4 @@
-"""What a run tells: one live line in the terminal, one JSON object per event in metrics.jsonl, curves at the end.
+"""What a run reports: one live line in the terminal, one JSON object per event in metrics.jsonl, curves at the end.
 
 The file is the record; TensorBoard and Weights & Biases are mirrors. After a resume, lines of steps that will be
 computed again are dropped, so the file of an interrupted run equals that of an uninterrupted one, times excepted.
@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from adlm.io.paths import write_atomically
-from adlm.models.flops import peak_flops
+from adlm.models.backends import peak_flops
 from adlm.schema import Config
-from adlm.training.optim import Guard
+from adlm.training.optim import GradientGuard
 from adlm.training.parallel import World
 
 METRICS = "metrics.jsonl"
 
 
-class Metrics:
-    """Only the main rank has one that writes."""
+class RunLog:
+    """What a run records and says; only the main rank's is active."""
 
     def __init__(self, run: Path, cfg: Config, resumed_step: int | None, active: bool):
         """`resumed_step`: where an earlier run stopped; None: this one starts."""
@@ -45,7 +44,7 @@ class Metrics:
         if cfg.track.tensorboard:
             self.mirrors.append(TensorBoard(run / "tensorboard"))
         if cfg.track.wandb:
-            self.mirrors.append(WandB(cfg, run))
+            self.mirrors.append(WandB(run))
         if self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -83,32 +82,37 @@ class Metrics:
             self.say(f"step {step}/{steps}  {text}")
 
     def advance(self, step: int) -> None:
+        """Move the progress bar."""
         if self.progress:
             self.progress.update(self.task, completed=step)
 
     def say(self, message: str) -> None:
+        """Print a line beside the live one."""
         if self.active:
             self.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
+        """End the live line and the mirrors; what is said afterwards is plain text."""
         if self.progress:
             self.progress.stop()
         for mirror in self.mirrors:
             mirror.close()
+        self.progress, self.mirrors = None, []
 
 
-class Window:
-    """Sums since the last log line: on the device until they are read."""
+class LogWindow:
+    """Sums since the last log line, on the device until they are read."""
 
     def __init__(self, flops_per_token: float | None, ranks: World, graphs: bool = False):
         self.ranks, self.graphs = ranks, graphs
         name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
         peak = peak_flops(name)
-        self.flops_share = None if peak is None or flops_per_token is None else flops_per_token / (peak * ranks.size)
+        self.mfu_per_speed = None if peak is None or flops_per_token is None else flops_per_token / (peak * ranks.size)
+        """Model FLOPs utilisation at one token a second."""
         self.clear()
 
     def clear(self) -> None:
-        self.terms: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.ranks.device))
+        self.terms: dict[str, Tensor] = {}
         self.count: Tensor | float = 0.0
         self.restart()
 
@@ -127,20 +131,19 @@ class Window:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Sums over all ranks go to the main one: `read` sums again, and the number of ranks may have changed."""
-        share = 1.0 if self.ranks.is_main else 0.0
+        mine = 1.0 if self.ranks.is_main else 0.0
         for name, value in state["terms"].items():
-            self.terms[name] = torch.tensor(share * value, dtype=torch.float32, device=self.ranks.device)
+            self.terms[name] = torch.tensor(mine * value, dtype=torch.float32, device=self.ranks.device)
         self.count = state["count"]
         self.restart()
 
     def add(self, terms: dict[str, Tensor]) -> None:
+        """Add the sums of a micro-batch; the loop adds the tokens of a step to `count`."""
         for name, value in terms.items():
-            self.terms[name] = self.terms[name] + value
+            self.terms[name] = self.terms[name] + value if name in self.terms else value
 
-    def end_step(self, count: Tensor | float) -> None:
-        self.count = self.count + count  # not in place: `restart` keeps what it was
-
-    def read(self, norm: Tensor, learning_rate: float, guard: Guard) -> dict[str, float]:
+    def read(self, norm: Tensor, learning_rate: float, guard: GradientGuard) -> dict[str, float]:
+        """The values of a log line; the window starts anew."""
         names = sorted(self.terms, key=lambda name: (name == "anchor", name))
         sums = self.ranks.sum(torch.stack([self.terms[name].float() for name in names]))
         per_token = (sums / self.count).tolist()  # the one place where the host waits for the device
@@ -149,8 +152,8 @@ class Window:
         values = dict(zip(names, per_token))
         values |= {"ppl": perplexity(per_token[0]), "grad_norm": norm.item(), "lr": learning_rate}
         values["tokens_per_s"] = tokens / max(seconds, 1e-9)
-        if self.flops_share is not None:
-            values["mfu"] = values["tokens_per_s"] * self.flops_share
+        if self.mfu_per_speed is not None:
+            values["mfu"] = values["tokens_per_s"] * self.mfu_per_speed
         values["memory_gib"] = peak_memory_gib(self.ranks.device, self.graphs)
         if skipped := int(guard.skipped.item()):
             values["skipped"] = skipped
@@ -252,13 +255,18 @@ class TensorBoard:
 
 
 class WandB:
-    def __init__(self, cfg: Config, run: Path):
+    def __init__(self, run: Path):
         try:
             import wandb  # type: ignore[import-not-found]
         except ImportError:
             raise ValueError("track.wandb=true needs wandb: pip install 'adlm[track]'") from None
         mode = None if os.environ.get("WANDB_API_KEY") else "offline"
-        self.wandb_run = wandb.init(project=cfg.track.project, name=cfg.track.name or run.name, dir=str(run), mode=mode)
+        self.wandb_run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "adlm"),
+            name=os.environ.get("WANDB_NAME", run.name),
+            dir=str(run),
+            mode=mode,
+        )
 
     def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
         self.wandb_run.log({f"{kind}/{key}": value for key, value in values.items()}, step=step)

@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedule, gradient clipping and averaged weights.
+"""Optimizers, learning-rate schedule, gradient clipping and EMA.
 
 Nothing here makes the host wait for the device: a bad gradient (not finite, or a spike) becomes a 0/1 tensor on the
 device, and the update of that step is multiplied away there.
@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from adlm.errors import choose, require
 from adlm.schema import OptimConfig
 
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("constant", "cosine", "linear")
+MUON_MOMENTUM = 0.95
 
 
 def learning_rate_factor(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Share of the peak rate at optimizer step `step` (from 0: the first update of a warm-up has rate 0)."""
+    """Fraction of the peak rate at optimizer step `step` (from 0: the first update of a warm-up has rate 0)."""
     if step < cfg.warmup:
         return step / cfg.warmup
     if cfg.schedule == "constant":
@@ -77,23 +75,26 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]
+        """One update of all matrices with a gradient; none where `found_inf` is 1."""
         for group, params in self.stacks():
-            self.step_stacked(params, group["lr"], group["momentum"], group["weight_decay"])
-
-    def step_stacked(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
-        buffers = [state_of(self, p)["momentum"] for p in params]
-        grads = [p.grad for p in params if p.grad is not None]
-        keep = 1.0
-        if self.found_inf is not None:
-            keep = 1.0 - self.found_inf
-            grads = [torch.where(self.found_inf > 0, buffer, grad) for buffer, grad in zip(buffers, grads)]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)  # a skipped step moves the buffer towards itself
-        nesterov = torch._foreach_lerp(grads, buffers, momentum)
-        update_KRC = orthogonalise(torch.stack([whole(g) for g in nesterov]))
-        if weight_decay:
-            torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
-        updates = (update_KRC * (-lr * self.scale(update_KRC.shape) * keep)).unbind(0)
-        torch._foreach_add_(params, [like(update, p) for update, p in zip(updates, params)])
+            lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+            buffers = [state_of(self, p)["momentum"] for p in params]
+            grads = [p.grad for p in params if p.grad is not None]
+            keep = 1.0
+            if self.found_inf is not None:
+                keep = 1.0 - self.found_inf
+                grads = [torch.where(self.found_inf > 0, buffer, grad) for buffer, grad in zip(buffers, grads)]
+            torch._foreach_lerp_(buffers, grads, 1 - momentum)  # a skipped step moves the buffer towards itself
+            nesterov = torch._foreach_lerp(grads, buffers, momentum)
+            update_KRC = orthogonalise(torch.stack([whole(g) for g in nesterov]))
+            if weight_decay:
+                torch._foreach_mul_(params, 1 - keep * lr * weight_decay)
+            updates = (update_KRC * (-lr * self.scale(update_KRC.shape) * keep)).unbind(0)
+            sharded: list[Tensor] = [
+                distribute_tensor(update, p.device_mesh, p.placements) if isinstance(p, DTensor) else update
+                for update, p in zip(updates, params)
+            ]
+            torch._foreach_add_(params, sharded)
 
 
 def state_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
@@ -112,19 +113,13 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def like(x: Tensor, p: Tensor) -> Tensor:
-    return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
-
-
 def is_block_matrix(name: str, parameter: Tensor) -> bool:
     """Matrices inside blocks, except the modulation: what Muon is for. Embedding, heads and bridge stay with AdamW."""
     return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
 
 
 def build_optimizers(cfg: OptimConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
-    choose("optim.name", cfg.name, OPTIMIZERS)
-    choose("optim.schedule", cfg.schedule, SCHEDULES)
-    require(cfg.lr > 0 and cfg.muon_lr > 0, f"optim.lr={cfg.lr} and optim.muon_lr={cfg.muon_lr} must be positive")
+    """AdamW of all parameters; with optim.name=muon Muon takes the matrices of the blocks."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = [p for n, p in named if cfg.name == "muon" and is_block_matrix(n, p)]
     chosen = {id(p) for p in muon}
@@ -133,17 +128,11 @@ def build_optimizers(cfg: OptimConfig, model: nn.Module) -> list[torch.optim.Opt
         torch.optim.AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
     ]
     if muon:
-        optimizers.append(Muon(muon, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay))
+        optimizers.append(Muon(muon, cfg.muon_lr, MUON_MOMENTUM, cfg.weight_decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
     return optimizers
-
-
-def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
@@ -151,18 +140,7 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
-def clip_factor(norm: Tensor, largest: float) -> Tensor:
-    """What scales gradients of this norm to one of at most `largest` (0: leave them)."""
-    return (largest / (norm + 1e-6)).clamp(max=1.0) if largest > 0 else torch.ones_like(norm)
-
-
-def scale_gradients(parameters: list[nn.Parameter], factor: Tensor) -> None:
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)
-
-
-class Guard:
+class GradientGuard:
     """Decides on the device whether a step's update is skipped: its gradient is not finite, or a spike."""
 
     def __init__(self, spike_factor: float, device: torch.device):
@@ -192,43 +170,43 @@ class Guard:
 
 
 class Ema:
-    """Averaged weights with a warm-up: decay min(ema, (1+n)/(10+n)) at the n-th update."""
+    """Exponential moving average (EMA) of the weights, with a warm-up: decay min(ema, (1+n)/(10+n)) at the n-th
+    update. As a context it lends the weights their EMA, for validation."""
 
     def __init__(self, model: nn.Module, decay: float):
-        require(0 <= decay < 1, f"optim.ema={decay} is outside [0, 1)")
         self.decay, self.n = decay, 0
         self.parameters = dict(model.named_parameters())
         self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()} if decay else {}
 
     @property
-    def share(self) -> float:
-        """Share of the current weights in the next average."""
+    def weight(self) -> float:
+        """Weight of the current parameters in the next EMA."""
         n = self.n + 1
         return 1 - min(self.decay, (1 + n) / (10 + n))
 
     @torch.no_grad()
     def update(self, done: Container[str] = ()) -> None:
-        """`done`: names of the weights whose average has been moved already."""
+        """Move the EMA towards the current weights. `done`: names of those that have been moved already."""
         if not self.shadow:
             return
         left = [name for name in self.shadow if name not in done]
         if left:
             current = [self.parameters[name].detach() for name in left]
-            torch._foreach_lerp_([self.shadow[name] for name in left], current, self.share)
+            torch._foreach_lerp_([self.shadow[name] for name in left], current, self.weight)
         self.n += 1
 
     def whole(self) -> dict[str, Tensor]:
-        """The averaged weights (the raw ones without averaging), gathered from all ranks."""
+        """The EMA weights (the raw ones where there is no EMA), gathered from all ranks."""
         source = self.shadow or {name: p.detach() for name, p in self.parameters.items()}
         return {name.removeprefix("model."): whole(x) for name, x in source.items()}
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange weights and averages; calling it twice restores both bit for bit."""
-        for name, average in self.shadow.items():
+        """Exchange weights and EMA; calling it twice restores both bit for bit."""
+        for name, shadow in self.shadow.items():
             kept = self.parameters[name].detach().clone()
-            self.parameters[name].copy_(average)
-            average.copy_(kept)
+            self.parameters[name].copy_(shadow)
+            shadow.copy_(kept)
 
     def __enter__(self) -> "Ema":
         self.swap()
@@ -248,8 +226,8 @@ def fits_one_pass(parameters: Iterable[Tensor]) -> bool:
 
 
 class FusedAdamW:
-    """The step of a torch.optim.AdamW, with clipping before and averaging after it, in one pass over memory. State and
-    settings remain the optimizer's, so a run can go on with or without."""
+    """The step of a torch.optim.AdamW, with clipping before and EMA after it, in one pass over memory. State and
+    settings remain the optimizer's, so a run can resume with or without."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, ema: Ema):
         from adlm.training.kernels import OnePass
@@ -260,7 +238,7 @@ class FusedAdamW:
         self.one_pass = OnePass([p.numel() for p in parameters], parameters[0].device)
 
     def step(self, clip: Tensor, skip: Tensor) -> Iterable[str]:
-        """The names of the weights whose average has been moved: all, with or without a gradient."""
+        """Returns the names of the weights whose EMA has been moved: all, with or without a gradient."""
         tensors: list[list[Tensor | None]] = []
         settings: list[list[float]] = []
         for group in self.optimizer.param_groups:
@@ -271,20 +249,20 @@ class FusedAdamW:
                 moments = [state.get(key) for key in ("exp_avg", "exp_avg_sq", "step")]
                 tensors.append([p, grad, *moments, self.ema.shadow.get(self.names[p])])
                 settings.append([group["lr"], *group["betas"], group["eps"], group["weight_decay"]])
-        self.one_pass(tensors, settings, clip, skip, self.ema.share)
+        self.one_pass(tensors, settings, clip, skip, self.ema.weight)
         torch.autograd.graph.increment_version(self.names)  # as torch does: a graph that needs old weights must notice
         return self.names.values()
 
 
 class FusedMuon:
-    """The step of a Muon, with clipping and averaging, in two passes over memory and the products between them."""
+    """The step of a Muon, with clipping and EMA, in two passes over memory and the products between them."""
 
     def __init__(self, optimizer: Muon, ema: Ema):
         self.optimizer, self.ema = optimizer, ema
         self.names = {p: name for name, p in ema.parameters.items()}
 
     def step(self, clip: Tensor, skip: Tensor) -> Iterable[str]:
-        """The names of the weights whose average has been moved: those with a gradient."""
+        """Returns the names of the weights whose EMA has been moved: those with a gradient."""
         from adlm.training.kernels import TwoPasses
 
         stacks = self.optimizer.stacks()
@@ -301,14 +279,10 @@ class FusedMuon:
             ahead_KRC = torch.empty(shape, dtype=product_dtype(params[0]), device=params[0].device)
             update_KRC = orthogonalise(passes.gather_momentum(first, ahead_KRC, group["momentum"])).contiguous()
             rate, pull = group["lr"] * Muon.scale(update_KRC.shape), group["lr"] * group["weight_decay"]
-            passes.move(first, update_KRC, rate, pull, self.ema.share)
+            passes.move(first, update_KRC, rate, pull, self.ema.weight)
             first += len(params)
         torch.autograd.graph.increment_version(moving)
         return [self.names[p] for p in moving]
-
-
-def fuse(optimizer: torch.optim.Optimizer, ema: Ema) -> FusedAdamW | FusedMuon:
-    return FusedMuon(optimizer, ema) if isinstance(optimizer, Muon) else FusedAdamW(optimizer, ema)
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
@@ -316,36 +290,44 @@ def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parame
 
 
 class Updater:
-    """What a step does with its gradients: clip, judge, update, average, and forget them."""
+    """What a step does with its gradients: clip, judge, update, EMA, and forget them."""
 
-    def __init__(self, cfg: OptimConfig, module: nn.Module, ema: Ema | None = None, guard: Guard | None = None):
-        """Without `ema` there is no average, without `guard` no update is skipped."""
+    def __init__(self, cfg: OptimConfig, module: nn.Module, ema: Ema | None = None, guard: GradientGuard | None = None):
+        """Without `ema` there is no EMA, without `guard` no update is skipped."""
         self.optimizers, self.largest = build_optimizers(cfg, module), cfg.clip
         self.ema, self.guard = ema or Ema(module, 0.0), guard
         self.parameters = list(module.parameters())
         self.fused: list[FusedAdamW | FusedMuon] = []
         """One for each optimizer, or none at all: then the same is done one operation after the other."""
         if fits_one_pass(parameters_of(self.optimizers)):
-            self.fused = [fuse(optimizer, self.ema) for optimizer in self.optimizers]
+            self.fused = [
+                FusedMuon(optimizer, self.ema) if isinstance(optimizer, Muon) else FusedAdamW(optimizer, self.ema)
+                for optimizer in self.optimizers
+            ]
 
     @torch.no_grad()
-    def __call__(self, factor: float = 1.0) -> Tensor:
-        """Update at this share of the peak rates; the norm of the gradients before clipping, on the device."""
-        set_learning_rate(self.optimizers, factor)
+    def __call__(self, rate: float = 1.0) -> Tensor:
+        """Update at this fraction of the peak rates; the norm of the gradients before clipping, on the device."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * rate
         norm = gradient_norm(self.parameters)
         skip = torch.zeros_like(norm) if self.guard is None else self.guard.judge(norm)
-        clip = clip_factor(norm, self.largest)
-        averaged = {name for fused in self.fused for name in fused.step(clip, skip)}
+        clip = (self.largest / (norm + 1e-6)).clamp(max=1.0) if self.largest > 0 else torch.ones_like(norm)
+        moved = {name for fused in self.fused for name in fused.step(clip, skip)}
         if not self.fused:
             self.step_plainly(clip, skip)
-        self.ema.update(done=averaged)
+        self.ema.update(done=moved)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return norm
 
     def step_plainly(self, clip: Tensor, skip: Tensor) -> None:
-        if self.largest > 0:
-            scale_gradients(self.parameters, clip)
+        """The reference implementation of the fused steps, without the EMA."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        if self.largest > 0 and grads:
+            torch._foreach_mul_(grads, clip)
         for optimizer in self.optimizers:
             # the hook of torch's gradient scaler: a fused AdamW leaves weights and state alone when found_inf is 1
             optimizer.found_inf = skip  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""One process or many: ranks, devices, DDP and FSDP2, under torchrun or alone.
+"""One process or many: ranks, devices, DDP and FSDP2, compiling and CUDA graphs, under torchrun or alone.
 
-Every rank computes its share of the global batch; gradients are averaged over ranks, so a loss is multiplied by the
+Every rank computes its part of the global batch; gradients are averaged over ranks, so a loss is multiplied by the
 number of ranks and divided by the global token count before it is differentiated.
 """
 
@@ -19,22 +19,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adlm.errors import choose, require
+from adlm.errors import require
 from adlm.io.paths import pick_device
+from adlm.models import Network
 from adlm.models.backends import allow_variants, choose_attention, training_options
+from adlm.models.network import Hidden
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
-from adlm.training.graphs import Replays
 
-STRATEGIES = ("ddp", "fsdp")
-COMPILE = ("auto", "true", "false", "block", "max")
-PRECISIONS = ("auto", "fp32", "bf16")
-PATIENCE = timedelta(days=7)
-"""With a first rank that prepares data."""
+PREPARING_TIMEOUT = timedelta(days=7)
+"""How long the other ranks wait for the first one to prepare data."""
 
 
 @dataclass
 class World:
+    """The processes of a run, as one of them sees them."""
+
     rank: int
     size: int
     device: torch.device
@@ -68,7 +68,7 @@ class World:
         """Rank 0 runs the body before the others do: for work whose result is cached on disk.
 
         That may be hours of tokenising, and a barrier gives up after ten minutes on GPUs (thirty on CPUs); so the
-        others wait for a word in the store through which the ranks have met.
+        others wait for a key in the store through which the ranks have met.
         """
         if self.size == 1:
             yield
@@ -76,7 +76,7 @@ class World:
         store = dist.distributed_c10d._get_default_store()
         word = f"adlm/main_first/{store.add(f'adlm/main_first/turns/{self.rank}', 1)}"
         if not self.is_main:
-            store.wait([word], PATIENCE)
+            store.wait([word], PREPARING_TIMEOUT)
         try:
             yield
         finally:
@@ -91,9 +91,6 @@ class World:
 def world(cfg: TrainConfig) -> Iterator[World]:
     """Join the process group that torchrun describes, if any, and leave it at the end; inside another `world` its group
     is used, since torch cannot join a group of one name twice."""
-    choose("train.strategy", cfg.strategy, STRATEGIES)
-    choose("train.compile", cfg.compile, COMPILE)
-    choose("train.precision", cfg.precision, PRECISIONS)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(cfg.device)
     if device.type == "cuda":
@@ -121,6 +118,67 @@ def world(cfg: TrainConfig) -> Iterator[World]:
             dist.destroy_process_group()
 
 
+class TensorsOnly(nn.Module):
+    """A model as torch's recorder wants it: tensors in, tensors out."""
+
+    def __init__(self, model: Network, names: list[str]):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, tokens_BL: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.model(tokens_BL, **dict(zip(self.names, given)))
+        return tuple(states for states in hidden if states is not None)
+
+
+class GraphedModel:
+    """A model whose training passes are replayed as CUDA graphs: one launch forward and one back, where the host made a
+    thousand. Heads are the model's; its states are gone with the next call.
+
+    A graph is a recording of kernels with their addresses, so everything it reads and writes must have a fixed shape
+    and place. Weights have. Batches are copied into the graph's own memory (kilobytes). Only the number of positions
+    that the denoiser's head reads changes from step to step: `objectives.base.rounded` fills it up to an eighth of the
+    batch, and there is a pair of graphs for each number met, two or three in practice. They share the memory of their
+    activations: a backward pass follows its forward pass before the next one starts. Gradients are the graph's, too,
+    and have to be used before the next step: no accumulation over micro-batches. Losses and update stay outside.
+    """
+
+    def __init__(self, model: Network):
+        self.model = model
+        self.recorded: dict[tuple, Any] = {}
+        self.pool: Any = None
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.model.head
+
+    @property
+    def anchor_head(self) -> nn.Linear | None:
+        return self.model.anchor_head
+
+    def __call__(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
+        given = {name: x for name, x in (("sigma_B", sigma_B), ("at_N", at_N)) if x is not None}
+        key = (tokens_BL.shape, *((name, x.shape) for name, x in given.items()))
+        if key not in self.recorded:
+            self.recorded[key] = self.record(tokens_BL, given)
+        denoiser_BLD, *anchor = self.recorded[key](tokens_BL, *given.values())
+        return Hidden(denoiser_BLD, anchor[0] if anchor else None)
+
+    def record(self, tokens_BL: Tensor, given: dict[str, Tensor]) -> Any:
+        """Run both passes a few times, which also compiles them, and then once more for the recorder."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        own = tuple(x.clone() for x in (tokens_BL, *given.values()))  # where later batches are copied to
+        if "at_N" in given:  # compiled once for all numbers
+            torch._dynamo.maybe_mark_dynamic(own[-1], 0)
+        device = tokens_BL.device.type
+        precision = torch.get_autocast_dtype(device)
+        with torch.autocast(device, precision, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
+            recorded = torch.cuda.make_graphed_callables(
+                TensorsOnly(self.model, list(given)), own, allow_unused_input=True, pool=self.pool
+            )
+        torch.cuda.empty_cache()  # what the first passes took is in the graph's memory now
+        return recorded
+
+
 class Step(nn.Module):
     """The model with its loss, as one module: what DDP and FSDP wrap, so that heads are used inside `forward`."""
 
@@ -129,21 +187,15 @@ class Step(nn.Module):
         self.model = model
         self.score = score
         self.compiled = False
-        self.replays: Replays | None = None
+        self.graphed: GraphedModel | None = None
 
-    def forward(self, task: Any) -> LossOutput:
+    def forward(self, batch: Any) -> LossOutput:
         if self.compiled:
-            expect_any_number(task)
-        if self.replays is not None and self.training and torch.is_grad_enabled():
-            return self.score(self.replays, task)
-        return self.score(self.model, task)
-
-
-def expect_any_number(task: Any) -> None:
-    """Tell the compiler that every batch scores another number of positions, which it would find out by compiling
-    everything twice."""
-    for term in getattr(task, "terms", {}).values():
-        torch._dynamo.maybe_mark_dynamic(term.rows_N, 0)
+            # every batch scores another number of positions, which the compiler would find out by compiling twice
+            for term in getattr(batch, "terms", {}).values():
+                torch._dynamo.maybe_mark_dynamic(term.rows_N, 0)
+        replayed = self.graphed is not None and self.training and torch.is_grad_enabled()
+        return self.score(self.graphed if replayed else self.model, batch)
 
 
 def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
@@ -152,8 +204,8 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     if cfg.residual == "bf16" and world.precision == "bf16":
         model.residual_dtype = torch.bfloat16
     if world.device.type == "cuda":
-        rows = cfg.batch_size or cfg.global_batch_size // world.size
-        choose_attention(rows, model.config, world.device)
+        at_once = cfg.batch_size or cfg.global_batch_size // world.size
+        choose_attention(at_once, model.config, world.device)
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
@@ -162,9 +214,9 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         on = "train.cuda_graphs=true"  # what can be known without a device is in config.checks
         require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
         require(step.score is loss, f"{on} is for `adlm train`")
-        step.replays = Replays(model)
+        step.graphed = GraphedModel(model)
     if step.compiled:
-        torch._dynamo.reset()  # a run before this one in the same process has used up its share of compiled forms
+        torch._dynamo.reset()  # a run before this one in the same process has used up its quota of compiled forms
         allow_variants()
         # few shapes occur (of training, early and late, and of validation): each gets kernels of its own, and not the
         # slower ones for any shape

@@ -1,8 +1,5 @@
 """What stands before the first step: data, model, objective, and a word about what the run will cost."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,18 +12,16 @@ from adlm.data.preparation import prepare, tokenizer_for
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.export import load_folder
-from adlm.io.paths import writable_folder
 from adlm.models import Network, build_model
-from adlm.models.flops import count_flops
+from adlm.models.network import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
-from adlm.training.draw import rows_on
+from adlm.training.batches import micro_batches, sequences_on
 from adlm.training.parallel import World
-from adlm.training.sizes import rows_before
 
-# Rows drawn once to see which share of positions goes through which head.
-SHARE_ROWS = 256
+COUNTED_SEQUENCES = 256
+"""Sequences corrupted once to see which fraction of positions goes through which head."""
 
 
 class Data(NamedTuple):
@@ -36,7 +31,7 @@ class Data(NamedTuple):
 
 
 def prepare_data(cfg: Config, world: World) -> Data:
-    """Tokenizer and prepared rows of both splits; the main rank builds what is missing, the others find it cached."""
+    """Tokenizer and sequences of both splits; the main rank builds what is missing, the others find it cached."""
     with world.main_first():
         tokenizer = tokenizer_for(cfg.data)
         train = prepare(cfg.data, tokenizer, cfg.model.length, "train")
@@ -73,6 +68,7 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network
 
 
 def objective_for(cfg: Config, data: Data) -> Objective:
+    """The objective of the run, held to the model it trains."""
     share_V = None
     if cfg.objective.anchor_rule == "rarity":
         counts = data.train.frequencies().astype(np.float64)
@@ -82,21 +78,21 @@ def objective_for(cfg: Config, data: Data) -> Objective:
     return objective
 
 
-def scored_shares(objective: Objective, blocks: Blocks) -> tuple[float, float]:
-    """Share of positions that training sends through the denoiser's and through the anchor network's head."""
-    n = min(SHARE_ROWS, len(blocks))
+def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float]:
+    """Fractions of the positions that training sends through the denoiser's and through the anchor network's head."""
+    n = min(COUNTED_SEQUENCES, len(blocks))
     indices = np.arange(n)
-    rows = rows_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
-    task = objective.draw(rows, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
+    clean = sequences_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+    corrupted = objective.draw(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
     through = {"denoiser": 0, "anchor": 0}
-    for term in task.terms.values():
+    for term in corrupted.terms.values():
         through[term.head] += len(term.rows_N)
-    return through["denoiser"] / task.count, through["anchor"] / task.count
+    return through["denoiser"] / corrupted.count, through["anchor"] / corrupted.count
 
 
 def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
-    """Forward and backward, a token of this run."""
-    scored, anchors = scored_shares(objective, data.train)
+    """FLOPs of one token of this run, forward and backward."""
+    scored, anchors = scored_fractions(objective, data.train)
     return count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors).training_per_token
 
 
@@ -104,27 +100,21 @@ def parameter_count(model: Network) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def micro_batches(cfg: Config, world: World) -> int:
-    """Of a rank in a step."""
-    rows = cfg.train.global_batch_size // world.size
-    return rows // (cfg.train.batch_size or rows)
-
-
 def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, float | int | str]:
-    """What a run is going to be: printed by --dry-run and at the start. `flops`: of a token."""
+    """What a run is going to be: printed by --dry-run and at the start. `flops`: of one token."""
     parameters = parameter_count(model)
-    all_rows = rows_before(cfg.train, cfg.train.steps)
-    tokens = all_rows * cfg.model.length
-    rows = cfg.train.batch_size or cfg.train.global_batch_size // world.size
+    sequences = cfg.train.steps * cfg.train.global_batch_size
+    tokens = sequences * cfg.model.length
+    at_once = cfg.train.batch_size or cfg.train.global_batch_size // world.size
     bytes_per_value = 2 if world.precision == "bf16" else 4
-    # weights, gradients, two moments, averages in float32; about 18 values per position, width and block kept for the
+    # weights, gradients, two moments, EMA in float32; about 18 values per position, width and block kept for the
     # backward pass (2 when recomputed); one chunk of logits
     blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
     kept = 2 if cfg.train.checkpoint_activations else 18
     state = 4 * parameters * (5 if cfg.optim.ema else 4)
     if cfg.train.strategy == "fsdp":
         state //= world.size
-    activations = rows * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
+    activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
     return {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
@@ -135,9 +125,9 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
         "row_length": cfg.model.length,
         "steps": cfg.train.steps,
         "tokens": tokens,
-        "epochs": round(all_rows / len(data.train), 3),
+        "epochs": round(sequences / len(data.train), 3),
         "processes": world.size,
-        "micro_batches": micro_batches(cfg, world),
+        "micro_batches": micro_batches(cfg.train, world),
         "training_flops": flops * tokens,
         "memory_gib_estimate": round((state + activations) / 2**30, 2),
         "precision": world.precision,
@@ -146,41 +136,9 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
 
 
 def show(facts: dict[str, float | int | str]) -> str:
+    """The facts of a plan, one a line."""
     lines = []
     for key, value in facts.items():
         text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
         lines.append(f"  {key.replace('_', ' '):20} {text}")
     return "\n".join(lines)
-
-
-@contextmanager
-def claimed_run_folder(out: str, world: World) -> Iterator[Path]:
-    """The run folder, for one run at a time: two would write into each other's checkpoints. The system gives the claim
-    back when a process dies. A folder that stayed empty is removed."""
-    run = writable_folder("out", Path(out))
-    if not world.is_main:
-        yield run
-        return
-    path = run / ".claim"
-    with open(path, "a+") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(
-                f"out={out!r} is in use by process {file.read().strip() or '?'}; wait for it, or use another out="
-            ) from None
-        except (ImportError, OSError):  # a system or a file system without locks
-            pass
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        try:
-            yield run
-        finally:
-            if list(run.iterdir()) == [path]:
-                with suppress(OSError):
-                    path.unlink()
-                    run.rmdir()

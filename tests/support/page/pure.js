@@ -6,6 +6,7 @@ async () => {
     const { thin, ticks, tickStep } = await import("/static/plot.js");
     const { DEFAULTS, bodyFor, unknownName } = await import("/static/state.js");
     const { pace } = await import("/static/player.js");
+    const { expectedFrames, makeTape, totalSteps } = await import("/static/frames.js");
     const { level, maskShape, rareClass } = await import("/static/cells.js");
     const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
@@ -46,6 +47,12 @@ async () => {
             && unknownName({ model: "a", sampler: "t" }, [{ id: "a", samplers: ["s"] }]) === "the sampler t for a",
         "ticks": same(ticks(64), [0, 20, 40, 60]) && same(ticks(1), [0, 1]) && tickStep(100) === 20,
         "thinning keeps the last": thin(Array.from({ length: 1000 }, (_, i) => i)).at(-1) === 999,
+        "frames to expect": (() => {
+            const start = { tokens: [1, null, null], texts: [], fixed: [], steps: 8, steps_matter: true, writes_once: true };
+            const remasks = { ...start, writes_once: false }, oneByOne = { ...start, steps_matter: false };
+            return same([start, remasks, oneByOne].map(expectedFrames), [2, 8, 2])
+                && same([start, remasks, oneByOne].map((s) => totalSteps(makeTape(s))), [8, 8, 2]);
+        })(),
         "pace": pace(1) === 140 && pace(100000) === 16 && pace(90, 2) === 50,
         "confidence": level(0) === 0 && level(0.55) === 5 && level(1) === 9,
         "a mask takes the room of its token": same(maskShape(" the"), { before: 1, width: 3, tail: "" }) && maskShape("\n  ").tail === "\n  ",

@@ -2,7 +2,7 @@
 import { makeCanvas } from "./canvas.js";
 import { append, finish, makeTape, totalSteps } from "./frames.js";
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
+export const percent = (fraction) => `${Math.round(fraction * 100)} %`;
 
 /** What is said of a tape at one state: "step 12 of 64, 11 evaluations, 40 % masked". */
 export function describe(tape, state) {

@@ -87,24 +87,22 @@ export function stateAt(tape, k) {
   };
 }
 
-// These draw one hole in each step, whatever number of steps is asked for.
-const ONE_BY_ONE = new Set(["first-hitting", "autoregressive"]);
+const countHoles = (tokens) => tokens.filter((id) => id === null).length;
 
-/** Steps of the whole run; some samplers add a few to what was asked for. */
+/** Steps of the whole run: some samplers draw one hole in each, whatever is asked for, and some add a few. */
 export function totalSteps(tape) {
-  const { sampler, steps, tokens } = tape.start;
-  const planned = ONE_BY_ONE.has(sampler) ? tokens.filter((id) => id === null).length : steps;
-  return Math.max(1, planned || 0, tape.frames.at(-1)?.step ?? 0);
+  const { steps, steps_matter, tokens } = tape.start;
+  return Math.max(1, steps_matter ? steps : countHoles(tokens), tape.frames.at(-1)?.step ?? 0);
 }
 
 /** Frames to expect: a sampler that never masks again needs no more than there are holes. */
-export function expectedFrames({ sampler, steps, tokens }) {
-  const holes = tokens.filter((id) => id === null).length;
-  if (ONE_BY_ONE.has(sampler)) return holes;
-  return /^(remdm|forward|dfm)/.test(sampler) ? steps : Math.min(steps, holes);
+export function expectedFrames({ steps, steps_matter, writes_once, tokens }) {
+  const holes = countHoles(tokens);
+  if (!steps_matter) return holes;
+  return writes_once ? Math.min(steps, holes) : steps;
 }
 
-/** Points of the plot: [step, masked share, evaluations], one for each index. */
+/** Points of the plot: [step, masked fraction, evaluations], one for each index. */
 export function curve(tape) {
   return [[0, 1, 0], ...tape.frames.map((f) => [f.step, f.masked, f.nfe])];
 }

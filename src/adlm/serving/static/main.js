@@ -29,7 +29,7 @@ const form = makeForm($("form"), (name) => {
 const notice = makeNotice($("notice"), $("unlock"), () => (form.models().length ? start(last ?? form.read()) : load()));
 const player = makePlayer({ show, changed }, () => stillness.matches);
 const plots = [
-  makePlot($("plot-masked"), { column: 1, label: "Share of masked tokens against steps", percent: true }, scrubTo),
+  makePlot($("plot-masked"), { column: 1, label: "Fraction of masked tokens against steps", percent: true }, scrubTo),
   makePlot($("plot-nfe"), { column: 2, label: "Network evaluations against steps" }, scrubTo),
 ];
 

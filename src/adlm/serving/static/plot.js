@@ -1,4 +1,4 @@
-// Two small line charts as SVG, in the look of the report: masked share and evaluations against steps.
+// Two small line charts as SVG, in the look of the report: masked fraction and evaluations against steps.
 import { curve, totalSteps } from "./frames.js";
 
 const WIDTH = 420, HEIGHT = 170, LEFT = 44, RIGHT = 10, TOP = 8, BOTTOM = 34;
@@ -32,7 +32,7 @@ function node(name, attributes = {}, text = "") {
   return made;
 }
 
-/** `column`: 1 for the masked share, 2 for evaluations. `onStep(step)` when the chart is clicked. */
+/** `column`: 1 for the masked fraction, 2 for evaluations. `onStep(step)` when the chart is clicked. */
 export function makePlot(root, { column, label, percent = false }, onStep) {
   const svg = node("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "chart", role: "img", "aria-label": label });
   root.append(svg);

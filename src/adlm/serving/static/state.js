@@ -9,7 +9,7 @@ export const DEFAULTS = Object.freeze({
 /** One line for each sampler: what the eye will see. */
 export const SAMPLER_NOTES = Object.freeze({
   "mdlm": "Reveals at random places; a token stays once drawn.",
-  "remdm-cap": "Masks a small share again at every step and corrects itself.",
+  "remdm-cap": "Masks a small fraction again at every step and corrects itself.",
   "remdm-rescale": "Masks again in proportion to what is possible at each step.",
   "remdm-conf": "Masks again where the model was unsure.",
   "remdm-loop": "Writes most of it, then masks and corrects in a loop, then finishes.",
@@ -27,7 +27,7 @@ export const SAMPLER_NOTES = Object.freeze({
 export const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
 const HOLE = /\[MASK(:\d+)?\]/;
 
-/** Body of /v1/frames for lane 0 or, in a comparison, lane 1: the same text, seed and cut, another sampler or model. */
+/** Body of /v1/frames for lane 0 or, in a comparison, lane 1: the same text, seed and filters, another sampler or model. */
 export function bodyFor(settings, lane = 0) {
   const second = lane === 1;
   const body = {

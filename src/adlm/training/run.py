@@ -1,0 +1,268 @@
+"""A run: all that surrounds the gradient steps, for `adlm train` and `adlm reason train` alike.
+
+A `Run` owns the run folder, its checkpoints and how a stopped run resumes, the optimizers with EMA and gradient guard,
+the log, and the questions of a training loop: is it time to log, to validate, to sample, to save, to stop? What a batch
+is, and what a validation measures, is up to the loop. The host waits for the device where a log line is written, and
+nowhere else between two steps.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adlm.data.tokenizers import Tokenizer
+from adlm.errors import require
+from adlm.io.paths import writable_folder
+from adlm.schema import Config, as_yaml
+from adlm.training.checkpoint import Checkpoints, changes, check_same_run, note, tensors
+from adlm.training.metrics import LogWindow, RunLog
+from adlm.training.optim import Ema, GradientGuard, Updater
+from adlm.training.parallel import Interruption, Step, World
+
+MAX_BAD_STEPS = 20
+"""A run stops when this many updates in a row were skipped for a non-finite or exploding gradient."""
+SampleHook = Callable[[dict[str, Tensor], Tokenizer, Config, int], str]
+"""(EMA weights, tokenizer, settings, step) -> a text."""
+
+
+class Run:
+    """One training run, from the moment its folder is claimed; leaving it completes what is being written.
+
+    `begin` gives it the module to train; only then do the parts exist that depend on it.
+    """
+
+    def __init__(self, cfg: Config, folder: Path, ranks: World, minutes: float = 0.0):
+        """`minutes`: training ends when they are over (0: no limit)."""
+        self.cfg, self.folder, self.ranks, self.minutes = cfg, folder, ranks, minutes
+        self.interruption = Interruption()
+        self.checkpoints = Checkpoints(folder, cfg.checkpoint, ranks)
+        self.log: RunLog | None = None
+        self.step = 0
+        """Optimizer steps taken."""
+        self.best, self.best_step = math.inf, None
+        """The best value that a validation found, lower is better, and when."""
+        self.bound: float | None = None
+        """The last validation bound."""
+        self.extra: dict[str, Any] = {}
+        """What else a checkpoint holds for the loop that uses this run (JSON)."""
+        self.stopped = self.out_of_time = False
+        self.resumed_step = self.checkpoints.newest_valid(set_aside=True) if cfg.checkpoint.resume else None
+        """The step of the checkpoint that this run continues from; None: it is a new run."""
+        require(
+            self.resumed_step is not None or not self.checkpoints.steps(),
+            f"{folder} holds checkpoints; use checkpoint.resume=true, or another out=",
+        )
+
+    def __enter__(self) -> "Run":
+        self.interruption.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.checkpoints.finish_writing()
+        self.interruption.__exit__(*exception)
+        if self.log is not None:
+            self.log.close()
+
+    # Start
+
+    def begin(
+        self,
+        module: Step,
+        tokenizer: Tokenizer,
+        plan: str,
+        flops_per_token: float | None = None,
+        fixed: tuple[str, ...] = ("model", "noise", "objective"),
+        free: tuple[str, ...] = (),
+    ) -> None:
+        """Make what updates `module`, and continue from the checkpoint that was found, if any.
+
+        `plan` is said at the start of a new run. `fixed`: sections of the settings that may not change when a run
+        resumes, but for the keys in `free`.
+        """
+        cfg, ranks = self.cfg, self.ranks
+        self.module, self.tokenizer = module, tokenizer
+        self.ema = Ema(module, cfg.optim.ema)
+        self.guard = GradientGuard(cfg.train.spike_factor, ranks.device)
+        self.updater = Updater(cfg.optim, module, self.ema, self.guard)
+        self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
+        if self.resumed_step is not None:
+            info = self.checkpoints.read_info(self.resumed_step)
+            check_same_run(info, cfg, tokenizer, fixed, free)
+            plan = f"resuming {self.folder} at step {info['step']}" + "".join(f"; {c}" for c in changes(info, cfg))
+            self.restore(info)
+        self.log = RunLog(self.folder, cfg, self.resumed_step, active=ranks.is_main)
+        self.was_finished = self.step >= cfg.train.steps
+        if self.was_finished:
+            self.log.say(f"{self.folder} is finished: step {self.step} of train.steps={cfg.train.steps}")
+        elif ranks.is_main:
+            (self.folder / "config.yaml").write_text(as_yaml(cfg))
+            self.log.say(plan)
+            if module.compiled:
+                self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
+        self.started = self.saved_at = time.monotonic()
+
+    def restore(self, info: dict[str, Any]) -> None:
+        """Tensors and counters of a checkpoint."""
+        state = self.state()
+        self.checkpoints.load(info["step"], state)
+        self.guard.restore(state["guard"]["state"])
+        self.window.restore(info["window"])
+        self.step, self.ema.n = info["step"], info["ema_n"]
+        self.best, self.best_step = math.inf if info["best"] is None else info["best"], info["best_step"]
+        self.bound, self.extra = info.get("bound"), info.get("extra", {})
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Every tensor of a checkpoint, by part and name: what to save, and where to load."""
+        return tensors(self.module, self.updater.optimizers, self.ema, self.guard)
+
+    # Per step
+
+    def update(self, rate: float, count: Tensor | float) -> None:
+        """Update the weights, at this fraction of the peak learning rate, and answer what it is time for. `count`:
+        tokens of the step, of all ranks."""
+        self.norm, self.learning_rate = self.updater(rate), rate * self.cfg.optim.lr
+        self.window.count = self.window.count + count  # not in place: the window keeps what it was
+        self.step += 1
+        self.out_of_time = 0 < 60 * self.minutes <= time.monotonic() - self.started
+        cfg, step = self.cfg.train, self.step
+        self.is_last = step == cfg.steps
+        self.is_time_to_log = self.is_last or step % cfg.log_every == 0
+        self.is_time_to_validate = self.is_last or (cfg.valid_every > 0 and step % cfg.valid_every == 0)
+        self.is_time_to_sample = cfg.sample_every > 0 and step % cfg.sample_every == 0
+
+    def reset_optimizer(self) -> None:
+        """Forget all moments."""
+        self.updater = Updater(self.cfg.optim, self.module, self.ema, self.guard)
+
+    @property
+    def ends(self) -> bool:
+        """No further step is to be taken."""
+        return self.step >= self.cfg.train.steps or self.stopped or self.out_of_time
+
+    def log_if_due(self, **more: float) -> None:
+        """Write the means since the last log line, with `more` behind them."""
+        assert self.log is not None
+        if self.is_time_to_log:
+            values = self.window.read(self.norm, self.learning_rate, self.guard) | more
+            self.log.write("train", self.step, values)
+            self.log.line(self.step, self.cfg.train.steps, values)
+            if self.guard.in_a_row.item() >= MAX_BAD_STEPS:
+                raise ValueError(
+                    f"stopped at step {self.step}: the last {int(self.guard.in_a_row)} updates were skipped for bad"
+                    " gradients; lower optim.lr or raise train.spike_factor"
+                )
+        self.log.advance(self.step)
+
+    def record_validation(self, values: Mapping[str, float | str], message: str, score: float | None) -> None:
+        """`score`: by which the best checkpoint is chosen, lower is better; None: this one is no candidate."""
+        assert self.log is not None
+        self.log.write("valid", self.step, values)
+        self.log.say(message)
+        if score is not None and score < self.best:
+            self.best, self.best_step = score, self.step
+        self.window.restart()
+
+    def show_sample(self, sample: SampleHook) -> None:
+        """Record a text of the EMA weights, so that people see what the numbers mean."""
+        assert self.log is not None
+        weights = self.ema.whole()
+        if self.ranks.is_main:
+            try:
+                text = sample(weights, self.tokenizer, self.cfg, self.step)
+            except (ValueError, torch.OutOfMemoryError) as error:  # a picture of the run, and not the run
+                reason = str(error).splitlines()[0]
+                self.log.say(f"step {self.step}: warning: no sample: {reason}; training continues")
+            else:
+                self.log.write("sample", self.step, {"text": text})
+                self.log.say(f"step {self.step}: sample\n{text}")
+        self.window.restart()
+
+    def save_if_due(self) -> None:
+        """Save at intervals of steps and of time, where a validation found the best weights, and at the end. Afterwards
+        `stopped` says whether a signal has asked to stop."""
+        cfg, ranks = self.cfg.checkpoint, self.ranks
+        late = bool(cfg.minutes) and time.monotonic() - self.saved_at > 60 * cfg.minutes
+        # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own clock
+        asked = ranks.size == 1 or ranks.device.type == "cpu" or self.step % 10 == 0
+        self.stopped, late = asked and ranks.any(self.interruption.requested), asked and ranks.any(late)
+        improved = cfg.best and self.best_step == self.step
+        if self.ends or late or improved or self.step % cfg.every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint; beside training, unless the run ends: then a failure is raised and not only reported."""
+        info = {
+            "step": self.step,
+            "best": None if math.isinf(self.best) else self.best,
+            "best_step": self.best_step,
+            "bound": self.bound,
+            "ema_n": self.ema.n,
+            "window": self.window.state(),
+            "tokenizer": self.tokenizer.fingerprint,
+            "config": asdict(self.cfg),
+        }
+        if self.extra:
+            info["extra"] = self.extra
+        try:
+            self.checkpoints.save(self.state(), info, wait=self.ends)
+        except OSError as error:
+            if self.ends:
+                raise
+            if self.ranks.is_main:
+                note(f"warning: {error}; training continues")
+        self.saved_at = time.monotonic()
+        self.window.restart()
+
+    # End
+
+    @property
+    def was_interrupted(self) -> bool:
+        """A signal ended the run before its last step."""
+        return self.stopped and self.step < self.cfg.train.steps
+
+    def say_interrupted(self) -> None:
+        assert self.log is not None
+        self.log.close()
+        if self.ranks.is_main:
+            note(f"stopped by a signal at step {self.step}; the same command resumes there")
+
+
+@contextmanager
+def claimed_run_folder(out: str, ranks: World) -> Iterator[Path]:
+    """The run folder, for one run at a time: two would write into each other's checkpoints. The system gives the claim
+    back when a process dies. A folder that stayed empty is removed."""
+    folder = writable_folder("out", Path(out))
+    if not ranks.is_main:
+        yield folder
+        return
+    path = folder / ".claim"
+    with open(path, "a+") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"out={out!r} is in use by process {file.read().strip() or '?'}; wait for it, or use another out="
+            ) from None
+        except (ImportError, OSError):  # a system or a file system without locks
+            pass
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield folder
+        finally:
+            if list(folder.iterdir()) == [path]:
+                with suppress(OSError):
+                    path.unlink()
+                    folder.rmdir()
