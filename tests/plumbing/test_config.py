@@ -206,8 +206,6 @@ BAD = [
     ("train.cuda_graphs=true train.batch_size=4", "all sequences of a step at once: train.batch_size=512, not 4"),
     ("train.cuda_graphs=true train.strategy=fsdp", "needs whole weights in one place"),
     ("train.cuda_graphs=true train.checkpoint_activations=true", "cannot record train.checkpoint_activations"),
-    ("algo=ar objective.gamma=0.1", "plain AR has no anchors"),
-    ("algo=ar objective.gamma_end=0.1", "plain AR has no anchors"),
     ("objective.time_density_a=0.5", "objective.time_density_a=0.5 must be at least 1"),
     ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
     ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),
