@@ -2,7 +2,7 @@
 
 Lower layers take one section (`build_model(cfg.model, ...)`), never the whole tree; `config.py` fills the tree from
 YAML groups and the command line. Classes stay mutable because OmegaConf composes onto them; treat them as read-only
-after `config.load`. The string under a field is its help text.
+after `config.load`. The string under a field is its help text. `check` holds the rules that join several fields.
 """
 
 import json
@@ -94,9 +94,7 @@ class ModelConfig:
 
 @dataclass
 class NoiseConfig:
-    name: Annotated[str, Choices(("loglinear", "linear", "geometric", "cosine", "cosine-squared", "polynomial"))] = (
-        "loglinear"
-    )
+    name: Annotated[str, Choices(tables.SCHEDULES)] = "loglinear"
     """Masking schedule: loglinear, linear, geometric, cosine, cosine-squared or polynomial."""
     eps: FractionBelowOne = 1e-3
     """Smallest kept probability at t=1 (loglinear, cosine, ...)."""
@@ -107,6 +105,13 @@ class NoiseConfig:
     power: Positive = 2.0
     """Polynomial schedule: alpha = 1 - (1-eps) t^power."""
 
+    def check(self) -> None:
+        """Refuse values that no schedule can be made from together."""
+        require(
+            self.sigma_min < self.sigma_max,
+            f"noise.sigma_min={self.sigma_min} must be below noise.sigma_max={self.sigma_max}",
+        )
+
 
 @dataclass
 class ObjectiveConfig:
@@ -115,33 +120,59 @@ class ObjectiveConfig:
     gamma: NotNegative = 3e-3
     """Weight of the anchor term (0: plain NELBO through both stages)."""
     gamma_warmup: Fraction = 3e-3
-    """Share of the run over which gamma rises linearly from 0 (0: constant)."""
+    """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
     gamma_end: Annotated[float, Range(low=0, also=-1)] = -1.0
     """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
-    anchor_rule: Annotated[str, Choices(("count", "common", "rarity", "all", "loss", "none"))] = "count"
-    """Which tokens are anchors: count (at most tau times in its row), common (more often), rarity (corpus frequency),
-    all, loss (hard), none."""
+    anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
+    """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or none."""
     tau: Count = 5
-    """count rule: a token is an anchor if it occurs at most tau times in its own row (common rule: more often)."""
-    rarity: PositiveFraction = 1e-4
-    """rarity rule: a token is an anchor if its share of the training corpus is at most this."""
-    hard: Positive = 4.0
-    """loss rule: a token is an anchor if the anchor network's cross-entropy there is at least this many nats."""
+    """count rule: a token is an anchor if it occurs at most tau times in its own sequence (common rule: more often)."""
     anchor_positions: Annotated[str, Choices(("all", "masked"))] = "all"
     """all: every anchor carries the anchor loss (the release); masked: only masked ones."""
     anchor_fraction: PositiveFraction = 1.0
-    """Share of the anchors, drawn anew at every step, that carries the anchor loss for all of them: 0.25 makes it cost
-    a quarter, and right on average."""
+    """Fraction of the anchors, drawn anew at every step, that carries the anchor loss for all of them: 0.25 makes it
+    cost a quarter, and keeps it right on average."""
     T: WholeNumber = 0
     """Number of discrete time steps of the bound; 0 is continuous time."""
-    time_density_a: AtLeastOne = 1.0
-    """Training times are drawn from Beta(a, b); (1, 1) is the bound, anything else a deliberate reweighting."""
-    time_density_b: AtLeastOne = 1.0
-    """See time_density_a."""
+    time_density: AtLeastOne = 1.0
+    """Training times are drawn from Beta(a, a) with this a; 1 is the bound, anything else a deliberate reweighting."""
     time_density_anneal: Fraction = 0.0
-    """Share of the run after which times are uniform again, reached linearly (0: never annealed)."""
+    """Fraction of the run after which times are uniform again, reached linearly (0: never annealed)."""
     sampling_eps: FractionBelowOne = 1e-3
     """Smallest time visited."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuse values that do not fit each other or the model. An objective of another package is loaded, and asked:
+        it states its own rules."""
+        require(
+            self.gamma_end < 0 or self.gamma_warmup < 1,
+            "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
+        )
+        if self.name not in tables.OBJECTIVES.entries:
+            return tables.OBJECTIVES.load(self.name, "objective.name").check(self, model)
+        require(
+            (self.name == "autoregressive") == model.causal,
+            f"objective.name={self.name} does not fit model.causal={str(model.causal).lower()}: "
+            + ("autoregressive needs a causal model (algo=ar or a2r)" if not model.causal
+               else "a causal model needs objective.name=autoregressive"),
+        )  # fmt: skip
+        require(
+            self.name != "anelbo" or model.anchored,
+            "objective.name=anelbo needs model.anchored=true (algo=adlm); without anchors choose objective.name=nelbo",
+        )
+        require(
+            self.name not in ("d3pm", "score-entropy") or not model.anchored,
+            f"objective.name={self.name} is a baseline without anchors: set model.anchored=false (algo=d3pm or sedd)",
+        )
+        require(
+            self.name != "d3pm" or self.T >= 1,
+            "objective.name=d3pm is a discrete-time bound: set objective.T, e.g. 1000",
+        )
+        require(
+            self.T == 0 or self.name in ("nelbo", "d3pm"),
+            f"objective.T={self.T} (discrete time) exists for nelbo and d3pm; objective.name={self.name} needs"
+            " objective.T=0",
+        )
 
 
 @dataclass
@@ -291,28 +322,7 @@ class EvalConfig:
 
 @dataclass
 class SamplingConfig:
-    sampler: Annotated[
-        str,
-        Choices(
-            (
-                "mdlm",
-                "remdm-cap",
-                "remdm-rescale",
-                "remdm-conf",
-                "remdm-loop",
-                "forward-backward",
-                "dfm",
-                "first-hitting",
-                "confidence",
-                "entropy",
-                "anchor-first",
-                "analytic",
-                "score",
-                "ddpm",
-                "autoregressive",
-            )
-        ),
-    ] = "mdlm"
+    sampler: Annotated[str, Choices(tables.SAMPLERS)] = "mdlm"
     """A name of the samplers table (`adlm config sampling.sampler=list`)."""
     steps: Count = 256
     """Number of steps T from all masks to none."""
@@ -331,7 +341,7 @@ class SamplingConfig:
     top_k: Annotated[int, Range(low=0, high=1 << 31, open_high=True)] = 0
     """Keep the k most probable tokens (0: all)."""
     min_p: FractionBelowOne = 0.0
-    """Keep tokens with at least this share of the most probable one's probability."""
+    """Keep tokens with at least this fraction of the most probable one's probability."""
     eta: Fraction = 0.02
     """Remasking strength in [0, 1] (remdm-cap, -rescale, -loop)."""
     t_on: InnerFraction = 0.55
@@ -339,13 +349,11 @@ class SamplingConfig:
     t_off: InnerFraction = 0.05
     """remdm-loop: time at which it ends."""
     alpha_on: InnerFraction = 0.9
-    """remdm-loop: share of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
+    """remdm-loop: fraction of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
     threshold: NotNegative = 0.9
     """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
-    grid: str = ""
-    """File of `adlm profile`: short steps where predictions change fast (mdlm, remdm-cap, remdm-rescale)."""
     parity: Annotated[str, Choices(("", "release"))] = ""
-    """release: the public release's nucleus cut, step grid and final argmax; empty: ours."""
+    """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
     guidance: Annotated[float, Range(low=0, high=100)] = 0.0
     """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: WholeNumber = 0
@@ -360,6 +368,23 @@ class SamplingConfig:
     """Words that must appear, separated by commas; each is placed where the model finds it likely."""
     stop: bool = False
     """End each sample at its first end-of-text token."""
+
+    def check(self) -> None:
+        """Refuse values that are valid one by one, but not together. A sampler of another package is loaded, and asked:
+        it states its own rules in `Sampler.check`."""
+        if self.sampler not in tables.SAMPLERS.entries:
+            tables.SAMPLERS.load(self.sampler, "sampling.sampler").check(self)
+        if self.sampler != "remdm-loop":
+            return
+        require(
+            self.t_off < self.t_on,
+            f"sampling.t_off={self.t_off} must lie below sampling.t_on={self.t_on} for remdm-loop",
+        )
+        require(
+            self.eta * self.alpha_on <= 1 - self.alpha_on + 1e-12,
+            f"sampling.eta={self.eta} re-masks more than is revealed: remdm-loop needs eta * alpha_on <= 1 - alpha_on, "
+            f"so sampling.eta <= {(1 - self.alpha_on) / self.alpha_on:.4g} at sampling.alpha_on={self.alpha_on}",
+        )
 
 
 @dataclass

@@ -218,6 +218,49 @@ OBJECTIVES = Table(
     },
 )
 
+ANCHOR_RULES = Table(
+    "anchor_rules",
+    {
+        "count": "adlm.objectives.anchors:count",
+        "common": "adlm.objectives.anchors:common",
+        "all": "adlm.objectives.anchors:every",
+        "none": "adlm.objectives.anchors:none",
+    },
+)
+
+SCHEDULES = Table(
+    "schedules",
+    {
+        "loglinear": "adlm.diffusion.schedules:LogLinear",
+        "linear": "adlm.diffusion.schedules:Linear",
+        "geometric": "adlm.diffusion.schedules:Geometric",
+        "cosine": "adlm.diffusion.schedules:Cosine",
+        "cosine-squared": "adlm.diffusion.schedules:CosineSquared",
+        "polynomial": "adlm.diffusion.schedules:Polynomial",
+    },
+)
+
+SAMPLERS = Table(
+    "samplers",
+    {
+        "mdlm": "adlm.samplers.scheduled:Mdlm",
+        "remdm-cap": "adlm.samplers.scheduled:RemdmCap",
+        "remdm-rescale": "adlm.samplers.scheduled:RemdmRescale",
+        "remdm-loop": "adlm.samplers.scheduled:RemdmLoop",
+        "remdm-conf": "adlm.samplers.reading:RemdmConf",
+        "forward-backward": "adlm.samplers.scheduled:ForwardBackward",
+        "dfm": "adlm.samplers.scheduled:Dfm",
+        "ddpm": "adlm.samplers.scheduled:Ddpm",
+        "analytic": "adlm.samplers.scheduled:Analytic",
+        "score": "adlm.samplers.reading:ScoreSampler",
+        "first-hitting": "adlm.samplers.scheduled:FirstHitting",
+        "autoregressive": "adlm.samplers.scheduled:LeftToRight",
+        "confidence": "adlm.samplers.reading:Confidence",
+        "entropy": "adlm.samplers.reading:Entropy",
+        "anchor-first": "adlm.samplers.reading:AnchorFirst",
+    },
+)
+
 TASKS = Table(
     "tasks",
     {

@@ -8,11 +8,9 @@ from chance import LEVEL, chi_square
 from adlm.diffusion.absorbing import (
     mask_tokens,
     posterior,
-    remasking_posterior,
     reveal_probability,
     sigma_max,
     subs,
-    transition,
 )
 from adlm.diffusion.categorical import gumbel_argmax
 from adlm.diffusion.uniforms import Stream, uniforms
@@ -28,11 +26,11 @@ def random_prediction(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("alpha_t", "alpha_s"), [(0.0, 0.3), (0.2, 0.5), (0.5, 1.0), (0.9, 0.95)])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_posteriors_are_distributions(alpha_t, alpha_s, share):
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_posteriors_are_distributions(alpha_t, alpha_s, fraction):
     z = torch.tensor([[0, 1, MASK], [MASK, MASK, 3]])
-    sigma = share * sigma_max(alpha_s, alpha_t)
-    q = remasking_posterior(z, random_prediction(2, 3), alpha_s, alpha_t, sigma, MASK)
+    sigma = fraction * sigma_max(alpha_s, alpha_t)
+    q = posterior(z, random_prediction(2, 3), alpha_s, alpha_t, MASK, sigma)
     assert (q >= 0).all()
     torch.testing.assert_close(q.sum(-1), torch.ones(2, 3, dtype=torch.float64))
 
@@ -41,7 +39,6 @@ def test_no_remasking_is_eq_2():
     z = torch.tensor([[0, MASK, MASK]])
     p = random_prediction(1, 3)
     q = posterior(z, p, 0.7, 0.2, MASK)
-    assert torch.equal(q, remasking_posterior(z, p, 0.7, 0.2, 0.0, MASK))
     expected = p[0, 1] * (0.7 - 0.2) / (1 - 0.2)
     expected[MASK] = (1 - 0.7) / (1 - 0.2)
     torch.testing.assert_close(q[0, 1], expected)
@@ -55,35 +52,24 @@ def test_sigma_max_is_the_largest_that_works():
     assert reveal_probability(0.9, 0.5, sigma_max(0.9, 0.5)).item() == pytest.approx(1.0)
     z, p = torch.tensor([MASK]), random_prediction(1)
     with pytest.raises(ValueError, match="sigma_t must lie"):
-        remasking_posterior(z, p, 0.9, 0.5, 0.21, MASK)
+        posterior(z, p, 0.9, 0.5, MASK, 0.21)
 
 
 @pytest.mark.parametrize(("s", "t"), [(0.1, 0.4), (0.5, 0.6), (0.0, 1.0), (0.3, 1.0)])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_posterior_composed_with_marginal_is_the_earlier_marginal(s, t, share):
-    """q(z_t|x) then Eq. 6 with the true x gives q(z_s|x) for every sigma_t: the law that makes remasking sound."""
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_posterior_composed_with_marginal_is_the_earlier_marginal(s, t, fraction):
+    """q(z_t|x) then Eq. 6 with the true x gives q(z_s|x) for every sigma_t: the law that makes remasking valid."""
     n, alpha_s, alpha_t = 200_000, 1 - s, 1 - t
     x0 = (torch.arange(n) % (V - 1)).view(n, 1)
     z_t = mask_tokens(x0, uniforms(1, Stream.MASK, torch.arange(n)).view(n, 1), alpha_t, MASK)
     x_onehot = torch.nn.functional.one_hot(x0, V).double()
-    q = remasking_posterior(z_t, x_onehot, alpha_s, alpha_t, share * sigma_max(alpha_s, alpha_t), MASK)
+    q = posterior(z_t, x_onehot, alpha_s, alpha_t, MASK, fraction * sigma_max(alpha_s, alpha_t))
     z_s = gumbel_argmax(q.log(), uniforms(1, Stream.TOKEN, torch.arange(n)[:, None, None], torch.arange(V)))
     counts = np.histogram2d(x0.numpy().ravel(), z_s.numpy().ravel(), bins=[V - 1, V], range=[[0, V - 1], [0, V]])[0]
     expected = np.zeros((V - 1, V))
     expected[:, MASK] = (1 - alpha_s) / (V - 1)
     expected[np.arange(V - 1), np.arange(V - 1)] = alpha_s / (V - 1)
     assert chi_square(counts, expected) > LEVEL
-
-
-def test_transition_composed_with_marginal_is_the_later_marginal():
-    n = 400_000
-    x0 = (torch.arange(n) % 4)[:, None]
-    z_s = mask_tokens(x0, uniforms(2, Stream.MASK, 0, torch.arange(n))[:, None], 0.8, MASK)
-    z_t = transition(z_s, uniforms(2, Stream.MASK, 1, torch.arange(n))[:, None], 0.8, 0.3, MASK)
-    kept = int((z_t == x0).sum())
-    assert chi_square([kept, n - kept], [0.3, 0.7]) > LEVEL
-    assert ((z_t == x0) | (z_t == MASK)).all()
-    assert (z_t[z_s == MASK] == MASK).all()
 
 
 def test_forward_marginals_of_the_papers_toy():
@@ -131,7 +117,7 @@ def test_subs_passes_gradients_to_masked_positions_only():
     assert (logits.grad[0, 1, :MASK] != 0).all()
 
 
-def test_rows_may_have_their_own_times():
+def test_sequences_may_have_their_own_times():
     z, p = torch.tensor([[MASK, 0], [MASK, 1]]), random_prediction(2, 2)
     alpha_s, alpha_t = torch.tensor([0.5, 0.9]).double(), torch.tensor([0.2, 0.4]).double()
     q = posterior(z, p, alpha_s, alpha_t, MASK)

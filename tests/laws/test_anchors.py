@@ -14,8 +14,9 @@ from adlm import cli
 from adlm.evaluation import anchors
 from adlm.evaluation.anchor_report import read_text
 from adlm.evaluation.anchors import Guesses, Reading, read_levels, windows
-from adlm.objectives.anchors import ANCHOR_RULES, describe_anchors, describe_rule, for_texts, make_anchor_rule
+from adlm.objectives.anchors import describe_anchors, describe_rule, for_texts
 from adlm.schema import ObjectiveConfig
+from adlm.tables import ANCHOR_RULES
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
@@ -47,7 +48,7 @@ def test_tallies_of_networks_that_are_known(monkeypatch):
     monkeypatch.setattr(anchors, "read_hidden", read)
     monkeypatch.setattr(anchors, "FRACTIONS", (1 / 7, 1.0))
     tokens = torch.tensor([0, 1, 1, 2, 3, 3, 4, 5])  # anchors at tau=1: 0 (not maskable), 2, 4, 5
-    rule = make_anchor_rule(ObjectiveConfig(tau=1))
+    rule = ObjectiveConfig(tau=1)
     one, all_ = read_levels(Model(), rule, [tokens], draws=1, seed=0)  # type: ignore[arg-type]
     for level in (one, all_):
         anchor = level.as_dict()["anchor"]
@@ -86,9 +87,11 @@ def test_the_command_tells_and_writes(folder, tmp_path, capsys):
     assert "b" not in document.tags
 
 
-@pytest.mark.parametrize("rule", sorted(set(ANCHOR_RULES) - {"rarity"}))  # which needs the corpus of the training
+@pytest.mark.parametrize(
+    "rule", sorted({*ANCHOR_RULES.entries, "loss", "rarity"})
+)  # two of them are of earlier versions
 def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
-    """What no text tells by itself (hard for a network in training, none) is answered by the paper's rule."""
+    """Where the rule chooses no tokens (all, none), or is there no more, the paper's rule is shown."""
     folder = export(tmp_path / "export")
     info = json.loads((folder / "config.json").read_text())
     info["objective"] |= {"anchor_rule": rule, "tau": 1}
@@ -96,7 +99,7 @@ def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
     assert cli.main(["anchors", str(folder), "hello", f"out={tmp_path / 'a.json'}"]) == 0
     result = json.loads((tmp_path / "a.json").read_text())
     often, anchors = ("more than", 2) if rule == "common" else ("at most", 3)
-    assert result["anchors"] == anchors and result["rule"] == f"tokens that occur {often} 1 time in their row"
+    assert result["anchors"] == anchors and result["rule"] == f"tokens that occur {often} 1 time in their sequence"
 
 
 def test_text_comes_from_words_files_or_standard_input(tmp_path, monkeypatch):
@@ -123,7 +126,7 @@ def test_models_without_an_anchor_network_are_refused(tmp_path, capsys):
 
 def test_a_model_of_common_anchors_shows_those():
     cfg = ObjectiveConfig(anchor_rule="common", tau=2)
-    assert for_texts(cfg) is cfg and describe_rule(cfg) == "tokens that occur more than 2 times in their row"
+    assert for_texts(cfg) is cfg and describe_rule(cfg) == "tokens that occur more than 2 times in their sequence"
     assert for_texts(replace(cfg, anchor_rule="all")).anchor_rule == "count"
 
 
@@ -134,6 +137,6 @@ def test_anchors_in_words():
     assert describe_anchors(replace(cfg, gamma=0.0)) == "none"
     assert describe_anchors(replace(cfg, gamma=0.0, gamma_end=0.1)) == describe_anchors(cfg)
     everywhere = ObjectiveConfig(tau=1)
-    assert describe_anchors(everywhere) == "tokens that occur at most 1 time in their row"
-    for rule in ANCHOR_RULES:
+    assert describe_anchors(everywhere) == "tokens that occur at most 1 time in their sequence"
+    for rule in ANCHOR_RULES.entries:
         assert describe_rule(replace(cfg, anchor_rule=rule))

@@ -2,21 +2,114 @@
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from chance import LEVEL, chi_square
-from dense_loop import DEFAULTS, analytic_finals, trajectories
+from dense_loop import DEFAULTS, Choose, Walk, analytic_finals, trajectories
 from toy import ToyModel
 
 from adlm.engine import Engine, Request
-from adlm.samplers import SAMPLERS, make_plan
+from adlm.samplers.base import make_sampler
 from adlm.samplers.rates import Rates
-from adlm.samplers.scheduled import Scheduled
+from adlm.samplers.scheduled import Mdlm, RemdmCap
 from adlm.schema import SamplingConfig
+from adlm.tables import SAMPLERS
 
 ROWS = 1500
+TAU = 5  # anchor-first: a token is rare up to this expected count
+
+
+# References of the samplers that are not made of rates
+
+
+def remdm_conf(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
+    walk.remember = True
+    for i in range(c.steps):
+        t, s = (c.steps - i) / c.steps, (c.steps - i - 1) / c.steps
+        top = 1.0 if t == 1 else min(1.0, s / (1 - t))
+
+        def choose(z, memory, t=t, s=s, top=top):
+            weights = {l: math.exp(-memory[l]) for l in walk.holes if memory[l] is not None}
+            remask = {l: top * w / sum(weights.values()) for l, w in weights.items()}
+            return walk.independent(z, (t - s) / t, lambda l: remask[l])
+
+        yield choose
+
+
+def first_hitting(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
+    for _ in walk.holes:
+        yield lambda z, memory: [(1 / len(walk.masked(z)), [l], []) for l in walk.masked(z)]
+
+
+def left_to_right(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
+    for l in walk.holes:
+        yield lambda z, memory, l=l: [(1.0, [l], [])]
+
+
+def ordered(walk: Walk, c: SamplingConfig, rank) -> Iterator[Choose]:
+    """rank(z, masked) -> (positions, best first; how many pass)."""
+    for i in range(c.steps):
+
+        def choose(z, memory, left=c.steps - i):
+            masked = walk.masked(z)
+            best, passing = rank(z, masked)
+            return [(1.0, sorted(best[: max(-(-len(masked) // left), passing)]), [])]
+
+        yield choose
+
+
+def confidence(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
+    def rank(z, masked):
+        sure = {l: max(walk.model.p(z)[l]) for l in masked}
+        return sorted(masked, key=lambda l: -sure[l]), sum(sure[l] >= c.threshold for l in masked)
+
+    return ordered(walk, c, rank)
+
+
+def entropy(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
+    def rank(z, masked):
+        H = {l: -sum(x * math.log(x) for x in walk.model.p(z)[l] if x > 0) for l in masked}
+        best, passing, total = sorted(masked, key=lambda l: H[l]), 0, 0.0
+        for l in best:
+            if total > c.threshold:
+                break
+            passing, total = passing + 1, total + H[l]
+        return best, passing
+
+    return ordered(walk, c, rank)
+
+
+def anchor_first(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
+    def rank(z, masked):
+        q, tokens = walk.model.anchor_p(z), range(walk.m)
+        count = [sum(t == v for t in z) + sum(q[l][v] for l in masked) for v in tokens]
+        score = {l: max(q[l][v] if count[v] <= TAU else 0.0 for v in tokens) for l in masked}
+        return sorted(masked, key=lambda l: -score[l]), 0
+
+    return ordered(walk, c, rank)
+
+
+REFERENCES = {
+    "remdm-conf": remdm_conf,
+    "first-hitting": first_hitting,
+    "autoregressive": left_to_right,
+    "confidence": confidence,
+    "entropy": entropy,
+    "anchor-first": anchor_first,
+}
+# `score` has a dense form of its own (`analytic_finals`); a new sampler made of rates needs no line here.
+SAMPLED = sorted(set(SAMPLERS.entries) - {"score"})
+
+
+def settings_of(sampler: str, T: int, **settings) -> SamplingConfig:
+    return SamplingConfig(sampler=sampler, steps=T, **(DEFAULTS | settings))
+
+
+def exact(model, start, sampler: str, T: int, record: bool = False, **settings) -> Walk:
+    return trajectories(model, start, settings_of(sampler, T, **settings), REFERENCES.get(sampler), record)
 
 
 class Recording(Engine):
@@ -34,7 +127,7 @@ class Recording(Engine):
 
 def sample(model, start, sampler: str, T: int, engine=None, **settings) -> list[tuple]:
     """Final rows of many requests."""
-    c = SamplingConfig(sampler=sampler, steps=T, **(DEFAULTS | settings))
+    c = settings_of(sampler, T, **settings)
     engine = engine or Engine(model, slots=500)
     results = list(engine.run(Request(list(start), c, seed=s) for s in range(ROWS)))
     if isinstance(engine, Recording):
@@ -54,25 +147,22 @@ def compare(observed: list, expected: dict) -> float:
     return chi_square([counts[k] for k in keys], [expected[k] for k in keys])
 
 
-NAIVE = sorted(set(SAMPLERS) - {"analytic", "score", "autoregressive"})
-
-
 @pytest.mark.parametrize("T", [1, 2, 4])
-@pytest.mark.parametrize("sampler", NAIVE)
+@pytest.mark.parametrize("sampler", SAMPLED)
 def test_final_rows(sampler, T, record_property):
     start = (2, 2) if sampler == "dfm" else (2, 2, 2)  # dfm takes many more steps than T
     model = ToyModel(vocab_size=3, length=len(start))
-    p = compare(sample(model, start, sampler, T), trajectories(model, start, sampler, T).finals())
+    p = compare(sample(model, start, sampler, T), exact(model, start, sampler, T).finals())
     record_property("p_value", p)
     assert p > LEVEL, (sampler, T, p)
 
 
-@pytest.mark.parametrize("sampler", NAIVE)
-def test_whole_trajectories(sampler, record_property):
+@pytest.mark.parametrize("sampler", SAMPLED)
+def test_whole_exact(sampler, record_property):
     """Which canvases the network sees at which steps, and the final row: the joint distribution."""
     model = ToyModel(vocab_size=3, length=2, seed=1)
     start, T = (2, 2), 2 if sampler == "dfm" else 3  # dfm takes many more steps than T
-    p = compare(sample_paths(model, start, sampler, T), trajectories(model, start, sampler, T, record=True).paths())
+    p = compare(sample_paths(model, start, sampler, T), exact(model, start, sampler, T, record=True).paths())
     record_property("p_value", p)
     assert p > LEVEL, (sampler, p)
 
@@ -83,7 +173,7 @@ def test_fixed_positions_are_kept_and_conditioned_on(sampler):
     start = (2, 1, 2, 0)
     finals = sample(model, start, sampler, 3)
     assert all(f[1] == 1 and f[3] == 0 for f in finals)
-    assert compare(finals, trajectories(model, start, sampler, 3).finals()) > LEVEL
+    assert compare(finals, exact(model, start, sampler, 3).finals()) > LEVEL
 
 
 @pytest.mark.parametrize("T", [1, 4])
@@ -98,10 +188,10 @@ def test_a_score_that_is_not_normalised_is_used_as_it_is(T):
     """Rates follow the sum of the ratios; a normalised score gives the analytic sampler, and only that one."""
     model = ToyModel(vocab_size=3, length=3, seed=3)
     start = (2, 2, 2)
-    exact = analytic_finals(model, start, T, normalised=False)
-    assert compare(sample(model, start, "score", T), exact) > LEVEL
+    expected = analytic_finals(model, start, T, normalised=False)
+    assert compare(sample(model, start, "score", T), expected) > LEVEL
     if T > 1:
-        assert compare(sample(model, start, "analytic", T), exact) < LEVEL, "the toy's score is far from normalised"
+        assert compare(sample(model, start, "analytic", T), expected) < LEVEL, "the toy's score is far from normalised"
     with torch.no_grad():
         others = torch.arange(model.vocab_size) != model.mask_id
         model.table -= model.table[..., others].logsumexp(-1, keepdim=True) - math.log(model.vocab_size - 1)
@@ -115,7 +205,7 @@ def test_no_remasking_is_mdlm(sampler):
     start = (3,) * 4
     ours = sample(model, start, sampler, 6, eta=0.0)
     if sampler == "remdm-loop":
-        expected = trajectories(model, start, "remdm-loop", 6, eta=0.0).finals()
+        expected = exact(model, start, "remdm-loop", 6, eta=0.0).finals()
         assert compare(ours, expected) > LEVEL
     else:
         assert Counter(ours) == Counter(sample(model, start, "mdlm", 6))
@@ -124,66 +214,64 @@ def test_no_remasking_is_mdlm(sampler):
 def test_first_hitting_is_mdlm_as_steps_grow():
     model = ToyModel(vocab_size=3, length=3, seed=5, scale=2.5)
     start = (2, 2, 2)
-    limit = trajectories(model, start, "first-hitting", 1).finals()
-    coarse, fine = (trajectories(model, start, "mdlm", T).finals() for T in (2, 200))
+    limit = exact(model, start, "first-hitting", 1).finals()
+    coarse, fine = (exact(model, start, "mdlm", T).finals() for T in (2, 200))
     distance = [sum(abs(d.get(k, 0) - limit[k]) for k in limit) for d in (coarse, fine)]
     assert distance[1] < 0.01 < 0.05 < distance[0]
     assert compare(sample(model, start, "mdlm", 2000), limit) > LEVEL
     assert compare(sample(model, start, "mdlm", 2), limit) < LEVEL
 
 
-def test_a_broken_plan_is_caught(monkeypatch):
-    """One probability off by two fifths in one step, and a remask forgotten: both show."""
+class Broken(RemdmCap):
+    """One probability is off by two fifths in one step."""
+
+    def step_rates(self, t, s):
+        reveal, remask = super().step_rates(t, s)
+        reveal[1] *= 0.6
+        return Rates(reveal, remask)
+
+
+class Forgetful(RemdmCap):
+    """Nothing is masked again."""
+
+    def step_rates(self, t, s):
+        reveal, remask = super().step_rates(t, s)
+        return Rates(reveal, remask * 0)
+
+
+@pytest.mark.parametrize("broken", [Broken, Forgetful])
+def test_a_broken_sampler_is_caught(monkeypatch, broken):
     model = ToyModel(vocab_size=3, length=2, seed=1)
     start = (2, 2)
-    exact = trajectories(model, start, "remdm-cap", 4, record=True)
-
-    def broken(change):
-        def make(c, schedule):
-            plan = make_plan.__globals__["_true"](c, schedule)
-            return Scheduled(plan.t, change(plan.rates))
-
-        return make
-
-    monkeypatch.setitem(make_plan.__globals__, "_true", SAMPLERS["remdm-cap"])
-
-    def off(rates):
-        reveal = rates.reveal.clone()
-        reveal[1] *= 0.6
-        return Rates(reveal, rates.remask)
-
-    for change in (off, lambda rates: Rates(rates.reveal, rates.remask * 0)):
-        monkeypatch.setitem(SAMPLERS, "remdm-cap", broken(change))
-        paths = sample_paths(model, start, "remdm-cap", 4)
-        counts = Counter(paths)
-        expected = exact.paths()
-        assert chi_square([counts[k] for k in expected], list(expected.values())) < 1e-6
+    expected = exact(model, start, "remdm-cap", 4, record=True).paths()
+    monkeypatch.setitem(SAMPLERS.targets, "remdm-cap", f"{__name__}:{broken.__name__}")
+    counts = Counter(sample_paths(model, start, "remdm-cap", 4))
+    assert chi_square([counts[k] for k in expected], list(expected.values())) < 1e-6
 
 
 def test_anchor_first_prefers_rare_tokens(monkeypatch):
-    """With a bound low enough to matter in a toy row, the order follows the expected counts."""
+    """With a bound low enough to matter in a toy sequence, the order follows the expected counts."""
     model, start = ToyModel(vocab_size=4, length=3, seed=6), (3, 3, 3)
-    usual = trajectories(model, start, "anchor-first", 3).finals()
-    monkeypatch.setattr("dense_loop.TAU", 0.9)
-    exact = trajectories(model, start, "anchor-first", 3).finals()
-    assert sum(abs(exact[k] - usual[k]) for k in exact) > 0.05
+    usual = exact(model, start, "anchor-first", 3).finals()
+    monkeypatch.setattr(f"{__name__}.TAU", 0.9)
+    expected = exact(model, start, "anchor-first", 3).finals()
+    assert sum(abs(expected[k] - usual[k]) for k in expected) > 0.05
     engine = Engine(model, slots=500, tau=0.9)  # type: ignore[arg-type]
-    assert compare(sample(model, start, "anchor-first", 3, engine=engine), exact) > LEVEL
+    assert compare(sample(model, start, "anchor-first", 3, engine=engine), expected) > LEVEL
 
 
-def test_release_parity_ends_with_argmax():
+class Waiting(Mdlm):
+    """Reveals nothing before the filling step."""
+
+    def step_rates(self, t, s):
+        return Rates(t * 0, t * 0)
+
+
+def test_release_parity_ends_with_argmax(monkeypatch):
     """parity=release: what is still masked at t = 1e-5 is filled with the most probable token, not drawn."""
     model = ToyModel(vocab_size=4, length=3)
-    plan = make_plan(SamplingConfig(sampler="mdlm", steps=4, parity="release"), Engine(model).schedule)
-    assert plan.greedy_fill
-    monkey = Scheduled(plan.t, Rates(plan.rates.reveal * 0, plan.rates.remask), plan.last_t, greedy_fill=True)
-    engine = Engine(model)
-    import adlm.engine.engine as module
-
-    original = module.make_plan
-    module.make_plan = lambda c, s: monkey
-    try:
-        rows = {tuple(r.tokens) for r in engine.run(Request([3, 3, 3], seed=s) for s in range(20))}
-    finally:
-        module.make_plan = original
-    assert rows == {tuple(int(np.argmax(p)) for p in model.p((3, 3, 3)))}
+    monkeypatch.setitem(SAMPLERS.targets, "mdlm", f"{__name__}:Waiting")
+    c = SamplingConfig(sampler="mdlm", steps=4, parity="release")
+    assert make_sampler(c, Engine(model).schedule).greedy_fill
+    filled = {tuple(r.tokens) for r in Engine(model).run(Request([3, 3, 3], c, seed=s) for s in range(20))}
+    assert filled == {tuple(int(np.argmax(p)) for p in model.p((3, 3, 3)))}

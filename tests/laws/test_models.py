@@ -18,8 +18,8 @@ from adlm.models.bridge import Bridge
 from adlm.models.layers import Norm, normalise
 from adlm.models.network import count_flops
 from adlm.models.transformer import Context, ResidualStream, draw_keys
-from adlm.objectives import Rows, loss, make_objective
-from adlm.objectives.base import Task, Term, only_rows, rounded, score_terms
+from adlm.objectives import Sequences, loss, make_objective
+from adlm.objectives.base import CorruptedBatch, Term, read_positions, rounded, sum_terms
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
 
 BRIDGES = ["linear", "none"]
@@ -90,10 +90,10 @@ def test_hidden_states_of_some_positions_are_those_of_all(options):
 def test_a_loss_that_reads_some_positions_has_the_gradients_of_one_that_runs_all(options):
     model = tiny_model(dtype=torch.float64, **options)
     anelbo = make_objective(ObjectiveConfig(name="anelbo", gamma=0.3), NoiseConfig(), model.mask_id, 1)
-    task = anelbo.draw(Rows(random_tokens(4, 12, 10), torch.arange(4), 4), 0, 0.5)
+    task = anelbo.corrupt(Sequences(random_tokens(4, 12, 10), torch.arange(4), 4), 0, 0.5)
     hidden = model(task.tokens_BL, task.sigma_B)
-    whole = score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task)
-    assert only_rows(task) is not None
+    whole = sum_terms(model, hidden, task)
+    assert read_positions(task) is not None
     results = []
     for found in (loss(model, task), loss(model, rounded(task)), whole):
         results.append([found.total, *torch.autograd.grad(found.total, model.parameters(), materialize_grads=True)])
@@ -104,13 +104,14 @@ def test_a_loss_that_reads_some_positions_has_the_gradients_of_one_that_runs_all
 
 @pytest.mark.parametrize("scored", [0, 1, 31, 32, 33, 100, 230])
 def test_a_round_number_of_positions_is_read_each_once_and_those_that_are_scored_first(scored):
-    rows_N = torch.randperm(256)[:scored].sort().values
-    term = Term("denoiser", rows_N, torch.zeros(scored, dtype=torch.long), torch.ones(scored))
-    read_M = only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": term})))
+    positions_N = torch.randperm(256)[:scored].sort().values
+    term = Term("denoiser", positions_N, torch.zeros(scored, dtype=torch.long), torch.ones(scored))
+    batch = CorruptedBatch(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": term})
+    read_M = read_positions(rounded(batch))
     assert len(read_M) % 32 == 0 and scored <= len(read_M) < scored + 32
-    assert torch.equal(read_M[:scored], rows_N) and len(set(read_M.tolist())) == len(read_M)
-    whole = term._replace(rows_N=torch.arange(240))
-    assert only_rows(rounded(Task(torch.zeros(4, 64, dtype=torch.long), None, 256, {"nelbo": whole}))) is None
+    assert torch.equal(read_M[:scored], positions_N) and len(set(read_M.tolist())) == len(read_M)
+    whole = term._replace(positions_N=torch.arange(240))
+    assert read_positions(rounded(batch._replace(terms={"nelbo": whole}))) is None
 
 
 def test_the_short_gelu_is_torch_s():
@@ -279,7 +280,9 @@ def test_a_bridge_of_another_package_trains_and_generates(monkeypatch):
     objective = make_objective(cfg.objective, cfg.noise, 10, seed=0)
     for step in range(3):
         optimizer.zero_grad()
-        loss(model, objective.draw(Rows(random_tokens(8, 12, 10), torch.arange(8), 8), step, 1.0)).total.backward()
+        loss(
+            model, objective.corrupt(Sequences(random_tokens(8, 12, 10), torch.arange(8), 8), step, 1.0)
+        ).total.backward()
         optimizer.step()
     assert model.bridge.gate.weight.abs().max() > 0
     for precision in ("fp32", "bf16"):
@@ -374,7 +377,7 @@ def test_recomputed_and_compiled_models_have_the_same_gradients(variant, monkeyp
     options = VARIANTS[variant] | {"n_blocks": 3, "n_denoiser_blocks": 3}
     model = tiny_model(dtype=torch.float64, **options).train()
     objective = make_objective(ObjectiveConfig(name="anelbo", gamma=0.3), NoiseConfig(), model.mask_id, 1)
-    task = objective.draw(Rows(random_tokens(4, 12, 10), torch.arange(4), 4), 0, 0.5)
+    task = objective.corrupt(Sequences(random_tokens(4, 12, 10), torch.arange(4), 4), 0, 0.5)
     graphs = []
 
     def gradients(model):
@@ -497,10 +500,10 @@ def test_no_block_is_born_dead(algo, recipe):
     objective = make_objective(cfg.objective, cfg.noise, 10, seed=0)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if ".blocks." in name}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    rows = Rows(random_tokens(8, 12, 10), torch.arange(8), 8)
+    rows = Sequences(random_tokens(8, 12, 10), torch.arange(8), 8)
     for step in range(6):
         optimizer.zero_grad()
-        loss(model, objective.draw(rows, step, 1.0)).total.backward()
+        loss(model, objective.corrupt(rows, step, 1.0)).total.backward()
         optimizer.step()
     still = [name for name, p in model.named_parameters() if name in before and torch.equal(p, before[name])]
     assert not still, still

@@ -1,17 +1,20 @@
-"""Plans without a network: formulas against the release's numbers, number of evaluations, and what they refuse."""
+"""Samplers without a network: formulas against the paper's and the release's numbers, number of evaluations, and what
+they refuse."""
 
 import numpy as np
 import pytest
 import torch
 from release import load
+from score_form import analytic_last_step, score_from_probs
 
 from adlm.diffusion.categorical import filter_logits
 from adlm.diffusion.schedules import LogLinear
-from adlm.diffusion.score import analytic_last_step, score_from_probs
-from adlm.samplers import SAMPLERS, make_plan, rates
-from adlm.samplers.looking import conf_remask
-from adlm.samplers.scheduled import Scheduled
+from adlm.samplers import rates
+from adlm.samplers.base import make_sampler
+from adlm.samplers.reading import conf_remask
+from adlm.samplers.scheduled import Mdlm, Scheduled
 from adlm.schema import SamplingConfig
+from adlm.tables import SAMPLERS
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def test_the_releases_nucleus_cut(fixture):
     p_x0, x_t, mask = fixture["samplers"]["p_x0"], fixture["samplers"]["x_t"], fixture["mask_index"]
     for t in ("0.7", "0.3"):
         masked = x_t[t] == mask
-        cut = filter_logits(p_x0[f"{t}/1.0"][masked].log(), top_p=0.9, release_cut=True).exp()
+        cut = filter_logits(p_x0[f"{t}/1.0"][masked].log(), top_p=0.9, release_nucleus=True).exp()
         torch.testing.assert_close(cut, p_x0[f"{t}/0.9"][masked], rtol=0, atol=1e-6)
 
 
@@ -95,28 +98,28 @@ def test_release_dfm_takes_the_releases_times(fixture):
 
 
 def events(name: str, L: int, seed: int = 0, **settings) -> list:
-    plan = make_plan(SamplingConfig(sampler=name, **settings), LogLinear())
-    assert not plan.looks
-    return list(plan.trajectory(np.arange(L), seed))
+    sampler = make_sampler(SamplingConfig(sampler=name, **settings), LogLinear())
+    assert not sampler.reads
+    return list(sampler.trajectory(np.arange(L), seed))
 
 
 def test_number_of_evaluations():
     """mdlm, L=1024, T=4096: T (1 - (1 - 1/T)^L) = 906 evaluations are expected, not 4096."""
-    plan = make_plan(SamplingConfig(sampler="mdlm", steps=4096), LogLinear())
-    nfe = [sum(1 for _ in plan.trajectory(np.arange(1024), seed)) for seed in range(30)]
+    sampler = make_sampler(SamplingConfig(sampler="mdlm", steps=4096), LogLinear())
+    nfe = [sum(1 for _ in sampler.trajectory(np.arange(1024), seed)) for seed in range(30)]
     assert np.mean(nfe) == pytest.approx(4096 * (1 - (1 - 1 / 4096) ** 1024), abs=5)
     assert len(events("first-hitting", 1024)) == 1024
     assert len(events("mdlm", 1024, steps=1)) == 1
 
 
-SCHEDULED = [n for n in SAMPLERS if n not in ("score", "remdm-conf", "confidence", "entropy", "anchor-first")]
+BLIND = [n for n in SAMPLERS.entries if not SAMPLERS.load(n).reads]
 
 
 @pytest.mark.parametrize("parity", ["", "release"])
-@pytest.mark.parametrize("name", SCHEDULED)
+@pytest.mark.parametrize("name", BLIND)
 def test_trajectories_are_consistent(name, parity):
     """Only masked positions are drawn, only visible ones masked, steps increase, and all ends revealed."""
-    if parity and name in ("first-hitting", "autoregressive"):
+    if parity and not SAMPLERS.load(name).in_release:
         pytest.skip("not in the release")
     visible = np.zeros(200, dtype=bool)
     last = -1
@@ -133,21 +136,21 @@ def test_trajectories_are_consistent(name, parity):
 
 
 @pytest.mark.parametrize("name", ["mdlm", "remdm-cap", "remdm-loop", "forward-backward", "dfm"])
-def test_share_of_masks_follows_the_schedule(name):
+def test_fraction_of_masks_follows_the_schedule(name):
     """Marginally a position is masked at time t with probability 1 - alpha: E of the number of masks at mid-time."""
     L, T, seeds = 400, 100, 20
-    plan = make_plan(SamplingConfig(sampler=name, steps=T), LogLinear())
-    assert isinstance(plan, Scheduled)
+    sampler = make_sampler(SamplingConfig(sampler=name, steps=T), LogLinear())
+    assert isinstance(sampler, Scheduled)
     masked = torch.ones(1, dtype=torch.float64)
     expected = []
-    for a, b in zip(*plan.rates):
+    for a, b in zip(*sampler.rates):
         masked = masked * (1 - a) + (1 - masked) * b
         expected.append(masked.item())
     half = len(expected) // 2
     share = []
     for seed in range(seeds):
         visible = np.zeros(L, dtype=bool)
-        reveal_step, revealed, remask_step, remasked = plan.changes(np.arange(L), seed)
+        reveal_step, revealed, remask_step, remasked = sampler.changes(np.arange(L), seed)
         order = np.argsort(np.concatenate([reveal_step, remask_step]), kind="stable")
         position, on = np.concatenate([revealed, remasked]), np.arange(len(order)) < len(revealed)
         for i in order:
@@ -159,35 +162,106 @@ def test_share_of_masks_follows_the_schedule(name):
 
 
 def test_same_seed_same_trajectory_and_positions_have_their_own_numbers():
-    plan = make_plan(SamplingConfig(sampler="remdm-loop", steps=64), LogLinear())
-    assert isinstance(plan, Scheduled)
+    sampler = make_sampler(SamplingConfig(sampler="remdm-loop", steps=64), LogLinear())
+    assert isinstance(sampler, Scheduled)
     few, many = np.arange(10), np.arange(50)
-    a, b = plan.changes(few, 5), plan.changes(many, 5)
+    a, b = sampler.changes(few, 5), sampler.changes(many, 5)
     keep = b[1] < 10
     assert sorted(zip(a[0], a[1])) == sorted(zip(b[0][keep], b[1][keep]))
-    assert [e.step for e in plan.trajectory(many, 5)] != [e.step for e in plan.trajectory(many, 6)]
+    assert [e.step for e in sampler.trajectory(many, 5)] != [e.step for e in sampler.trajectory(many, 6)]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"sampler": "remdm-lop"}, "did you mean 'remdm-loop'"),
-        ({"steps": 0}, "sampling.steps must be at least 1, got 0"),
-        ({"eta": 1.5}, "sampling.eta"),
-        ({"parity": "releas"}, "sampling.parity"),
         ({"sampler": "confidence", "parity": "release"}, "the release has no sampler 'confidence'"),
-        ({"sampler": "remdm-loop", "t_on": 0.1, "t_off": 0.5}, "sampling.t_off < sampling.t_on"),
-        ({"sampler": "remdm-loop", "eta": 0.5}, "must not exceed 1 - alpha_on"),
+        ({"sampler": "remdm-loop", "t_on": 0.1, "t_off": 0.5}, "sampling.t_off=0.5 must lie below sampling.t_on=0.1"),
+        ({"sampler": "remdm-loop", "eta": 0.5}, "re-masks more than is revealed"),
         ({"sampler": "remdm-loop", "alpha_on": 1.0}, "sampling.alpha_on"),
-        ({"sampler": "entropy", "threshold": -1}, "sampling.threshold"),
     ],
 )
 def test_bad_settings_are_answered(settings, message):
     with pytest.raises(ValueError, match=message):
-        make_plan(SamplingConfig(**settings), LogLinear())
+        make_sampler(SamplingConfig(**settings), LogLinear())
 
 
-def test_an_improper_plan_is_refused():
-    t = torch.tensor([1.0, 0.5], dtype=torch.float64)
+class Improper(Mdlm):
+    def step_rates(self, t, s):
+        return rates.Rates(t + 0.5, t * 0)
+
+
+def test_improper_rates_are_refused():
     with pytest.raises(ValueError, match="reveal probabilities must lie"):
-        Scheduled(t, rates.Rates(torch.tensor([0.5, 1.5]), torch.zeros(2)))
+        Improper(SamplingConfig(steps=2), LogLinear())
+
+
+# The formulas, one number at a time
+
+
+def sigma_max(a_s: float, a_t: float) -> float:
+    return 1.0 if a_t == 0 else min(1.0, (1 - a_s) / a_t)
+
+
+def eq6(alpha_s: float, alpha_t: float, sigma: float) -> tuple[float, float]:
+    """(probability that a masked position takes a token, that a visible one is masked)."""
+    return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
+
+
+def remdm_loop(t: float, s: float, c: SamplingConfig) -> tuple[float, float]:
+    if t > c.t_on:
+        grow = c.alpha_on / (1 - c.t_on)
+        return eq6((1 - max(s, c.t_on)) * grow, (1 - t) * grow, 0.0)
+    if t > c.t_off:
+        return eq6(c.alpha_on, c.alpha_on, c.eta)
+    shrink = (1 - c.alpha_on) / c.t_off
+    return eq6(1 - s * shrink, 1 - t * shrink, 0.0)
+
+
+def loglinear(t: float) -> float:
+    return 1 - (1 - 1e-3) * t
+
+
+# From the paper and the release's description, without the package's formulas: (t, s, settings) -> (reveal, remask).
+FORMULAS = {
+    "mdlm": lambda t, s, c: eq6(1 - s, 1 - t, 0.0),
+    "ddpm": lambda t, s, c: eq6(loglinear(s), loglinear(t), 0.0),
+    "analytic": lambda t, s, c: eq6(loglinear(s), loglinear(t), 0.0),
+    "remdm-cap": lambda t, s, c: eq6(1 - s, 1 - t, min(c.eta, sigma_max(1 - s, 1 - t))),
+    "remdm-rescale": lambda t, s, c: eq6(1 - s, 1 - t, c.eta * sigma_max(1 - s, 1 - t)),
+    "remdm-conf": lambda t, s, c: (eq6(1 - s, 1 - t, 0.0)[0], sigma_max(1 - s, 1 - t)),
+    "forward-backward": lambda t, s, c: eq6(
+        1 - s, 1 - t, min(1.0 if t == 1 else (t - s) / (1 - t), sigma_max(1 - s, 1 - t))
+    ),
+    "remdm-loop": remdm_loop,
+}
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 64])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_rates_are_those_of_the_paper(name, T):
+    c = SamplingConfig(sampler=name, steps=T, eta=0.3, t_on=0.6, t_off=0.2, alpha_on=0.7)
+    sampler = make_sampler(c, LogLinear())
+    assert isinstance(sampler, Scheduled)
+    expected = torch.tensor([FORMULAS[name](i / T, (i - 1) / T, c) for i in range(T, 0, -1)], dtype=torch.float64)
+    torch.testing.assert_close(torch.stack(sampler.rates, dim=1), expected, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [1, 2, 16])
+def test_dfm_takes_the_papers_steps(T):
+    sampler = make_sampler(SamplingConfig(sampler="dfm", steps=T), LogLinear())
+    assert isinstance(sampler, Scheduled)
+    expected, t = [], 1.0
+    while t > 1 / T:
+        a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
+        out = 0.0 if t == 1 else (a - 1) / (1 - t)
+        dt = min(1 / T, 1 / (a / t + out))
+        expected.append((t, a * dt / t, out * dt))
+        t -= dt
+    found = torch.stack([sampler.t, *sampler.rates], dim=1)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64).view(-1, 3), rtol=1e-9, atol=1e-12)
+
+
+def test_every_sampler_made_of_rates_has_its_formula_written_out():
+    made_of_rates = {n for n in SAMPLERS.entries if issubclass(SAMPLERS.load(n), Scheduled)}
+    assert made_of_rates == {*FORMULAS, "dfm", "score"}, "write the formula of a new one into FORMULAS"

@@ -159,7 +159,7 @@ def test_only_the_first_rank_tells_the_notes(capsys, monkeypatch):
         ("backbone=dimamba", "backbone='dimamba' is unknown"),
         ("parameterization=sub", "did you mean 'subs'?"),
         ("checkpointing.resume_ckpt_path=x.ckpt", "checkpoint.init_from"),
-        ("training.importance_sampling=True", "objective.time_density_a"),
+        ("training.importance_sampling=True", "objective.time_density"),
         ("model.tie_word_embeddings=True", "never tied"),
         ("trainer.precision=16", "choose one of 32"),
         ("base_scaling_factor1=x", "base_scaling_factor1=x is not a number"),

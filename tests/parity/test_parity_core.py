@@ -6,8 +6,8 @@ from dense import dense_anelbo
 from release import MASK, V, load
 
 from adlm.compat.checkpoints import from_release
-from adlm.objectives import Rows, Task, Term, loss, make_objective
-from adlm.objectives.anchors import counts_in_row
+from adlm.objectives import CorruptedBatch, Sequences, Term, loss, make_objective
+from adlm.objectives.anchors import counts_in_sequence
 from adlm.objectives.anelbo import gamma_at
 from adlm.objectives.base import select
 from adlm.schema import NoiseConfig, ObjectiveConfig, OptimConfig
@@ -31,8 +31,8 @@ def release_task(x0, x_t, t, gamma, attention_mask):
     weight_B, valid = 1 / t, attention_mask.bool()
     terms = {"nelbo": Term("denoiser", *select((x_t == MASK) & valid, x0, weight_B), exclude=MASK)}
     if gamma > 0:
-        terms["anchor"] = Term("anchor", *select((counts_in_row(x0) <= 5) & valid, x0, weight_B), scale=gamma)
-    return Task(x_t, None, int(valid.sum()), terms)
+        terms["anchor"] = Term("anchor", *select((counts_in_sequence(x0) <= 5) & valid, x0, weight_B), scale=gamma)
+    return CorruptedBatch(x_t, None, int(valid.sum()), terms)
 
 
 def test_anchor_logits_and_log_probs(fixture):
@@ -103,18 +103,18 @@ def test_anchor_masks(fixture):
     for case in fixture["anchor_mask"]:
         sequence = torch.as_tensor(case["sequence"]).reshape(1, -1)
         expected = torch.as_tensor(case["mask"]).reshape(1, -1).bool()
-        assert torch.equal(counts_in_row(sequence) <= case["threshold"], expected)
+        assert torch.equal(counts_in_sequence(sequence) <= case["threshold"], expected)
 
 
 def test_autoregressive_model(fixture):
     ar = fixture["ar"]
     model = load(ar["state_dict"], anchored=False, causal=True, adaln=False)
     x0 = fixture["forward"]["x0"]
-    rows = Rows(x0, torch.arange(len(x0)), len(x0), attention_mask_BL=fixture["loss"]["attention_mask"])
+    rows = Sequences(x0, torch.arange(len(x0)), len(x0), attention_mask_BL=fixture["loss"]["attention_mask"])
     objective = make_objective(ObjectiveConfig(name="autoregressive", gamma=0.0), NoiseConfig(), MASK, 0)
     with torch.no_grad():
         log_p = model.log_probs(x0[:, :-1])
-        output = loss(model, objective.draw_bound(rows, 0))
+        output = loss(model, objective.corrupt_for_bound(rows, 0))
     visible = torch.arange(V) != MASK  # the release writes -1000 where we write -inf
     torch.testing.assert_close(log_p[..., visible], ar["log_probs"][..., visible], **CLOSE)
     torch.testing.assert_close(output.total / output.count, ar["loss"], **CLOSE)

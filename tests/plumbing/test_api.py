@@ -20,7 +20,7 @@ from adlm import cli
 from adlm.api.command import run_sample, watch_text
 from adlm.data.tokenizers import raw_bytes
 from adlm.io.export import describe, save_folder
-from adlm.objectives import Rows, make_objective, row_bounds
+from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.schema import Config, DataConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
 
 
@@ -204,11 +204,11 @@ def test_score_of_other_baselines_is_their_own_bound(tmp_path, name):
     other = adlm.load(tmp_path / "x", "cpu")
     x = torch.tensor([[tokenizer.bos_id, *b"hi"]])
     scored = torch.tensor([[False, True, True]]).repeat(500, 1)
-    task = make_objective(objective, NoiseConfig(), model.mask_id, 0).draw_bound(
-        Rows(x.repeat(500, 1), torch.arange(500), 500, scored), 0
+    task = make_objective(objective, NoiseConfig(), model.mask_id, 0).corrupt_for_bound(
+        Sequences(x.repeat(500, 1), torch.arange(500), 500, scored), 0
     )
     task.tokens_BL[:, 0] = tokenizer.bos_id
-    assert 2 * other.score("hi", draws=500).nll == pytest.approx(row_bounds(model, task).mean().item(), rel=1e-5)
+    assert 2 * other.score("hi", draws=500).nll == pytest.approx(sequence_bounds(model, task).mean().item(), rel=1e-5)
 
 
 def test_long_texts_are_scored_in_pieces(lm):
@@ -382,20 +382,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_drawn(folde
     for out in (tmp_path, tmp_path / "file" / "samples.jsonl"):
         with pytest.raises(ValueError, match=f"out='{out}' cannot be written"):
             run_sample(config(folder, out=str(out)))
-
-
-def test_samples_of_another_grid_are_other_samples(folder, tmp_path):
-    """What the file of `adlm profile` says is a setting, not where it lies."""
-
-    def grid(name, nats):
-        (tmp_path / name).write_text(json.dumps({"share": [0.25, 0.5, 1.0], "nats": nats}))
-        return str(tmp_path / name)
-
-    out = str(tmp_path / "samples.jsonl")
-    run_sample(config(folder, out=out, n=1, grid=grid("a.json", [1.0, 2.0, 3.0])))
-    assert run_sample(config(folder, out=out, n=1, grid=grid("b.json", [1.0, 2.0, 3.0])))["drawn"] == 0
-    with pytest.raises(ValueError, match="other settings"):
-        run_sample(config(folder, out=out, n=2, grid=grid("a.json", [1.0, 1.5, 3.25])))
 
 
 def test_line_breaks_of_unicode_are_part_of_a_sample(folder, tmp_path):

@@ -88,7 +88,7 @@ def test_later_groups_and_the_command_line_win():
         assert (objective.anchor_rule, objective.tau, objective.anchor_fraction) == ("count", 5, 1.0)
     quick = config.load(["recipe=quick"])
     assert (quick.model, quick.optim) == (fast.model, fast.optim)
-    assert (quick.train.length_warmup, quick.objective.time_density_a, quick.objective.gamma) == (4, 2.0, 0.1)
+    assert (quick.train.length_warmup, quick.objective.time_density, quick.objective.gamma) == (4, 2.0, 0.1)
     assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
     assert config.load(["algo=sedd"]).sampling.sampler == "score"
     assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
@@ -191,7 +191,6 @@ BAD = [
     ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
     ("algo=d3pm objective.T=0", "set objective.T"),
     ("objective.T=1000", "needs objective.T=0"),
-    ("objective.anchor_rule=loss objective.hard=0", "objective.hard=0.0 must be above 0"),
     ("objective.gamma_end=-2", "objective.gamma_end=-2.0 must be at least 0, or -1"),
     ("objective.gamma_end=0 objective.gamma_warmup=1", "leaves nothing of the run for objective.gamma_end"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),
@@ -206,7 +205,7 @@ BAD = [
     ("train.cuda_graphs=true train.batch_size=4", "all sequences of a step at once: train.batch_size=512, not 4"),
     ("train.cuda_graphs=true train.strategy=fsdp", "needs whole weights in one place"),
     ("train.cuda_graphs=true train.checkpoint_activations=true", "cannot record train.checkpoint_activations"),
-    ("objective.time_density_a=0.5", "objective.time_density_a=0.5 must be at least 1"),
+    ("objective.time_density=0.5", "objective.time_density=0.5 must be at least 1"),
     ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
     ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),
     ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
@@ -254,6 +253,9 @@ def test_names_of_earlier_versions_are_read_and_said(capsys, tmp_path):
         "adlm: note: mode=train ignored: the key is gone",
         "adlm: note: model.skips=False ignored: the key is gone",
     ]
+    assert config.load(["objective.time_density_a=2", "objective.time_density_b=2.0"]).objective.time_density == 2
+    with pytest.raises(ValueError, match=r"command line: objective.time_density_a=2 and time_density_b=3 differ"):
+        config.load(["objective.time_density_a=2", "objective.time_density_b=3"])
     with pytest.raises(ValueError, match=r"command line: model.skips=true is not supported any more"):
         config.load(["model.skips=true"])
     saved = "mode: train\nout: runs/x\neval:\n  out: elsewhere\n  steps: '8,16'\ntrain:\n  row_pieces: 2\n"

@@ -18,15 +18,15 @@ from chance import LEVEL, chi_square
 from tiny import tiny_model
 from toy import ToyModel
 
-from adlm.diffusion.schedules import SCHEDULES, make_schedule
+from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result, make_engine
 from adlm.engine.graphs import AHEAD, Graphs, Uploads, unwrap
 from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
 from adlm.engine.request import Limit, parse_template
 from adlm.models.bridge import LinearBridge
-from adlm.samplers import SAMPLERS
 from adlm.schema import NoiseConfig, SamplingConfig
+from adlm.tables import SAMPLERS, SCHEDULES
 
 V, M, L = 11, 10, 12
 DIFFUSION = [s for s in SAMPLERS if s != "autoregressive"]

@@ -15,7 +15,7 @@ from adlm.bench.measure import text_like, time_training
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
 from adlm.models import build_model, layers
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
-from adlm.objectives import Rows, loss, make_objective
+from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, parallelise, world
@@ -40,9 +40,9 @@ def test_fast_loss_equals_dense_loss(bridge):
     x0 = random_tokens(6, 12, 10).cuda()
     cfg = ObjectiveConfig(gamma=0.3, gamma_warmup=0.0, tau=2)
     objective = make_objective(cfg, NoiseConfig(), 10, seed=5)
-    rows = Rows(x0, torch.arange(6).cuda(), 6)
-    task = objective.draw(rows, 3, 1.0)
-    weight = objective.draw_training(rows, 3, 1.0).weight_B
+    rows = Sequences(x0, torch.arange(6).cuda(), 6)
+    task = objective.corrupt(rows, 3, 1.0)
+    weight = objective.noised(rows, objective.seed, 3).weight_B
     fast = loss(model, task).total
     model.cpu()
     on_cpu = task._replace(tokens_BL=task.tokens_BL.cpu(), sigma_B=None)
@@ -56,7 +56,8 @@ def test_a_step_never_waits_for_the_device():
     objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 210, seed=0)
     update = Updater(OptimConfig(), model, Ema(model, 0.99), GradientGuard(10.0, torch.device("cuda")))
     tasks = [
-        objective.draw(Rows(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0) for i in (0, 1)
+        objective.corrupt(Sequences(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0)
+        for i in (0, 1)
     ]
     for i, task in enumerate(tasks):
         torch.cuda.set_sync_debug_mode("error" if i else "default")  # the first step compiles and allocates
@@ -155,8 +156,8 @@ def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(com
     model = build_model(cfg, 1001, 1000).cuda().train()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    rows = Rows(torch.randint(0, 1000, (16, cfg.length), device="cuda"), torch.arange(16, device="cuda"), 16)
-    task = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 1000, seed=0).draw(rows, 0, 1.0)
+    rows = Sequences(torch.randint(0, 1000, (16, cfg.length), device="cuda"), torch.arange(16, device="cuda"), 16)
+    task = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 1000, seed=0).corrupt(rows, 0, 1.0)
 
     def gradients() -> list[torch.Tensor]:
         with torch.autocast("cuda", torch.bfloat16):

@@ -8,7 +8,7 @@ from tiny import random_tokens, tiny_model
 
 from adlm.data.loader import Batch
 from adlm.objectives import loss, make_objective
-from adlm.objectives.base import only_rows
+from adlm.objectives.base import read_positions
 from adlm.schema import TrainConfig
 from adlm.training import optim, parallel
 from adlm.training.batches import corrupt
@@ -59,7 +59,7 @@ def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
         for i in range(12):
             batch = Batch(random_tokens(8, 12, 10, seed=i).numpy(), None, np.arange(8))
             (task,) = corrupt(objective, batch, i, 1, cfg)
-            read.add(None if only_rows(task) is None else len(only_rows(task)))
+            read.add(None if read_positions(task) is None else len(read_positions(task)))
             (step(task).total / task.count).backward()
             update()
         weights.append([p.detach().clone() for p in model.parameters()])

@@ -20,7 +20,6 @@ from torch import nn
 from adlm import cli, config
 from adlm.compat.checkpoints import export_release
 from adlm.data.tokenizers import raw_bytes, train_bpe
-from adlm.diffusion.schedules import LogLinear
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
 from adlm.evaluation.perplexity import bits_per_byte, estimate, measure, run_ppl
@@ -28,8 +27,7 @@ from adlm.io.export import Loaded
 from adlm.io.load import load_checkpoint
 from adlm.models import Hidden
 from adlm.models.layers import pick_flat
-from adlm.objectives import Rows, make_objective, row_bounds
-from adlm.objectives.exact_count import draw_exact_count
+from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.schema import EvalConfig, NoiseConfig, ObjectiveConfig
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
@@ -40,7 +38,7 @@ LINEAR = NoiseConfig(name="linear")
 
 
 class Table:
-    """Rows in memory, behind the interface of prepared blocks."""
+    """Sequences in memory, behind the interface of prepared blocks."""
 
     def __init__(self, tokens: torch.Tensor, lengths: np.ndarray | None = None):
         self.tokens, self.lengths, self.length = tokens.numpy(), lengths, tokens.shape[1]
@@ -64,6 +62,11 @@ def weights_of_patterns(L: int, eps: float) -> np.ndarray:
     t = np.linspace(eps, 1, 200_001)
     t = (t[1:] + t[:-1]) / 2
     return np.array([0.0] + [(t ** (k - 1) * (1 - t) ** (L - k)).mean() for k in range(1, L + 1)])
+
+
+def exact_count(sequences, mask_id):
+    objective = make_objective(ObjectiveConfig(name="nelbo"), NoiseConfig(), mask_id, seed=0)
+    return objective.corrupt_exact_count(sequences, 0)
 
 
 def exact_nelbo(model, x: tuple[int, ...], eps: float = 0.0) -> float:
@@ -115,8 +118,8 @@ def test_exact_count_is_the_bound_by_enumeration(toy, n_real):
     n = 40_000
     x = sequences[3].repeat(n, 1)
     mask = None if n_real == 3 else torch.tensor([True, True, False]).repeat(n, 1)
-    rows = Rows(x, torch.arange(n), n, mask)
-    values = row_bounds(model, draw_exact_count(rows, 0, model.mask_id, LogLinear()))
+    rows = Sequences(x, torch.arange(n), n, mask)
+    values = sequence_bounds(model, exact_count(rows, model.mask_id))
     if n_real == 3:
         expected = bounds[0.0][3]
     else:
@@ -142,7 +145,7 @@ def padded_nelbo(model, x: torch.Tensor) -> float:
 
 def test_exact_count_masks_exactly_k_and_weighs_them():
     x = random_tokens(64, 12, 10)
-    task = draw_exact_count(Rows(x, torch.arange(64), 64), 0, 10, LogLinear())
+    task = exact_count(Sequences(x, torch.arange(64), 64), 10)
     masked = task.tokens_BL == 10
     k = masked.sum(1)
     assert torch.equal(task.tokens_BL[~masked], x[~masked])
@@ -204,8 +207,8 @@ def test_two_seeds_agree_within_the_interval(toy):
 def test_seed_0_and_one_draw_is_the_validation_of_training(toy):
     model, sequences, _ = toy
     objective = ObjectiveConfig(name="nelbo")
-    rows = Rows(sequences, torch.arange(8), 8)
-    same = row_bounds(model, make_objective(objective, LINEAR, 2, 0).draw_bound(rows, 0)).sum().item() / 24
+    rows = Sequences(sequences, torch.arange(8), 8)
+    same = sequence_bounds(model, make_objective(objective, LINEAR, 2, 0).corrupt_for_bound(rows, 0)).sum().item() / 24
     assert measure_toy(model, sequences, EvalConfig(draws=1))["continuous"].nats == pytest.approx(same, rel=1e-12)
 
 
@@ -239,7 +242,7 @@ def test_batch_size_does_not_matter(toy):
     results = []
     for size in (1, 3, 8):
         objective = make_objective(ObjectiveConfig(name="nelbo"), LINEAR, 2, 0)
-        score = lambda rows, draw: row_bounds(model, objective.draw_bound(rows, draw))  # noqa: E731, B023
+        score = lambda rows, draw: sequence_bounds(model, objective.corrupt_for_bound(rows, draw))  # noqa: E731, B023
         cfg = EvalConfig(draws=2, batch_size=size)
         results.append(estimate(score, Table(sequences), cfg, ALONE, "").nats)  # type: ignore[arg-type]
     assert results == pytest.approx([results[0]] * 3, rel=1e-6)
@@ -341,7 +344,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
 
 
 def test_half_characters_at_the_edges_of_a_row_are_single_bytes():
-    """Rows are cut anywhere: both halves of a character count what they are, though neither is text."""
+    """Sequences are cut anywhere: both halves of a character count what they are, though neither is text."""
     text, tokenizer = "né à là où Ω" * 4, raw_bytes()
     ids = tokenizer.encode(text)
     row = torch.tensor(ids[2:-1])  # begins with the second byte of é, ends after the first of Ω

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import load_tiny, serving
 
-from adlm.samplers import SAMPLERS
+from adlm.tables import SAMPLERS
 
 openai = pytest.importorskip("openai", reason="the official client (extra 'test')")
 # Built once and not by a fixture: hypothesis calls its test many times.

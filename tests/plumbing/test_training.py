@@ -23,8 +23,8 @@ from torch import nn
 from adlm import config
 from adlm.data.loader import Batch, read_ahead
 from adlm.data.tokenizers import load_tokenizer
-from adlm.objectives import Rows, make_objective
-from adlm.objectives.base import only_rows
+from adlm.objectives import Sequences, make_objective
+from adlm.objectives.base import read_positions
 from adlm.objectives.nelbo import Nelbo
 from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training import checkpoint, loop, metrics, optim
@@ -78,13 +78,10 @@ class Dies(Exception):
     pass
 
 
-# At 3 nats every token is hard at first; from the tenth step on, after the resume, only some are.
 MOVING = {
     "objective__gamma": 0.5,
     "objective__gamma_warmup": 0.25,
     "objective__gamma_end": 0.1,
-    "objective__anchor_rule": "loss",
-    "objective__hard": 3.0,
 }
 
 
@@ -181,7 +178,7 @@ def test_corrupted_batches_are_the_same_drawn_ahead(tmp_path):
                 assert torch.equal(one.tokens_BL, again.tokens_BL) and one.count == again.count
                 assert one.terms.keys() == again.terms.keys()
                 for name, term in one.terms.items():
-                    assert torch.equal(term.rows_N, again.terms[name].rows_N)
+                    assert torch.equal(term.positions_N, again.terms[name].positions_N)
                     assert torch.equal(term.weights_N, again.terms[name].weights_N)
                     assert torch.equal(term.targets_N, again.terms[name].targets_N)
 
@@ -652,8 +649,8 @@ def test_compiled_steps_expect_any_number_of_scored_positions():
     objective = make_objective(ObjectiveConfig(), NoiseConfig(), model.mask_id, 1)
     scored = set()
     for i in range(4):
-        task = objective.draw(Rows(random_tokens(4, 12, 10, seed=i), torch.arange(4), 4), i, 0.5)
-        scored.add(len(only_rows(task)))
+        task = objective.corrupt(Sequences(random_tokens(4, 12, 10, seed=i), torch.arange(4), 4), i, 0.5)
+        scored.add(len(read_positions(task)))
         step(task).total.backward()
     assert len(scored) > 1 and counter.frame_count == 1
 
@@ -689,7 +686,8 @@ def test_nothing_is_left_uncompiled(compile, variants, monkeypatch):
 
     def tasks(rows, length):  # their numbers of scored positions differ
         return [
-            objective.draw(Rows(random_tokens(rows, length, 10), torch.arange(rows), rows), i, 1.0) for i in range(3)
+            objective.corrupt(Sequences(random_tokens(rows, length, 10), torch.arange(rows), rows), i, 1.0)
+            for i in range(3)
         ]
 
     for run in range(1, 4):

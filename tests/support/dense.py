@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from adlm.bench.dense import dense_logits
 from adlm.models import Network
 from adlm.models.layers import activate
-from adlm.objectives import Task
+from adlm.objectives import CorruptedBatch
 
 
 def dense_log_probs(logits, z_BL, mask_id):
@@ -74,20 +74,14 @@ def naive_anchor_mask(x_BL, tau):
     return torch.tensor([[Counter(row)[token] <= tau for token in row] for row in x_BL.tolist()])
 
 
-def naive_hard_mask(log_phi_BL, hard):
-    """One position after the other: is the anchor network's cross-entropy at least `hard` nats?"""
-    return torch.tensor([[-log_phi >= hard for log_phi in row] for row in log_phi_BL.tolist()])
-
-
-def dense_anelbo(model: Network, task: Task, x0_BL, weight_B, gamma, tau, positions="all", hard=None):
-    """Per-token loss -w(t) [log p_theta(x0) + gamma A log p_phi(x0)], at every position of the row; A counts, or, with
-    `hard` nats, looks at -log p_phi(x0) itself."""
+def dense_anelbo(model: Network, task: CorruptedBatch, x0_BL, weight_B, gamma, tau, positions="all"):
+    """Per-token loss -w(t) [log p_theta(x0) + gamma A log p_phi(x0)], at every position of the sequence."""
     z_BL = task.tokens_BL
     logits, anchor_logits = dense_logits(model, z_BL, task.sigma_B)
     log_p = dense_log_probs(logits, z_BL, model.mask_id).gather(-1, x0_BL[..., None]).squeeze(-1)
     if gamma > 0:
         log_phi = anchor_logits.log_softmax(-1).gather(-1, x0_BL[..., None]).squeeze(-1)
-        anchors = naive_anchor_mask(x0_BL, tau) if hard is None else naive_hard_mask(log_phi, hard)
+        anchors = naive_anchor_mask(x0_BL, tau)
         if positions == "masked":
             anchors = anchors & (z_BL == model.mask_id)
         log_p = log_p + gamma * anchors.to(log_p.dtype) * log_phi

@@ -1,71 +1,30 @@
-"""The slow, obvious twin of the engine: every sampler as a dense step-by-step loop over Eq. 6, enumerated exactly.
+"""The slow, obvious reference implementation of the engine: a dense step-by-step loop over all states, enumerated.
 
-`trajectories` returns the probability of everything a network could notice - the canvases it sees, at which steps,
-and the final row - by walking over all states. Formulas are written here from the paper and the release's
-description, on purpose without using the package's samplers.
+`trajectories` returns the probability of everything a network could notice - the canvases it sees, at which steps, and
+the final sequence. A sampler made of rates needs nothing: its rates are walked one step at a time (their formulas have
+tests of their own). Any other sampler declares a reference: a function of the walk and the settings that yields, for
+every step, the choices of positions with their probabilities.
 """
 
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import torch
+from score_form import analytic_last_step, analytic_step, score_from_probs
 from toy import ToyModel
 
 from adlm.diffusion.schedules import LogLinear
-from adlm.diffusion.score import analytic_last_step, analytic_step, score_from_probs
+from adlm.samplers.base import make_sampler
+from adlm.samplers.scheduled import Scheduled
+from adlm.schema import SamplingConfig
 
-
-def sigma_max(a_s: float, a_t: float) -> float:
-    return 1.0 if a_t == 0 else min(1.0, (1 - a_s) / a_t)
-
-
-def eq6(alpha_s: float, alpha_t: float, sigma: float) -> tuple[float, float]:
-    """(probability that a masked position takes a token, that a visible one is masked)."""
-    return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
-
-
-def steps(sampler: str, T: int, eta: float, t_on: float, t_off: float, alpha_on: float) -> list[tuple[float, float]]:
-    """(reveal, remask) of every step of a sampler, uniform grid, one number at a time."""
-    out = []
-    if sampler == "dfm":
-        t = 1.0
-        while t > 1 / T:
-            if t == 1:
-                dt, p, r = 1 / T, 1 / T, 0.0
-            else:
-                a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
-                b = a - 1
-                dt = min(1 / T, 1 / (a / t + b / (1 - t)))
-                p, r = a * dt / t, b * dt / (1 - t)
-            out.append((p, r))
-            t -= dt
-        return [*out, (1.0, 0.0)]
-    for i in range(T, 0, -1):
-        t, s = i / T, (i - 1) / T
-        a_t, a_s = 1 - t, 1 - s
-        if sampler == "mdlm":
-            out.append(eq6(a_s, a_t, 0.0))
-        elif sampler == "ddpm":
-            out.append(eq6(1 - (1 - 1e-3) * s, 1 - (1 - 1e-3) * t, 0.0))
-        elif sampler == "remdm-cap":
-            out.append(eq6(a_s, a_t, min(eta, sigma_max(a_s, a_t))))
-        elif sampler == "remdm-rescale":
-            out.append(eq6(a_s, a_t, eta * sigma_max(a_s, a_t)))
-        elif sampler == "forward-backward":
-            out.append(eq6(a_s, a_t, min(1.0 if a_t == 0 else (a_s - a_t) / a_t, sigma_max(a_s, a_t))))
-        elif sampler == "remdm-loop":
-            if t > t_on:
-                grow = alpha_on / (1 - t_on)
-                out.append(eq6((1 - max(s, t_on)) * grow, (1 - t) * grow, 0.0))
-            elif t > t_off:
-                out.append(eq6(alpha_on, alpha_on, eta))
-            else:
-                shrink = (1 - alpha_on) / t_off
-                out.append(eq6(1 - s * shrink, 1 - t * shrink, 0.0))
-        else:
-            raise KeyError(sampler)
-    return [*out, (1.0, 0.0)]  # whatever is left, which has probability 0 on this grid
+Canvas = tuple[int, ...]
+Choose = Callable[[Canvas, tuple], Iterator | list]
+"""(canvas, memory) -> (probability, positions revealed, positions masked) of every possible choice."""
+Reference = Callable[["Walk", SamplingConfig], Iterator[Choose]]
+DEFAULTS = {"eta": 0.3, "t_on": 0.6, "t_off": 0.2, "alpha_on": 0.7, "threshold": 0.55}
 
 
 class Walk:
@@ -75,14 +34,16 @@ class Walk:
     states multiply.
     """
 
-    def __init__(self, model: ToyModel, start: tuple[int, ...], remember: bool, record: bool):
+    def __init__(self, model: ToyModel, start: Canvas, record: bool):
         self.model, self.m = model, model.mask_id
-        self.remember, self.record = remember, record
-        self.fixed = [t != self.m for t in start]
+        self.record, self.remember = record, False
+        self.holes = [l for l, t in enumerate(start) if t == self.m]
         self.states = {(start, (None,) * len(start), ()): 1.0}
 
-    def step(self, number: int, choose) -> None:
-        """`choose(z, memory)` gives (probability, positions revealed, positions masked) of every possible choice."""
+    def masked(self, z: Canvas) -> list[int]:
+        return [l for l in self.holes if z[l] == self.m]
+
+    def step(self, number: int, choose: Choose) -> None:
         new: dict = defaultdict(float)
         for (z, memory, seen), prob in self.states.items():
             p = self.model.p(z)
@@ -102,24 +63,18 @@ class Walk:
                     new[tuple(row), tuple(mem), now] += weight
         self.states = dict(new)
 
-    def independent(self, z, reveal, remask):
-        """Every position by itself: masked ones revealed with `reveal`, visible ones masked with remask(l)."""
-        options = []
-        for l, token in enumerate(z):
-            if self.fixed[l]:
-                options.append([(1.0, None)])
-            elif token == self.m:
-                options.append([(1 - reveal, None), (reveal, "reveal")])
-            else:
-                options.append([(1 - remask(l), None), (remask(l), "mask")])
+    def independent(self, z: Canvas, reveal: float, remask: Callable[[int], float]) -> Iterator:
+        """Every hole by itself: masked ones are revealed with probability `reveal`, visible ones masked with
+        remask(l)."""
+        options = [
+            [(1 - reveal, ""), (reveal, "reveal")] if z[l] == self.m else [(1 - remask(l), ""), (remask(l), "mask")]
+            for l in self.holes
+        ]
         for pick in itertools.product(*options):
-            yield (
-                math.prod(w for w, _ in pick),
-                [l for l, (_, what) in enumerate(pick) if what == "reveal"],
-                [l for l, (_, what) in enumerate(pick) if what == "mask"],
-            )
+            changed = {what: [l for l, (_, w) in zip(self.holes, pick) if w == what] for what in ("reveal", "mask")}
+            yield math.prod(w for w, _ in pick), changed["reveal"], changed["mask"]
 
-    def finals(self) -> dict[tuple[int, ...], float]:
+    def finals(self) -> dict[Canvas, float]:
         out: dict = defaultdict(float)
         for (z, _, _), prob in self.states.items():
             out[z] += prob
@@ -132,76 +87,24 @@ class Walk:
         return dict(out)
 
 
-TAU = 5  # anchor-first: a token is rare up to this expected count
-DEFAULTS = {"eta": 0.3, "t_on": 0.6, "t_off": 0.2, "alpha_on": 0.7, "threshold": 0.55}
-
-
 def trajectories(
-    model: ToyModel, start: tuple[int, ...], sampler: str, T: int, record: bool = False, **settings
+    model: ToyModel, start: Canvas, c: SamplingConfig, reference: Reference | None = None, record: bool = False
 ) -> Walk:
-    c = DEFAULTS | settings
-    walk = Walk(model, start, remember=sampler == "remdm-conf", record=record)
-    holes = [l for l, t in enumerate(start) if t == model.mask_id]
-    if sampler == "remdm-conf":
-
-        def conf(i):
-            t, s = (T - i) / T, (T - i - 1) / T
-
-            def choose(z, memory):
-                weights = {l: math.exp(-memory[l]) for l in holes if memory[l] is not None}
-                top = sigma_max(1 - s, 1 - t)
-                remask = {l: top * w / sum(weights.values()) for l, w in weights.items()}
-                return walk.independent(z, (t - s) / t, lambda l: remask[l])
-
-            return choose
-
-        for i in range(T):
-            walk.step(i, conf(i))
-    elif sampler in ("confidence", "entropy", "anchor-first"):
-        for i in range(T):
-            walk.step(i, lambda z, memory, i=i: [(1.0, ordered(model, sampler, z, T - i, c["threshold"]), [])])
-    elif sampler == "first-hitting":
-        for i in range(len(holes)):
-
-            def one(z, memory):
-                masked = [l for l in holes if z[l] == model.mask_id]
-                return [(1 / len(masked), [l], []) for l in masked]
-
-            walk.step(i, one)
-    else:
-        rates = steps(sampler, T, c["eta"], c["t_on"], c["t_off"], c["alpha_on"])
-        for i, (reveal, remask) in enumerate(rates):
-            assert -1e-12 <= reveal <= 1 + 1e-12, (sampler, i, reveal)
-            reveal = min(max(reveal, 0.0), 1.0)
-            walk.step(i, lambda z, memory, a=reveal, b=remask: walk.independent(z, a, lambda l: b))
+    walk = Walk(model, start, record)
+    for number, choose in enumerate((reference or rates_of)(walk, c)):
+        walk.step(number, choose)
     return walk
 
 
-def ordered(model: ToyModel, sampler: str, z: tuple[int, ...], left: int, threshold: float) -> list[int]:
-    """Positions revealed from canvas z by the rules that look at the prediction."""
-    p, masked = model.p(z), [l for l, t in enumerate(z) if t == model.mask_id]
-    least = -(-len(masked) // left)
-    if sampler == "confidence":
-        best = sorted(masked, key=lambda l: -max(p[l]))
-        passing = sum(max(p[l]) >= threshold for l in masked)
-    elif sampler == "entropy":
-        H = {l: -sum(x * math.log(x) for x in p[l] if x > 0) for l in masked}
-        best, passing, total = sorted(masked, key=lambda l: H[l]), 0, 0.0
-        for l in best:
-            if total > threshold:
-                break
-            passing, total = passing + 1, total + H[l]
-    else:
-        q = model.anchor_p(z)
-        count = [sum(t == v for t in z) + sum(q[l][v] for l in masked) for v in range(model.mask_id)]
-        score = {l: max(q[l][v] if count[v] <= TAU else 0.0 for v in range(model.mask_id)) for l in masked}
-        best, passing = sorted(masked, key=lambda l: -score[l]), 0
-    return sorted(best[: max(least, passing)])
+def rates_of(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
+    """The reference of every sampler made of rates: Eq. 6 position by position, then the filling step."""
+    sampler = make_sampler(c, LogLinear())
+    assert isinstance(sampler, Scheduled) and not sampler.reads, f"{c.sampler} is not made of rates: give a reference"
+    for reveal, remask in [*zip(*(p.tolist() for p in sampler.rates)), (1.0, 0.0)]:
+        yield lambda z, memory, a=reveal, b=remask: walk.independent(z, a, lambda l: b)
 
 
-def analytic_finals(
-    model: ToyModel, start: tuple[int, ...], T: int, normalised: bool = True
-) -> dict[tuple[int, ...], float]:
+def analytic_finals(model: ToyModel, start: Canvas, T: int, normalised: bool = True) -> dict[Canvas, float]:
     """The SEDD sampler in its own dense form: staggered score times transition, normalised per position.
 
     `normalised=False` reads the logits as a score that need not sum to one: s_y = e^z_y / K / (e^sigma - 1).

@@ -25,8 +25,7 @@ from adlm.engine import Request, Result
 from adlm.errors import require
 from adlm.io.load import default_checkpoint
 from adlm.io.paths import writable_file
-from adlm.objectives.anchors import counts_in_row
-from adlm.samplers import profile_of
+from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
 
 # Settings that do not change what sample i is.
@@ -100,7 +99,7 @@ def watch_text(lm: LanguageModel, request: Request, console: Console | None = No
 def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, request: Request) -> Panel:
     """One evaluation: holes as dots, tokens just drawn lit up, anchors in colour."""
     tok, new = lm.tokenizer, set(drawn)
-    rare = (counts_in_row(torch.tensor([tokens])) <= lm.loaded.objective.tau)[0].tolist()
+    rare = (counts_in_sequence(torch.tensor([tokens])) <= lm.loaded.objective.tau)[0].tolist()
     text = Text()
     for l, token in enumerate(tokens):
         if token == tok.mask_id:
@@ -116,8 +115,6 @@ def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, reque
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """The digest of what must agree for two samples of one seed to be the same text."""
     settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
-    if c.grid:  # what it says, not where it lies
-        settings["grid"] = [column.tolist() for column in profile_of(c.grid)]
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from adlm import tables
 from adlm.api.scoring import Score, score_tokens
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
@@ -147,14 +148,9 @@ class LanguageModel:
             choose("setting", name, SETTINGS)
         c = SamplingConfig(**{name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in given.items()})
         check_canvas(c.length, prompt=c.prompt, template=c.template)
-        require(
-            not causal or c.sampler == "autoregressive",
-            f"sampling.sampler={c.sampler!r} needs a diffusion model; a causal one has 'autoregressive'",
-        )
-        require(
-            c.sampler != "score" or self.loaded.objective.name == "score-entropy",
-            "sampling.sampler='score' needs a model that learned a score (algo=sedd); others have 'analytic'",
-        )
+        learns_score = tables.OBJECTIVES.load(self.loaded.objective.name).learns_score
+        misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, learns_score)
+        require(not misfit, f"sampling.sampler={c.sampler!r} {misfit}")
         if c.template:
             limit = None if c.stride > 0 else Limit(self.length)
             tokens = parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)

@@ -2,25 +2,22 @@
 
 Causal: one pass, exact. Diffusion: a begin-of-text token and the context stand in front, always visible and never
 scored; of the n tokens of the text k are masked, k = 1..n stratified over the draws, and the bound on
--log p(text | context) is n E[S_k / k] with S_k the cross-entropy of the masked ones (objectives/exact_count.py). A text
+-log p(text | context) is n E[S_k / k] with S_k the cross-entropy of the masked ones (objectives/nelbo.py). A text
 of one token has no noise at all. The sequence ends with the text: nothing is assumed about what may follow.
 Models of another kind (score entropy, D3PM) are scored at random times, by their own bound.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from adlm.diffusion.schedules import make_schedule
 from adlm.errors import require
 from adlm.models import Network
-from adlm.objectives import SUBS_OBJECTIVES, Rows, make_objective
-from adlm.objectives.base import term_losses
-from adlm.objectives.exact_count import draw_exact_count
+from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
 # Tokens of one forward pass: memory is bounded, and a CPU gains nothing from more.
@@ -74,13 +71,13 @@ def score_tokens(
     require(len(tokens) > 0, "there is nothing to score: the text has no tokens")
     bad = [t for t in (*tokens, *context) if not 0 <= t < model.vocab_size or t == model.mask_id]
     require(not bad, f"token {bad[0] if bad else ''} cannot be scored: outside 0..{model.vocab_size - 1}, or the mask")
-    causal = model.config.causal
-    draws = 1 if causal else draws
+    draws = 1 if model.config.causal else draws
+    bound = make_objective(objective, noise, model.mask_id, seed=0)
     per_draw, per_token = np.zeros(draws), []
     for part in split(tokens, context, bos_id, model.config.length):
         # a single token is masked in every draw: one draw is enough, unless the model is conditioned on its noise level
-        alike = len(part.scored) == 1 and not model.config.time_conditioning and objective.name in SUBS_OBJECTIVES
-        nats = position_nats(model, part, noise, objective, 1 if alike else draws)
+        alike = len(part.scored) == 1 and not model.config.time_conditioning and bound.subs
+        nats = position_nats(model, part, bound, 1 if alike else draws)
         per_draw += nats.sum(1)
         per_token += nats.mean(0)[len(part.given) :].tolist()
     nll = float(per_draw.mean()) / len(tokens)
@@ -88,29 +85,22 @@ def score_tokens(
     return Score(nll, math.exp(min(nll, 700)), stderr, per_token, list(tokens))
 
 
-def position_nats(
-    model: Network, part: ScoredSequence, noise: NoiseConfig, objective: ObjectiveConfig, draws: int
-) -> np.ndarray:
+def position_nats(model: Network, part: ScoredSequence, objective: Objective, draws: int) -> np.ndarray:
     """Nats of every position of the sequence in every draw: [draws, positions]."""
     causal = model.config.causal
     device = next(model.parameters()).device
     tokens_L = torch.tensor([*part.given, *part.scored], device=device)
-    plain, schedule = None, make_schedule(noise)
-    if objective.name not in SUBS_OBJECTIVES:
-        plain = make_objective(replace(objective, gamma=0.0, anchor_rule="none"), noise, model.mask_id, seed=0)
     found = np.zeros((draws, len(tokens_L)))
     at_once = max(1, TOKENS_AT_ONCE // len(tokens_L))
     for b in range(0, draws, at_once):
         example = torch.arange(b, min(b + at_once, draws), device=device)
         scored = torch.ones(len(example), len(tokens_L), dtype=torch.bool, device=device)
         scored[:, : len(part.given)] = False
-        rows = Rows(tokens_L.expand(len(example), -1), example, draws, scored)
-        task = draw_exact_count(rows, 0, model.mask_id, schedule) if plain is None else plain.draw_bound(rows, 0)
+        sequences = Sequences(tokens_L.expand(len(example), -1), example, draws, scored)
+        corrupt = objective.corrupt_exact_count if objective.subs else objective.corrupt_for_bound
+        batch = corrupt(sequences, 0)
         if not causal:
-            task.tokens_BL[:, : len(part.given)] = tokens_L[: len(part.given)]
-        (term,) = task.terms.values()
-        nats_N = term_losses(model, task).double().cpu().numpy()
-        draw_N, position_N = np.unravel_index(term.rows_N.cpu().numpy(), tuple(task.tokens_BL.shape))
+            batch.tokens_BL[:, : len(part.given)] = tokens_L[: len(part.given)]
         # a causal model's hidden state is one ahead of the token it predicts
-        np.add.at(found, (draw_N + b, position_N + int(causal)), nats_N)
+        found[b : b + len(example), int(causal) :] = position_losses(model, batch).cpu().numpy()
     return found

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adlm.diffusion.absorbing import remasking_posterior
+from adlm.diffusion.absorbing import posterior
 from adlm.errors import require
 from adlm.models import Network
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
-from adlm.objectives import Task
+from adlm.objectives import CorruptedBatch
 
 
 def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -23,7 +23,7 @@ def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = Non
     return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
 
 
-def dense_loss(model: Network, task: Task) -> Tensor:
+def dense_loss(model: Network, task: CorruptedBatch) -> Tensor:
     """The loss of a corrupted batch from all logits; weights are zero where there is no loss."""
     z, V = task.tokens_BL, model.vocab_size
     logits, anchor_logits = dense_logits(model, z, task.sigma_B)
@@ -39,8 +39,9 @@ def dense_loss(model: Network, task: Task) -> Tensor:
         if term.exclude is not None:
             values = values.clone()
             values[:, term.exclude] -= 1e6
-        weight = torch.zeros(z.numel(), device=z.device).index_put((term.rows_N,), term.weights_N)
-        target = torch.zeros(z.numel(), dtype=torch.long, device=z.device).index_put((term.rows_N,), term.targets_N)
+        at_N = (term.positions_N,)
+        weight = torch.zeros(z.numel(), device=z.device).index_put(at_N, term.weights_N)
+        target = torch.zeros(z.numel(), dtype=torch.long, device=z.device).index_put(at_N, term.targets_N)
         log_p = values.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
         total = total - term.scale * (log_p * weight).sum()
     return total
@@ -71,5 +72,5 @@ def dense_step(
     logits = logits.float()
     logits[..., model.mask_id] = -1e6
     p = logits.softmax(-1) if top_p == 1 else nucleus(logits.softmax(-1), top_p)
-    q = remasking_posterior(z_BL, p, alpha_s, alpha_t, sigma, model.mask_id)
+    q = posterior(z_BL, p, alpha_s, alpha_t, model.mask_id, sigma)
     return (q.double() / (1e-10 - torch.log(noise + 1e-10))).argmax(-1)

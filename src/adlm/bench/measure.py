@@ -29,7 +29,7 @@ from adlm.models import Network, build_model
 from adlm.models.backends import peak_flops
 from adlm.models.network import count_flops
 from adlm.objectives import make_objective
-from adlm.samplers import make_plan
+from adlm.samplers.base import make_sampler
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
 from adlm.training.batches import corrupted_batches, on_device
@@ -96,7 +96,7 @@ def time_training(
         clock.lap()
     laps = clock.laps()
     seconds = statistics.median(laps)
-    scored = {name: len(term.rows_N) for name, term in next(tasks)[1][0].terms.items()}
+    scored = {name: len(term.positions_N) for name, term in next(tasks)[1][0].terms.items()}
     flops = training_flops(cfg, model, scored, batch)
     result = {
         "ms": 1e3 * seconds,
@@ -140,7 +140,7 @@ def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) 
     """Time bench.steps network evaluations of a batch; to its end, where the sampler reads predictions and decides by
     them how many there are."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
-    length, plan = s.length or cfg.model.length, make_plan(s, schedule)
+    length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
     began = time.perf_counter()
@@ -153,7 +153,7 @@ def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) 
         engine.step()
     synchronize(device)
     evaluations, began = 0, time.perf_counter()
-    while engine.busy and (plan.looks or evaluations < cfg.bench.steps):
+    while engine.busy and (plan.reads or evaluations < cfg.bench.steps):
         engine.step()
         evaluations += 1
     synchronize(device)
@@ -163,7 +163,7 @@ def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) 
         f"sampling.steps={s.steps} is over in {WARM_UP} evaluations of warm-up: give more, and a longer model.length",
     )
     nfe = WARM_UP + evaluations
-    if not plan.looks:
+    if not plan.reads:
         nfe = sum(1 for _ in plan.trajectory(np.arange(length), 0))
     whole = seconds / evaluations * nfe
     result = {
@@ -180,7 +180,7 @@ def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) 
 def reference_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Time steps of the reference from the middle of the process."""
     s, schedule = cfg.sampling, make_schedule(cfg.noise)
-    length, plan = s.length or cfg.model.length, make_plan(s, schedule)
+    length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     require(
         isinstance(plan, Scheduled),
         f"sampling.sampler={s.sampler!r} has no reference implementation to compare with; use bench.dense=false",

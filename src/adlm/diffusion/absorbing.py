@@ -1,7 +1,7 @@
 """The absorbing (masking) process and its posteriors: Eq. 1, 2, 3, 6 of the paper and the SUBS parameterisation.
 
-Pure functions of tensors. alpha_s, alpha_t, sigma_t are tensors or floats that broadcast against the token tensor; a
-posterior is dense ([..., V]) here because it is the definition - samplers use only the two probabilities
+Pure functions of tensors. alpha_s, alpha_t, sigma_t are tensors or floats that broadcast against the token tensor. A
+posterior is dense ([..., V]) here because it is the definition; samplers use only the two probabilities
 `reveal_probability` and sigma_t, which say everything about *positions*, and never build it.
 """
 
@@ -19,14 +19,14 @@ Number = Tensor | float
 
 
 def _column(x: Number, like: Tensor) -> Number:
-    """Rows' numbers [B] against tokens [B, L]: add trailing axes so that they broadcast."""
+    """Numbers [B] of sequences, with trailing axes so that they broadcast against tokens [B, L]."""
     if isinstance(x, Tensor) and 0 < x.dim() < like.dim():
         return x.reshape(x.shape + (1,) * (like.dim() - x.dim()))
     return x
 
 
 def _number(x: Number) -> Tensor:
-    """A Python float is taken as float64: as float32 a probability would lose half its digits on the way in."""
+    """A number as a tensor. A float becomes float64: as float32 a probability would lose half its digits."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
@@ -36,13 +36,6 @@ def mask_tokens(x0: Tensor, u: Tensor, alpha_t: Number, mask_id: int) -> Tensor:
     if isinstance(alpha_t, Tensor):
         check_range("alpha_t", alpha_t, 0.0, 1.0)
     return torch.where(u < _column(alpha_t, x0), x0, mask_id)
-
-
-def transition(z_s: Tensor, u: Tensor, alpha_s: Number, alpha_t: Number, mask_id: int) -> Tensor:
-    """q(z_t | z_s), s < t: a visible token survives with probability alpha_t / alpha_s; the mask is absorbing."""
-    require(u.shape == z_s.shape, f"u must have the shape of z_s, {tuple(z_s.shape)}, got {tuple(u.shape)}")
-    # multiplied out, so that alpha_s = 0 (everything already masked) needs no case of its own
-    return torch.where(u * _column(alpha_s, z_s) < _column(alpha_t, z_s), z_s, mask_id)
 
 
 def sigma_max(alpha_s: Number, alpha_t: Number) -> Tensor:
@@ -57,10 +50,13 @@ def reveal_probability(alpha_s: Number, alpha_t: Number, sigma_t: Number = 0.0) 
     return (alpha_s - (1 - sigma_t) * alpha_t) / (1 - alpha_t)
 
 
-def remasking_posterior(
-    z_t: Tensor, p_x0: Tensor, alpha_s: Number, alpha_t: Number, sigma_t: Number, mask_id: int
+def posterior(
+    z_t: Tensor, p_x0: Tensor, alpha_s: Number, alpha_t: Number, mask_id: int, sigma_t: Number = 0.0
 ) -> Tensor:
-    """Eq. 6: distribution of z_s at every position, [..., V]; `p_x0` is the SUBS prediction (no mass on the mask)."""
+    """Eq. 6: distribution of z_s at every position, [..., V]; `p_x0` is the SUBS prediction (no mass on the mask).
+
+    Without remasking (sigma_t = 0) it is Eq. 3, and Eq. 2 where p_x0 is one-hot.
+    """
     require(p_x0.shape[:-1] == z_t.shape, f"p_x0 must be {tuple(z_t.shape)} by the vocabulary, got {tuple(p_x0.shape)}")
     check_tokens("z_t", z_t, p_x0.shape[-1])
     check_not_nan("p_x0", p_x0)
@@ -72,11 +68,6 @@ def remasking_posterior(
     from_mask = reveal * p_x0 + (1 - reveal) * is_mask
     from_token = (1 - remask) * F.one_hot(z_t, p_x0.shape[-1]).to(p_x0) + remask * is_mask
     return torch.where((z_t == mask_id).unsqueeze(-1), from_mask, from_token)
-
-
-def posterior(z_t: Tensor, p_x0: Tensor, alpha_s: Number, alpha_t: Number, mask_id: int) -> Tensor:
-    """Eq. 2 (with x one-hot) and Eq. 3 (with a prediction): Eq. 6 without remasking."""
-    return remasking_posterior(z_t, p_x0, alpha_s, alpha_t, 0.0, mask_id)
 
 
 def _check_posterior(alpha_s: Tensor, alpha_t: Tensor, sigma_t: Tensor) -> None:

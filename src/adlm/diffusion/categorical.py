@@ -16,6 +16,7 @@ from adlm.errors import require
 
 PerRow = Tensor | float | None
 ENOUGH = 2048
+"""Most probable tokens that nearly always hold the nucleus."""
 LEAST_TEMPERATURE = 1e-6
 """Below it a draw is greedy: dividing by much less overflows float32, and every token would be as good as any."""
 
@@ -25,30 +26,18 @@ def _per_row(x: Tensor | float, like: Tensor) -> Tensor:
     return x.unsqueeze(-1) if x.dim() else x
 
 
-def check_drawing(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, where: str = "sampling."
-) -> None:
-    """Host-side check of one request's settings; the names in the message are the configuration keys."""
-    # Logits are divided in float32: beyond its range a banned token is -inf / inf, and every draw would be token 0.
-    most = torch.finfo(torch.float32).max
-    require(0 <= temperature <= most, f"{where}temperature must be 0 (greedy) or more, up to 3e38, got {temperature}")
-    require(0 <= top_k < 2**63, f"{where}top_k must be 0 (off) or a number of tokens, got {top_k}")
-    require(0 < top_p <= 1, f"{where}top_p must lie in (0, 1], got {top_p}")
-    require(0 <= min_p < 1, f"{where}min_p must lie in [0, 1), got {min_p}")
-
-
 def filter_logits(
     logits: Tensor,
     temperature: PerRow = None,
     top_k: Tensor | int | None = None,
     top_p: PerRow = None,
     min_p: PerRow = None,
-    release_cut: Tensor | bool = False,
+    release_nucleus: Tensor | bool = False,
 ) -> Tensor:
-    """Float32 log-probabilities [N, V] of the cut and renormalised distribution (-inf where cut).
+    """Float32 log-probabilities [N, V] of the filtered and renormalised distribution (-inf where filtered out).
 
-    temperature 0, or less than LEAST_TEMPERATURE, means greedy; top_k 0, top_p 1 and min_p 0 cut nothing in their row.
-    The nucleus keeps the smallest set of most probable tokens with at least top_p; with `release_cut` it drops the
+    temperature 0, or less than LEAST_TEMPERATURE, means greedy; top_k 0, top_p 1 and min_p 0 keep all of their row.
+    The nucleus keeps the smallest set of most probable tokens with at least top_p; with `release_nucleus` it drops the
     token that crosses top_p, as the public release does (the most probable token always stays). Ties are broken
     towards smaller ids.
     """
@@ -64,20 +53,20 @@ def filter_logits(
     if top_k is not None or top_p is not None:
         k = None if top_k is None else _per_row(top_k, logits)
         p = None if top_p is None else _per_row(top_p, logits).double()
-        logits = logits.masked_fill(~most_probable(logits, k, p, release_cut), -torch.inf)
+        logits = logits.masked_fill(~most_probable(logits, k, p, release_nucleus), -torch.inf)
     if min_p is not None:
         m = _per_row(min_p, logits)
         logits = torch.where(logits >= logits.amax(-1, keepdim=True) + torch.log(m), logits, -torch.inf)
     return logits.log_softmax(-1)
 
 
-def most_probable(logits: Tensor, k: Tensor | None, p: Tensor | None, release_cut: Tensor | bool = False) -> Tensor:
+def most_probable(logits: Tensor, k: Tensor | None, p: Tensor | None, release_nucleus: Tensor | bool = False) -> Tensor:
     """Mask [N, V] of the tokens that top-k and then the nucleus keep; k and p broadcast to [N, 1], None is off."""
-    if isinstance(release_cut, Tensor):
-        release_cut = release_cut.unsqueeze(-1)
+    if isinstance(release_nucleus, Tensor):
+        release_nucleus = release_nucleus.unsqueeze(-1)
     if visible(logits) and logits.shape[-1] > ENOUGH:
-        # On a CPU the best few, which nearly always hold the nucleus, are found fastest.
-        kept = among_best(logits, k, p, release_cut)
+        # On a CPU it is fastest to look among the best few.
+        kept = among_best(logits, k, p, release_nucleus)
         if kept is not None:
             return kept
     kept = torch.ones_like(logits, dtype=torch.bool)
@@ -86,17 +75,17 @@ def most_probable(logits: Tensor, k: Tensor | None, p: Tensor | None, release_cu
     if p is not None:
         weight = (logits - logits.amax(-1, keepdim=True)).exp().masked_fill(~kept, 0.0)
         need = p * weight.sum(-1, keepdim=True, dtype=torch.float64)
-        kept = kept & (leading(logits, weight, need, release_cut) | (p >= 1))
+        kept = kept & (leading(logits, weight, need, release_nucleus) | (p >= 1))
     return kept
 
 
-def among_best(logits: Tensor, k: Tensor | None, p: Tensor | None, release_cut: Tensor | bool) -> Tensor | None:
+def among_best(logits: Tensor, k: Tensor | None, p: Tensor | None, release_nucleus: Tensor | bool) -> Tensor | None:
     """`most_probable` if the ENOUGH most probable tokens decide it in every row, else None."""
     k = torch.zeros((), dtype=torch.int64) if k is None else k
     p = torch.ones((), dtype=torch.float64) if p is None else p
     everything = (k <= 0) & (p >= 1)
     values = logits.topk(ENOUGH, sorted=True).values
-    n, mass = prefix(values, logits.double().logsumexp(-1, keepdim=True), k, p, release_cut)
+    n, mass = prefix(values, logits.double().logsumexp(-1, keepdim=True), k, p, release_nucleus)
     if not bool((everything | ((k > 0) & (k <= ENOUGH)) | ((k <= 0) & (mass >= p))).all()):
         return None
     # Only values were ordered: among equals at the edge, as many as belong are taken from the smallest ids on.
@@ -149,19 +138,19 @@ BELOW_INFINITY = (1 << 23) - 1  # bit patterns of negative NaNs, which would com
 
 
 def prefix(
-    values: Tensor, total: Tensor, k: Tensor, p: Tensor, release_cut: Tensor | bool = False
+    values: Tensor, total: Tensor, k: Tensor, p: Tensor, release_nucleus: Tensor | bool = False
 ) -> tuple[Tensor, Tensor]:
     """(how many of the descending `values` are kept, at least 1; the probability they hold together), each [N, 1].
 
     `total` is the log of the normaliser of the whole row, of which `values` may be only the largest part. float64: on
-    a flat distribution 50,000 float32 additions move the cut.
+    a flat distribution 50,000 float32 additions move the edge of the nucleus.
     """
     first = torch.arange(values.shape[-1], device=values.device)
     inside = ((first < k) | (k <= 0)).expand_as(values)
     v = values.double().masked_fill(~inside, -torch.inf)
     q = (v - torch.where(k > 0, v.logsumexp(-1, keepdim=True), total)).exp()
     inclusive = q.cumsum(-1)
-    within = torch.where(torch.as_tensor(release_cut, device=values.device), inclusive <= p, inclusive - q < p)
+    within = torch.where(torch.as_tensor(release_nucleus, device=values.device), inclusive <= p, inclusive - q < p)
     kept = inside & (within | (p >= 1))
     return kept.sum(-1, keepdim=True).clamp(min=1), inclusive[..., -1:]
 

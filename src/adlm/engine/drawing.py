@@ -126,7 +126,7 @@ def draw(
         top_k=ints[TOP_K] if filters.top_k else None,
         top_p=floats[TOP_P] if filters.top_p else None,
         min_p=floats[MIN_P].float() if filters.min_p else None,
-        release_cut=ints[RELEASE] > 0,
+        release_nucleus=ints[RELEASE] > 0,
     )
     row = ints.unsqueeze(-1)
     u = uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], token_V)

@@ -2,7 +2,7 @@
 
 `BaseEngine` is a queue and a table of slots, and does not depend on the kind of model. `Engine` fills the holes of
 canvases with a diffusion model: a slot holds the canvas (on the device), the windows of its request, and the trajectory
-of its plan. A step evaluates the next event of every slot, whatever step of whatever sampler each is at. Sequences of
+of its sampler. A step evaluates the next event of every slot, whatever step of whatever sampler each is at. Sequences of
 different length do not share a call: the network has no notion of padding, so results never depend on neighbours.
 """
 
@@ -22,8 +22,7 @@ from adlm.engine.evaluator import Call, Evaluator
 from adlm.engine.request import Frame, Request, Result, Window, Windows, check_request, end_of_text, windows
 from adlm.errors import require
 from adlm.models import Network
-from adlm.samplers import RELEASE_WITHOUT_CUT, Event, Look, Plan, Trajectory, make_plan
-from adlm.samplers.plan import NOWHERE
+from adlm.samplers.base import NOWHERE, Event, Prediction, Sampler, Trajectory, make_sampler
 from adlm.schema import ObjectiveConfig
 
 IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
@@ -61,7 +60,7 @@ class BaseEngine(Generic[S]):
     def check(self, request: Request) -> None:
         """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
         m = self.model
-        check_request(request, m.vocab_size, m.mask_id, m.config.length, m.anchor_head is not None)
+        check_request(request, m.vocab_size, m.mask_id, m.config.length)
 
     def submit(self, request: Request) -> int:
         """Queue a sequence; returns its id. Bad requests are refused here, not when a slot is free."""
@@ -185,7 +184,7 @@ class BaseEngine(Generic[S]):
 class Canvas(ActiveSequence):
     """A sequence whose holes are being filled, window after window."""
 
-    plan: Plan = None  # type: ignore[assignment]
+    sampler: Sampler = None  # type: ignore[assignment]
     windows: Windows = None  # type: ignore[assignment]
     window: Window = None  # type: ignore[assignment]
     trajectory: Trajectory = None  # type: ignore[assignment]
@@ -214,15 +213,16 @@ class Engine(BaseEngine[Canvas]):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        make_plan(request.settings, self.schedule)  # some settings only a plan's own formulas can refuse
+        misfit = make_sampler(request.settings, self.schedule).misfit(self.model.config)
+        require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
 
     # The life of a sequence: admit, then open - advance ... advance - close for each of its windows
 
     def admit(self, i: int, id: int, request: Request) -> None:
         conversation = windows(request, self.evaluator.length, self.evaluator.mask_id)
         window = next(conversation)
-        plan = make_plan(request.settings, self.schedule)
-        canvas = Canvas(id, request, plan=plan, windows=conversation, window=window)
+        sampler = make_sampler(request.settings, self.schedule)
+        canvas = Canvas(id, request, sampler=sampler, windows=conversation, window=window)
         self.slots[i] = canvas
         try:
             if request.required:
@@ -240,14 +240,14 @@ class Engine(BaseEngine[Canvas]):
         holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id)
         # where nothing is fixed there is nothing to hide: the second sequence would be the first one again
         canvas.guided = canvas.request.settings.guidance > 0 and len(holes) < len(window.tokens)
-        canvas.trajectory = canvas.plan.trajectory(holes, window.seed)
+        canvas.trajectory = canvas.sampler.trajectory(holes, window.seed)
         self.advance(i, None)
 
-    def advance(self, i: int, look: Look | None) -> None:
-        """Ask the plan for the next event; at the end of the trajectory the window is done."""
+    def advance(self, i: int, prediction: Prediction | None) -> None:
+        """Ask the sampler for the next event; at the end of the trajectory the window is done."""
         canvas = self.active(i)
         try:
-            canvas.event = next(canvas.trajectory) if look is None else canvas.trajectory.send(look)
+            canvas.event = next(canvas.trajectory) if prediction is None else canvas.trajectory.send(prediction)
         except StopIteration:
             self.close(i, self.window_tokens(i))
 
@@ -283,8 +283,8 @@ class Engine(BaseEngine[Canvas]):
 
     def evaluate_group(self, group: list[int], length: int) -> None:
         canvases = [self.active(i) for i in group]
-        looks = frozenset(c.plan.looks for c in canvases) - {""}
-        look = self.evaluator.evaluate(self.call(group, canvases, length), looks)
+        reads = frozenset(c.sampler.reads for c in canvases) - {""}
+        predicted = self.evaluator.evaluate(self.call(group, canvases, length), reads)
         ended = self.ended(group, canvases, length)
         drawn = [c.event.draw for c in canvases]
         stop = np.cumsum([len(d) for d in drawn])
@@ -296,8 +296,8 @@ class Engine(BaseEngine[Canvas]):
                 self.close(i, self.window_tokens(i))
                 continue
             seen = None
-            if canvas.plan.looks:
-                seen = Look(**{f: v[b - len(d) : b] for f, v in look._asdict().items() if v is not None})
+            if canvas.sampler.reads:
+                seen = Prediction(**{f: v[b - len(d) : b] for f, v in predicted._asdict().items() if v is not None})
             canvas.event = canvas.event._replace(mask=NOWHERE)
             before = len(canvas.window.before)  # of the window drawn in; the next may be open when the frame is made
             self.advance(i, seen)
@@ -324,8 +324,8 @@ class Engine(BaseEngine[Canvas]):
 
     def ended(self, group: list[int], canvases: list[Canvas], length: int) -> set[int]:
         """Slots whose text has ended: nothing before the end is open, and nothing there will be masked again."""
-        # Plans that look leave guesses on the canvas until they have chosen.
-        able = [c.request.stop_id is not None and c.plan.locks and not c.plan.looks for c in canvases]
+        # Samplers that read predictions leave guesses on the canvas until they have chosen.
+        able = [c.request.stop_id is not None and c.sampler.writes_once and not c.sampler.reads for c in canvases]
         may = [(i, c) for i, c, a in zip(group, canvases, able) if a]
         if not may:
             return set()
@@ -365,6 +365,6 @@ def draw_settings(slot: int, canvas: Canvas) -> DrawSettings:
     settings = DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", guidance=s.guidance)
     if event.greedy:
         return settings._replace(temperature=0.0)
-    if s.parity and s.sampler in RELEASE_WITHOUT_CUT:
+    if s.parity and not canvas.sampler.filtered_in_release:
         return settings
     return settings._replace(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)

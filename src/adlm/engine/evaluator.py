@@ -22,7 +22,7 @@ from adlm.errors import choose
 from adlm.models import Network
 from adlm.models.backends import choose_attention
 from adlm.models.network import at_least_float32
-from adlm.samplers import Look
+from adlm.samplers.base import Prediction
 from adlm.schema import ObjectiveConfig
 
 # Static shapes: sequences of a call, and positions masked again before it
@@ -63,7 +63,7 @@ class Evaluator:
         compile: str = "auto",
         tau: int = ObjectiveConfig.tau,
     ):
-        """`tau`: occurrences up to which a token is rare, where a plan looks at anchors."""
+        """`tau`: occurrences up to which a token is rare, where a sampler reads anchors."""
         choose("compile", compile, ("auto", "true", "graphs", "false"))
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
@@ -131,13 +131,13 @@ class Evaluator:
         floats: Tensor,
         filters: Filters,
         guided: bool,
-        looks: tuple[str, ...],
+        reads: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Draw one piece and write it into the canvas; returns what the plans want to know of each draw."""
+        """Draw one piece and write it into the canvas; returns what the samplers read of each draw."""
         h_ND = self.chosen(denoiser_BLD, source, floats, guided)
         token, log_p = self.drawer(h_ND, ints, floats, filters)
         self.canvas_SL[ints[SLOT], ints[POSITION]] = token
-        return tuple(LOOKS[name](log_p, token) for name in looks)
+        return tuple(LOOKS[name](log_p, token) for name in reads)
 
     @torch.inference_mode()
     def warm_up(self, length: int = 0, least: int = 1) -> None:
@@ -192,8 +192,8 @@ class Evaluator:
         return at_BQ, call.source * wanted + column_N
 
     @torch.inference_mode()
-    def evaluate(self, call: Call, looks: frozenset[str] = frozenset()) -> Look:
-        """Run one call; returns the fields of Look that were asked for, for all draws in order."""
+    def evaluate(self, call: Call, reads: frozenset[str] = frozenset()) -> Prediction:
+        """Run one call; returns the fields of Prediction that were asked for, for all draws in order."""
         B, N, M = call.slots.shape[1], call.source.shape[1], call.mask.shape[1]
         sizes = self.drawer.sizes(N)
         more, more_sequences, more_masks = sum(sizes) - N, 0, 0
@@ -213,7 +213,7 @@ class Evaluator:
             draws.floats,
         ]
         mask, slots, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
-        filters, names = self.drawer.filters(draws), tuple(sorted(looks & LOOKS.keys()))
+        filters, names = self.drawer.filters(draws), tuple(sorted(reads & LOOKS.keys()))
         denoiser_BLD, anchor_BLD, tokens_BL = self.read_canvases(
             mask, slots, sigma_B, at[0] if at else None, call.length
         )
@@ -223,14 +223,14 @@ class Evaluator:
             values = self.write_draws(Fixed(denoiser_BLD), *columns, filters, guided, names)
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
         found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in zip(names, zip(*seen))}
-        if "normaliser" in looks:
+        if "normaliser" in reads:
             found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, floats, guided)[:N])
-        if "anchor" in looks:
+        if "anchor" in reads:
             assert anchor_BLD is not None
             with autocast(self.device, self.bf16):
                 sequence_N = torch.from_numpy(call.source[0]).to(self.device)
                 found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, sequence_N, ints[:, :N])
-        return Look(**found)
+        return Prediction(**found)
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
         """For each draw, the mean of e^logit over all tokens but the mask, before any filter."""

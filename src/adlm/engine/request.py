@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.rules import check_fields
-from adlm.samplers import check_sampling
 from adlm.schema import SamplingConfig
 
 
@@ -60,11 +59,10 @@ class Result:
     """Why a sequence was given up."""
 
 
-def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchored: bool) -> None:
+def check_request(r: Request, vocab_size: int, mask_id: int, length: int) -> None:
     """Refuse everything that can be wrong with a request, before it takes a slot."""
     s = r.settings
     check_fields(s, "sampling")
-    check_sampling(s)
     require(
         isinstance(r.seed, int) and not isinstance(r.seed, bool) and 0 <= r.seed < 2**63,
         f"sampling.seed must be an integer in [0, 2^63), got {r.seed!r}",
@@ -84,10 +82,6 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int, anchor
     for word in r.required:
         require(mask_id not in word, "a required word holds the mask")
         require(len(word) <= holes, f"a required word of {len(word)} tokens does not fit into {holes} holes")
-    require(
-        s.sampler != "anchor-first" or anchored,
-        "sampling.sampler='anchor-first' needs a model with an anchor network (model.anchored=true)",
-    )
 
 
 def check_length(positions: int, length: int, stride: int) -> None:

@@ -18,21 +18,18 @@ from torch import Tensor
 
 from adlm.api import LanguageModel, load
 from adlm.data.blocks import Blocks
-from adlm.data.preparation import prepare
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.evaluation.anchors import NETWORKS, Guesses, Level, Reading, anchors_of, read_hidden, read_levels
-from adlm.evaluation.perplexity import own_data
 from adlm.evaluation.results import model_facts, result_path, versions, write_result
 from adlm.io.export import Loaded
 from adlm.io.paths import write_atomically
-from adlm.objectives import Rows
-from adlm.objectives.anchors import AnchorRule, describe_rule, for_texts, make_anchor_rule
+from adlm.objectives.anchors import describe_rule, for_texts
 from adlm.reporting.chart import Series, line_chart
 from adlm.reporting.html import Html, Span, columns, join, legend, page, passage, section, table, tag
-from adlm.schema import Config, DataConfig, ObjectiveConfig
+from adlm.schema import Config
 
 # Anchors listed on the terminal; the page and the JSON file hold all.
 LISTED = 20
@@ -47,7 +44,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
     tokens = lm.tokenizer.encode(read_text(args))
     require(bool(tokens), "the text has no tokens")
-    objective, rule = rule_of(lm, cfg)
+    rule = for_texts(lm.loaded.objective)
     room = lm.length - 1  # beside the begin token
     sequences = [torch.tensor([lm.tokenizer.bos_id, *tokens[a : a + room]]) for a in range(0, len(tokens), room)]
     levels = read_levels(lm, rule, sequences, cfg.eval.draws, cfg.eval.seed)
@@ -56,7 +53,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     ]
     result = {
         **model_facts(lm.loaded, cfg.eval.checkpoint, cfg.eval.ema),
-        "rule": describe_rule(objective),
+        "rule": describe_rule(rule),
         "tokens": len(tokens),
         "anchors": sum(anchors),
         "levels": [level.as_dict() for level in levels],
@@ -85,17 +82,6 @@ def read_text(args: Sequence[str]) -> str:
         return Path(text).read_text(encoding="utf-8") if len(text) < 4096 and Path(text).is_file() else text
     except UnicodeDecodeError:
         raise ValueError(f"{text} is not UTF-8 text") from None
-
-
-def rule_of(lm: LanguageModel, cfg: Config) -> tuple[ObjectiveConfig, AnchorRule]:
-    """The rule the model was trained with, if it tells a text's anchors; else the paper's."""
-    objective, share_V = for_texts(lm.loaded.objective), None
-    if objective.anchor_rule == "rarity":
-        d = cfg.data
-        data = own_data(lm.loaded, DataConfig("checkpoint", cache_dir=d.cache_dir, num_proc=d.num_proc, root=d.root))
-        counts_V = prepare(data, lm.tokenizer, lm.length, "train").frequencies()
-        share_V = torch.from_numpy(counts_V / counts_V.sum())
-    return objective, make_anchor_rule(objective, share_V)
 
 
 def token_readings(
@@ -225,13 +211,11 @@ def anchor_table(result: dict[str, Any]) -> Html:
 
 def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
     """Held-out sequences with their anchors, some of them hidden, and what both networks predict there."""
-    share_V = torch.from_numpy(valid.frequencies() / valid.frequencies().sum())
     cfg = for_texts(loaded.objective)
-    rule = make_anchor_rule(cfg, share_V)
     blocks, found, total = [], 0, 0
     for number, index in enumerate(readable_sequences(valid, loaded.tokenizer, EXAMPLES), start=1):
         tokens_L = torch.from_numpy(valid.rows(np.array([index]))[0])
-        anchors_L = rule(Rows(tokens_L[None], torch.tensor([index]), len(valid)))[0]
+        anchors_L = anchors_of(cfg, tokens_L)
         # special tokens (the ends of a text) count like others for the loss, but there is nothing to see in them
         anchors_L &= torch.tensor([t not in loaded.tokenizer.special_ids for t in tokens_L.tolist()])
         hidden_L = hide(anchors_L, HIDDEN, seed=index)

@@ -23,8 +23,8 @@ from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.models import Network
-from adlm.objectives import Rows
-from adlm.objectives.anchors import AnchorRule
+from adlm.objectives.anchors import find_anchors
+from adlm.schema import ObjectiveConfig
 
 FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 NETWORKS = ("anchor", "denoiser")
@@ -76,9 +76,9 @@ def guesses(logits_NV: Tensor, truth_N: Tensor, top: int) -> list[Guesses]:
     return [Guesses(*found) for found in zip(*columns)]
 
 
-def anchors_of(rule: AnchorRule, tokens_L: Tensor) -> Tensor:
+def anchors_of(rule: ObjectiveConfig, tokens_L: Tensor) -> Tensor:
     """Which positions of a sequence are anchors, boolean [L]."""
-    return rule(Rows(tokens_L[None], torch.zeros(1, dtype=torch.long), 1))[0]
+    return find_anchors(tokens_L[None], rule)[0]
 
 
 @dataclass
@@ -121,7 +121,9 @@ class Level:
     first: dict[int, Reading] = field(default_factory=dict)
     """The first reading of each anchor, by position in the text."""
 
-    def add(self, rule: AnchorRule, tokens_L: Tensor, anchors_L: Tensor, readings: list[Reading], offset: int) -> None:
+    def add(
+        self, rule: ObjectiveConfig, tokens_L: Tensor, anchors_L: Tensor, readings: list[Reading], offset: int
+    ) -> None:
         """Count what both networks say of one window; `offset` is where the sequence begins in the text."""
         for name, tally in self.tallies.items():
             filled_L = tokens_L.clone()
@@ -160,7 +162,9 @@ def windows(maskable_L: Tensor, fraction: float, seed: int, turn: int) -> Iterat
         yield hidden_L
 
 
-def read_levels(lm: LanguageModel, rule: AnchorRule, sequences: Sequence[Tensor], draws: int, seed: int) -> list[Level]:
+def read_levels(
+    lm: LanguageModel, rule: ObjectiveConfig, sequences: Sequence[Tensor], draws: int, seed: int
+) -> list[Level]:
     """Hide every maskable position of every sequence of a text, `draws` times at each fraction, and read both
     networks. Every sequence begins with a token that is not of the text."""
     levels = [Level(fraction) for fraction in FRACTIONS]

@@ -34,12 +34,11 @@ from adlm.evaluation.results import model_facts, progress, versions
 from adlm.io.paths import writable_folder, write_atomically
 from adlm.reporting.html import watch
 from adlm.schema import Config, EvalConfig, SamplingConfig
+from adlm.tables import SAMPLERS
 from adlm.training.parallel import World, world
 
 # Texts of each setting in the report, and reveals in all.
 SHOWN, REVEALS = 3, 3
-# One evaluation per hole, whatever sampling.steps says.
-STEPLESS = ("first-hitting", "autoregressive")
 Sample = dict[str, Any]
 """A line of a file of samples: a Generation, its setting and the seconds it took."""
 
@@ -137,7 +136,7 @@ def sample_facts(s: Setting, samples: list[Sample]) -> dict[str, Any]:
         "label": s.label,
         "sampler": c.sampler,
         "steps": c.steps,
-        "steps_matter": c.sampler not in STEPLESS,
+        "steps_matter": SAMPLERS.load(c.sampler).steps_matter,
         "temperature": c.temperature,
         "top_p": c.top_p,
         "fingerprint": s.identity,
@@ -161,7 +160,7 @@ def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Pa
     for c in sweep:
         request = request_of(lm, c)
         sampler = request.settings.sampler  # a causal model has one
-        c = replace(c, sampler=sampler, steps=sweep[0].steps if sampler in STEPLESS else c.steps)
+        c = replace(c, sampler=sampler, steps=c.steps if SAMPLERS.load(sampler).steps_matter else sweep[0].steps)
         name, identity = label(c, varied), fingerprint(lm, c)
         if identity not in [s.identity for s in found]:
             found.append(Setting(name, c, request, identity, folder / f"{name}-{identity[:8]}.jsonl"))
@@ -170,7 +169,7 @@ def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Pa
 
 def label(c: SamplingConfig, varied: Sequence[str] = ()) -> str:
     """What a setting is called in files and tables. `varied`: further settings that the sweep varies."""
-    steps = "" if c.sampler in STEPLESS else f"-T{c.steps}"
+    steps = f"-T{c.steps}" if SAMPLERS.load(c.sampler).steps_matter else ""
     more = "".join(f"-{name}{exact(getattr(c, name))}" for name in varied)
     return f"{c.sampler}{steps}-temp{exact(c.temperature)}-p{exact(c.top_p)}{more}"
 
@@ -189,7 +188,7 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
     missing = [seed for seed in setting.seeds if seed not in have]
     mine = missing[ranks.rank :: ranks.size]
     size = setting.config.batch_size
-    if mine and ranks.device.type == "cuda" and setting.config.sampler not in STEPLESS:
+    if mine and ranks.device.type == "cuda" and SAMPLERS.load(setting.config.sampler).steps_matter:
         # compile and capture first: what follows is timed
         few = replace(setting.request, settings=replace(setting.request.settings, steps=2))
         for _ in draw(lm, few, list(range(min(size, len(mine)))), size):

@@ -20,17 +20,15 @@ from torch import Tensor
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.schedules import make_schedule
+from adlm.diffusion.schedules import draw_times
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.evaluation.intervals import Estimate, summarise
 from adlm.evaluation.results import data_facts, model_facts, progress, result_path, versions, write_result
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
-from adlm.objectives import SUBS_OBJECTIVES, Rows, make_objective, row_bounds
-from adlm.objectives.exact_count import draw_exact_count
+from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
-from adlm.objectives.times import draw_times
 from adlm.schema import Config, DataConfig, EvalConfig
 from adlm.training.batches import sequences_on
 from adlm.training.parallel import World, world
@@ -39,7 +37,7 @@ from adlm.training.parallel import World, world
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 # Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
 BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_sequences")
-NatsOf = Callable[[Rows, int], Tensor]
+NatsOf = Callable[[Sequences, int], Tensor]
 """Sequences and the number of the draw -> nats of each sequence."""
 
 
@@ -115,20 +113,18 @@ def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
 def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> dict[str, Estimate]:
     """Estimates by name: `exact` for a causal model, else one per estimator asked for."""
     model = loaded.model
-    # No anchor term is part of a bound.
-    plain = replace(loaded.objective, anchor_rule="none")
-    objective = make_objective(plain, loaded.noise, model.mask_id, cfg.seed)
+    objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed)
 
-    def continuous(sequences: Rows, draw: int) -> Tensor:
-        return row_bounds(model, objective.draw_bound(sequences, draw))
+    def continuous(sequences: Sequences, draw: int) -> Tensor:
+        return sequence_bounds(model, objective.corrupt_for_bound(sequences, draw))
 
-    def exact_count(sequences: Rows, draw: int) -> Tensor:
-        return row_bounds(model, draw_exact_count(sequences, draw, model.mask_id, make_schedule(loaded.noise)))
+    def exact_count(sequences: Sequences, draw: int) -> Tensor:
+        return sequence_bounds(model, objective.corrupt_exact_count(sequences, draw))
 
     if model.config.causal:
         return {"exact": estimate(continuous, blocks, cfg, ranks, "exact")}
     require(
-        loaded.objective.name in SUBS_OBJECTIVES or cfg.estimator == "continuous",
+        objective.subs or cfg.estimator == "continuous",
         f"a model trained with objective.name={loaded.objective.name} has the continuous bound only:"
         " use eval.estimator=continuous",
     )

@@ -1,46 +1,34 @@
-"""Objectives: what a network is trained on. Adding one = one file, one line of OBJECTIVES, one YAML, one law test."""
+"""Objectives: what a network is trained on. tables.OBJECTIVES names them, tables.ANCHOR_RULES the anchor rules.
 
-from collections.abc import Callable
+base.py            what an objective is: Sequences in, CorruptedBatch out, and its one loss
+nelbo.py           NELBO of masked diffusion (Eq. 4), by times and by numbers of masks
+anchors.py         which tokens are anchors
+anelbo.py          ANELBO (Eq. 7): the NELBO and the anchor term
+d3pm.py            discrete-time bound of a prediction that may put mass on the mask
+score_entropy.py   denoising score entropy (SEDD)
+autoregressive.py  next-token cross-entropy (AR, A2R)
+"""
 
-from torch import Tensor
-
-from adlm.diffusion.schedules import make_schedule
-from adlm.errors import choose
-from adlm.objectives.anelbo import Anelbo
-from adlm.objectives.autoregressive import Autoregressive
-from adlm.objectives.base import LossOutput, Objective, Rows, Task, Term, loss, row_bounds
-from adlm.objectives.d3pm import D3pm
-from adlm.objectives.nelbo import Nelbo
-from adlm.objectives.score_entropy import ScoreEntropy
-from adlm.schema import NoiseConfig, ObjectiveConfig
+from adlm.objectives.base import (
+    CorruptedBatch,
+    LossOutput,
+    Objective,
+    Sequences,
+    Term,
+    loss,
+    make_objective,
+    position_losses,
+    sequence_bounds,
+)
 
 __all__ = [
-    "OBJECTIVES",
-    "SUBS_OBJECTIVES",
+    "CorruptedBatch",
     "LossOutput",
     "Objective",
-    "Rows",
-    "Task",
+    "Sequences",
     "Term",
     "loss",
     "make_objective",
-    "row_bounds",
+    "position_losses",
+    "sequence_bounds",
 ]
-
-OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    "nelbo": lambda cfg, schedule, mask_id, seed, share_V: Nelbo(cfg, schedule, mask_id, seed),
-    "anelbo": Anelbo,
-    "score-entropy": lambda cfg, schedule, mask_id, seed, share_V: ScoreEntropy(cfg, schedule, mask_id, seed),
-    "d3pm": lambda cfg, schedule, mask_id, seed, share_V: D3pm(cfg, schedule, mask_id, seed),
-    "autoregressive": lambda cfg, schedule, mask_id, seed, share_V: Autoregressive(cfg, mask_id, seed, share_V),
-}
-# Those whose head is the probability of the token at a mask (SUBS); the others have bounds of their own.
-SUBS_OBJECTIVES = ("nelbo", "anelbo")
-
-
-def make_objective(
-    cfg: ObjectiveConfig, noise: NoiseConfig, mask_id: int, seed: int, share_V: Tensor | None = None
-) -> Objective:
-    """`share_V`: share of each token in the training corpus, for objective.anchor_rule=rarity."""
-    build = OBJECTIVES[choose("objective.name", cfg.name, OBJECTIVES)]
-    return build(cfg, make_schedule(noise), mask_id, seed, share_V)

@@ -5,18 +5,14 @@ included, as in the release (anchor_positions=all), or at masked ones only. It i
 without SUBS. gamma is a function of the step (`gamma_at`). Perplexity never contains it.
 """
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
-from adlm.diffusion.schedules import Schedule
-from adlm.errors import choose, require
-from adlm.objectives.anchors import anchor_floor, draw_share, make_anchor_rule
-from adlm.objectives.base import Rows, Task, Term, count_tokens
-from adlm.objectives.nelbo import Nelbo
-from adlm.schema import ModelConfig, ObjectiveConfig
-
-ANCHOR_POSITIONS = ("all", "masked")
+from adlm.diffusion.uniforms import Stream, uniforms32
+from adlm.objectives.anchors import find_anchors
+from adlm.objectives.base import CorruptedBatch, Sequences, Term
+from adlm.objectives.nelbo import Nelbo, time_density
+from adlm.schema import ObjectiveConfig
 
 
 def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
@@ -25,69 +21,37 @@ def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
         return cfg.gamma * (progress / cfg.gamma_warmup)
     if cfg.gamma_end < 0:
         return cfg.gamma
-    share = min(1.0, (progress - cfg.gamma_warmup) / (1 - cfg.gamma_warmup))
-    return (1 - share) * cfg.gamma + share * cfg.gamma_end
-
-
-def anchor_term(
-    cfg: ObjectiveConfig,
-    gamma: float,
-    anchors_BL: Tensor,
-    where: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
-    example_B: Tensor,
-    seed: int,
-    step: int,
-) -> Term:
-    """The anchor network's cross-entropy at the anchors; `where`: rows, targets and weights of positions.
-
-    As in Eq. 7 it is a sum, divided by all tokens and not by the anchors among them, whatever the rule. So under
-    anchor_rule=loss it fades as the network learns; a mean over the hard tokens would keep their pull constant
-    however few are left, and their number would have to be known before the loss is.
-
-    With anchor_fraction = 1/4 a random quarter of the anchors is scored, and counts four times: the same sum on average,
-    and the head, most of what anchors cost in training, reads a quarter of the rows.
-    """
-    rows_N, targets_N, weights_N = where(draw_share(cfg, anchors_BL, example_B, seed, step))
-    return Term("anchor", rows_N, targets_N, weights_N / cfg.anchor_fraction, scale=gamma, floor=anchor_floor(cfg))
+    done = min(1.0, (progress - cfg.gamma_warmup) / (1 - cfg.gamma_warmup))
+    return (1 - done) * cfg.gamma + done * cfg.gamma_end
 
 
 class Anelbo(Nelbo):
-    def __init__(
-        self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int, share_V: Tensor | None = None
-    ):
-        super().__init__(cfg, schedule, mask_id, seed)
-        check_anchor_options(cfg)
-        self.anchors = make_anchor_rule(cfg, share_V)
-
-    def check(self, model: ModelConfig) -> None:
-        super().check(model)
-        require(model.anchored, "objective.name=anelbo needs model.anchored=true (objective.name=nelbo does not)")
-
-    def draw(self, rows: Rows, step: int, progress: float) -> Task:
-        noised = self.draw_training(rows, step, progress)
-        terms = {"nelbo": self.bound_term(noised)}
+    def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
+        noised = self.noised(sequences, self.seed, step, time_density(self.cfg, progress))
+        batch = self.batch_of(noised)
         gamma = gamma_at(self.cfg, progress)
         if gamma > 0:
-            anchors_BL = self.anchors(rows)
+            anchors_BL = find_anchors(sequences.tokens_BL, self.cfg)
             if self.cfg.anchor_positions == "masked":
                 anchors_BL = anchors_BL & noised.masked_BL
-            terms["anchor"] = anchor_term(self.cfg, gamma, anchors_BL, noised.where, rows.example_B, self.seed, step)
-        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), terms)
+            scored_BL = draw_anchors(self.cfg, anchors_BL, sequences.example_B, self.seed, step)
+            batch.terms["anchor"] = anchor_term(self.cfg, gamma, *noised.where(scored_BL))
+        return batch
 
 
-def check_anchor_options(cfg: ObjectiveConfig) -> None:
-    choose("objective.anchor_positions", cfg.anchor_positions, ANCHOR_POSITIONS)
-    require(cfg.gamma >= 0, f"objective.gamma={cfg.gamma} must not be negative")
-    require(
-        0 < cfg.anchor_fraction <= 1,
-        f"objective.anchor_fraction={cfg.anchor_fraction} is a share of anchors, in (0, 1]",
-    )
-    require(0 <= cfg.gamma_warmup <= 1, f"objective.gamma_warmup={cfg.gamma_warmup} is a share of the run, in [0, 1]")
-    require(
-        cfg.gamma_end == -1 or cfg.gamma_end >= 0,
-        f"objective.gamma_end={cfg.gamma_end} must be at least 0, or -1: gamma stays",
-    )
-    require(
-        cfg.gamma_end < 0 or cfg.gamma_warmup < 1,
-        "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
-    )
+def draw_anchors(cfg: ObjectiveConfig, anchors_BL: Tensor, example_B: Tensor, seed: int, step: int) -> Tensor:
+    """Draw the anchors that are scored at this step, each with probability `anchor_fraction`."""
+    if cfg.anchor_fraction == 1:
+        return anchors_BL
+    position_L = torch.arange(anchors_BL.shape[1], device=anchors_BL.device)
+    return anchors_BL & (uniforms32(seed, Stream.ANCHOR, step, example_B[:, None], position_L) < cfg.anchor_fraction)
+
+
+def anchor_term(cfg: ObjectiveConfig, gamma: float, positions_N: Tensor, targets_N: Tensor, weights_N: Tensor) -> Term:
+    """The anchor network's cross-entropy at the anchors drawn.
+
+    As in Eq. 7 it is a sum, divided by all tokens and not by the anchors among them, whatever the rule. With
+    anchor_fraction = 1/4 a random quarter of the anchors is scored, and counts four times: the same sum on average, and
+    the head, most of what anchors cost in training, reads a quarter of the positions.
+    """
+    return Term("anchor", positions_N, targets_N, weights_N / cfg.anchor_fraction, scale=gamma)

@@ -1,62 +1,71 @@
-"""What an objective is: it turns clean rows into a task for the network, and the task's loss is always the same.
+"""What an objective is: it turns clean sequences into a corrupted batch, and the loss of a batch is always the same.
 
-An objective draws noise and decides which rows of which head are scored against which targets with which weights. That
-is all a NELBO, an ANELBO, an autoregressive or a score-entropy loss is, so `draw` is the objective and `loss` is one
-function. `draw` never looks at the model: the loop can run it ahead of time, on another stream, and the number of
-scored rows is known to the host before the network starts.
+An objective draws noise and decides which positions of which head are scored against which targets with which weights.
+That is all a NELBO, an ANELBO, an autoregressive or a score-entropy loss is, so `corrupt` is the objective and `loss`
+is one function. `corrupt` never looks at the model: the loop can run it ahead of time, on another stream, and the host
+knows the number of scored positions before the network starts.
 
 Losses are sums; the loop divides once by the count over all ranks. Noise is a function of (seed, step, example).
+Letters: B sequences, L positions, D width, N scored positions, M computed positions.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from adlm.models import Network, linear_cross_entropy, linear_losses
+from adlm import tables
+from adlm.diffusion.schedules import Schedule, make_schedule
+from adlm.models import Hidden, Network, linear_cross_entropy, linear_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
-from adlm.schema import ModelConfig
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 
-class Rows(NamedTuple):
-    """Clean rows, and where each stands among the `total` rows that share their times (a global batch, a data set)."""
+class Sequences(NamedTuple):
+    """Clean sequences, and where each stands among the `total` that share their times (a global batch, a data set)."""
 
     tokens_BL: Tensor
     example_B: Tensor
+    """Number of each sequence in [0, total)."""
     total: int
     attention_mask_BL: Tensor | None = None
     """False at padding, which carries no loss; None: no padding."""
     times_B: Tensor | None = None
-    """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` rows."""
+    """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` sequences."""
+
+    @property
+    def token_count(self) -> int:
+        return self.tokens_BL.numel() if self.attention_mask_BL is None else int(self.attention_mask_BL.sum())
 
 
 class Term(NamedTuple):
-    """One sum of the loss: rows of one head against targets."""
+    """One sum of the loss: positions of one head against targets."""
 
     head: str
     """denoiser or anchor."""
-    rows_N: Tensor
+    positions_N: Tensor
     """Positions scored, as indices into the flattened [B * L] hidden states."""
     targets_N: Tensor
     weights_N: Tensor
-    """Weight of each position, without `scale`; more columns if the chunk loss takes more numbers per row."""
+    """Weight of each position, without `scale`; more columns if the chunk loss takes more numbers per position."""
     scale: float = 1.0
     """Factor of the whole term in the total (gamma of the anchor term)."""
     exclude: int | None = None
     """Class left out of the softmax (the mask)."""
     chunk_loss: ChunkLoss = cross_entropy_chunk
-    floor: float = 0.0
-    """Nats of cross-entropy below which a position carries no loss (0: every position counts)."""
 
 
-class Task(NamedTuple):
+class CorruptedBatch(NamedTuple):
+    """What the network reads, and what its predictions are scored against."""
+
     tokens_BL: Tensor
-    """What the network reads."""
+    """Input of the network: partly masked sequences."""
     sigma_B: Tensor | None
-    """Noise level of each row."""
+    """Noise level of each sequence, for time-conditioned networks."""
     count: int
-    """Tokens of the rows: what the loss is divided by, summed over ranks."""
+    """Tokens of the sequences: what the loss is divided by, summed over ranks."""
     terms: dict[str, Term]
+    """Terms of the loss by name; the first one is the bound."""
     read_M: Tensor | None = None
     """Positions of which the denoiser's states are computed, where these are more than its term scores (`rounded`)."""
 
@@ -69,65 +78,42 @@ class LossOutput(NamedTuple):
     """Sums of each term alone, unscaled and detached; the first one is the bound."""
 
 
-class Objective(Protocol):
-    def check(self, model: ModelConfig) -> None:
-        """Refuse a model this objective cannot train."""
-        ...
+class Objective:
+    """Base class of the objectives in tables.OBJECTIVES."""
 
-    def draw(self, rows: Rows, step: int, progress: float) -> Task:
-        """The training task of optimizer step `step`; `progress` in [0, 1] is its share of the run."""
-        ...
+    subs: ClassVar[bool] = False
+    """The head predicts the token at a mask (SUBS), so the bound can be estimated by numbers of masks, too."""
+    learns_score: ClassVar[bool] = False
+    """The head learns ratios of probabilities, which need not sum to one."""
 
-    def draw_bound(self, rows: Rows, draw: int) -> Task:
-        """The validation task: the bound alone (or the exact likelihood), with noise fixed by example and `draw`."""
-        ...
+    def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
+        self.cfg, self.schedule, self.mask_id, self.seed = cfg, schedule, mask_id, seed
 
+    @classmethod
+    def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
+        """Refuse settings and models that do not fit. Called before training, and for an objective of another package
+        already by the command line; that checks ours without loading torch (config/checks.py)."""
 
-def loss(model: Network, task: Task) -> LossOutput:
-    """Run the network once and score every term of the task."""
-    at_N = only_rows(task)
-    hidden = model(task.tokens_BL, task.sigma_B, at_N=at_N)
-    return score_terms(model, hidden.denoiser_BLD, hidden.anchor_BLD, task, picked=at_N is not None)
+    def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
+        """Corrupt the sequences of optimizer step `step`; `progress` in [0, 1] is how much of the run is done."""
+        raise NotImplementedError
 
+    def corrupt_for_bound(self, sequences: Sequences, draw: int) -> CorruptedBatch:
+        """Corrupt for validation: the only term is the bound (or the exact likelihood), and the noise is fixed by
+        example and `draw`."""
+        raise NotImplementedError
 
-MOST = 0.9
-"""Share of the positions from which picking those that are read costs more than it spares."""
-
-
-def only_rows(task: Task) -> Tensor | None:
-    """The positions the denoiser's head reads, if they are few enough that the network should be spared the others."""
-    denoiser = [term for term in task.terms.values() if term.head == "denoiser"]
-    if len(denoiser) != 1 or len(denoiser[0].rows_N) > MOST * task.tokens_BL.numel():
-        return None
-    return denoiser[0].rows_N if task.read_M is None else task.read_M
+    def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
+        """Corrupt for the same bound, estimated by numbers of masks instead of times; where `subs`."""
+        raise NotImplementedError
 
 
-def rounded(task: Task) -> Task:
-    """The same task, which reads a round number of positions, a multiple of an eighth of all: those that are scored,
-    and then others. For whoever needs shapes that seldom change; the loss is the same."""
-    rows_N = only_rows(task)
-    if rows_N is None:
-        return task
-    positions = task.tokens_BL.numel()
-    more = -len(rows_N) % max(1, positions // 8)
-    other = torch.ones(positions, dtype=torch.bool, device=rows_N.device).index_fill_(0, rows_N, False)
-    return task._replace(read_M=torch.cat((rows_N, other.nonzero().squeeze(1)[:more])))
-
-
-@torch.no_grad()
-def term_losses(model: Network, task: Task) -> Tensor:
-    """The loss of every position of a task's only term, without gradients: [N]."""
-    (term,) = task.terms.values()
-    at_N = only_rows(task)
-    hidden_ND = model(task.tokens_BL, task.sigma_B, at_N=at_N).denoiser_BLD.flatten(0, 1)
-    hidden_ND = hidden_ND.index_select(0, term.rows_N) if at_N is None else hidden_ND[: len(term.rows_N)]
-    return linear_losses(
-        hidden_ND, model.head, term.targets_N, term.weights_N, exclude=term.exclude, chunk_loss=term.chunk_loss
-    )
+def make_objective(cfg: ObjectiveConfig, noise: NoiseConfig, mask_id: int, seed: int) -> Objective:
+    return tables.OBJECTIVES.load(cfg.name, "objective.name")(cfg, make_schedule(noise), mask_id, seed)
 
 
 class Heads(Protocol):
-    """The part of a model that scoring needs."""
+    """The part of a model that a loss reads beside its hidden states."""
 
     @property
     def head(self) -> Any: ...
@@ -135,43 +121,89 @@ class Heads(Protocol):
     def anchor_head(self) -> Any: ...
 
 
-def score_terms(
-    model: Heads, denoiser_BLD: Tensor, anchor_BLD: Tensor | None, task: Task, picked: bool = False
-) -> LossOutput:
-    """`picked`: the denoiser's states are already those of the rows its term scores, and perhaps more behind them."""
-    total = torch.zeros((), device=task.tokens_BL.device)
+def loss(model: Network, batch: CorruptedBatch) -> LossOutput:
+    """Run the network once and sum every term of the batch."""
+    at_N = read_positions(batch)
+    return sum_terms(model, model(batch.tokens_BL, batch.sigma_B, at_N=at_N), batch, gathered=at_N is not None)
+
+
+def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: bool = False) -> LossOutput:
+    """The loss of hidden states that are there already. `gathered`: the denoiser's are those of the positions that its
+    term scores, and perhaps more behind them; otherwise those of all positions."""
+    total = torch.zeros((), device=batch.tokens_BL.device)
     terms = {}
-    for name, term in task.terms.items():
-        hidden_BLD, head = (denoiser_BLD, model.head) if term.head == "denoiser" else (anchor_BLD, model.anchor_head)
+    for name, term in batch.terms.items():
+        of_denoiser = term.head == "denoiser"
+        hidden_BLD, head = (hidden.denoiser_BLD, model.head) if of_denoiser else (hidden.anchor_BLD, model.anchor_head)
         assert hidden_BLD is not None and head is not None, f"{name} reads a head this model lacks"
-        hidden_ND, there = hidden_BLD.flatten(0, 1), picked and term.head == "denoiser"
-        hidden_ND = hidden_ND[: len(term.rows_N)] if there else hidden_ND.index_select(0, term.rows_N)
         value = linear_cross_entropy(
-            hidden_ND, head, term.targets_N, term.weights_N, exclude=term.exclude, chunk_loss=term.chunk_loss
+            states_at(hidden_BLD, term.positions_N, gathered and of_denoiser),
+            head,
+            term.targets_N,
+            term.weights_N,
+            exclude=term.exclude,
+            chunk_loss=term.chunk_loss,
         )
         total = total + term.scale * value
         terms[name] = value.detach()
-    return LossOutput(total, task.count, terms)
+    return LossOutput(total, batch.count, terms)
 
 
 @torch.no_grad()
-def row_bounds(model: Network, task: Task) -> Tensor:
-    """The bound of every row of a validation task, nats summed over the row, float64: [B]."""
-    (term,) = task.terms.values()
-    loss_N = term_losses(model, task)
-    row_N = term.rows_N // task.tokens_BL.shape[1]
-    return torch.zeros(len(task.tokens_BL), dtype=torch.float64, device=loss_N.device).index_add_(
-        0, row_N, loss_N.double()
+def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
+    """The loss of every position of a validation batch in nats, float64 [B, L]; 0 where nothing is scored."""
+    (term,) = batch.terms.values()
+    at_N = read_positions(batch)
+    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N)
+    losses_N = linear_losses(
+        states_at(hidden.denoiser_BLD, term.positions_N, at_N is not None),
+        model.head,
+        term.targets_N,
+        term.weights_N,
+        exclude=term.exclude,
+        chunk_loss=term.chunk_loss,
     )
+    losses = torch.zeros(batch.tokens_BL.numel(), dtype=torch.float64, device=losses_N.device)
+    return losses.index_copy_(0, term.positions_N, losses_N.double()).view_as(batch.tokens_BL)
 
 
-def select(term_rows_BL: Tensor, targets_BL: Tensor, weight_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat positions where `term_rows_BL` holds, with their targets and their row's weight."""
-    rows_N = term_rows_BL.flatten().nonzero().squeeze(1)
-    targets_N = targets_BL.flatten().index_select(0, rows_N)
-    weights_N = weight_B.index_select(0, rows_N // targets_BL.shape[1])
-    return rows_N, targets_N, weights_N
+def sequence_bounds(model: Network, batch: CorruptedBatch) -> Tensor:
+    """The bound of every sequence of a validation batch, nats summed over its positions, float64 [B]."""
+    return position_losses(model, batch).sum(-1)
 
 
-def count_tokens(rows: Rows) -> int:
-    return rows.tokens_BL.numel() if rows.attention_mask_BL is None else int(rows.attention_mask_BL.sum())
+def states_at(hidden_BLD: Tensor, positions_N: Tensor, gathered: bool) -> Tensor:
+    hidden_MD = hidden_BLD.flatten(0, 1)
+    return hidden_MD[: len(positions_N)] if gathered else hidden_MD.index_select(0, positions_N)
+
+
+MOST = 0.9
+"""Fraction of the positions from which gathering those that are read costs more than it saves."""
+
+
+def read_positions(batch: CorruptedBatch) -> Tensor | None:
+    """The positions that the denoiser's head reads; None if they are so many that all states are computed."""
+    denoiser = [term for term in batch.terms.values() if term.head == "denoiser"]
+    if len(denoiser) != 1 or len(denoiser[0].positions_N) > MOST * batch.tokens_BL.numel():
+        return None
+    return denoiser[0].positions_N if batch.read_M is None else batch.read_M
+
+
+def rounded(batch: CorruptedBatch) -> CorruptedBatch:
+    """The same batch, which reads a round number of positions, a multiple of an eighth of all: those that are scored,
+    and then others. For callers who need shapes that seldom change; the loss is the same."""
+    positions_N = read_positions(batch)
+    if positions_N is None:
+        return batch
+    n = batch.tokens_BL.numel()
+    more = -len(positions_N) % max(1, n // 8)
+    other = torch.ones(n, dtype=torch.bool, device=positions_N.device).index_fill_(0, positions_N, False)
+    return batch._replace(read_M=torch.cat((positions_N, other.nonzero().squeeze(1)[:more])))
+
+
+def select(scored_BL: Tensor, targets_BL: Tensor, weight_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat positions where `scored_BL` holds, with their targets and their sequence's weight."""
+    positions_N = scored_BL.flatten().nonzero().squeeze(1)
+    targets_N = targets_BL.flatten().index_select(0, positions_N)
+    weights_N = weight_B.index_select(0, positions_N // targets_BL.shape[1])
+    return positions_N, targets_N, weights_N

@@ -1,39 +1,45 @@
-"""NELBO of masked diffusion (Eq. 4), in continuous and in discrete time.
+"""NELBO of masked diffusion (Eq. 4), in continuous and in discrete time, and by numbers of masks.
 
 With SUBS only masked positions contribute, each w(t) * -log <x_theta^l(z_t), x^l>:
 
     continuous   w(t) = -alpha'_t / (1 - alpha_t)
     T steps      w(t) = T (alpha_s - alpha_t) / (1 - alpha_t),   t in {1/T, ..., 1}, s = t - 1/T
 
-so the bound is one weighted cross-entropy over masked rows. The prior and reconstruction terms vanish (alpha_0 = 1,
-alpha_1 = 0 up to the schedule's eps; times below sampling_eps are not visited, as in the release).
+so the bound is one weighted cross-entropy over masked positions. The prior and reconstruction terms vanish (alpha_0 =
+1, alpha_1 = 0 up to the schedule's eps; times below sampling_eps are not visited, as in the release).
+
+The same bound by numbers of masks instead of times (`corrupt_exact_count`):
+
+    NELBO = sum_k S_k / k = L * E_{k ~ U{1..L}}[S_k / k],
+
+where S_k is the expected cross-entropy sum with exactly k of L positions masked. Proof: integrating the continuous-time
+weight over t, with alpha = 1 - t, gives each mask pattern of size k the weight B(k, L-k+1) = 1 / (k C(L, k)). It is the
+same number for any schedule, without the noise of how many positions get masked, and without a smallest time.
 """
 
 import torch
 from torch import Tensor
 
 from adlm.diffusion.absorbing import mask_tokens
-from adlm.diffusion.schedules import MOST_NOISE, Schedule
-from adlm.diffusion.uniforms import Stream, uniforms32
-from adlm.errors import require
-from adlm.objectives.base import Rows, Task, Term, count_tokens, select
-from adlm.objectives.times import annealed, beta_quantile, draw_times
-from adlm.schema import ModelConfig, ObjectiveConfig
+from adlm.diffusion.schedules import MOST_NOISE, Schedule, beta_quantile, draw_times, noise_level
+from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
+from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, select
+from adlm.schema import ObjectiveConfig
 
 # Validation noise is the same for every run, so that curves of different seeds and models are paired.
 VALIDATION_SEED = 20251018
 
 
 class Noised:
-    """Noisy rows: z_t with its time, its loss weight w(t) and which positions are masked."""
+    """Sequences at time t: z_t with its loss weight w(t) and which positions are masked."""
 
-    def __init__(self, rows: Rows, t_B: Tensor, u_BL: Tensor, schedule: Schedule, T: int, mask_id: int):
-        self.rows, self.t_B = rows, t_B
+    def __init__(self, sequences: Sequences, t_B: Tensor, u_BL: Tensor, schedule: Schedule, T: int, mask_id: int):
+        self.sequences, self.t_B = sequences, t_B
         alpha_t_B = self.alpha_t_B = schedule.alpha(t_B)
-        self.z_BL = mask_tokens(rows.tokens_BL, u_BL, alpha_t_B, mask_id)
-        # not z == mask: a clean row may hold the mask's id only by mistake, and mask_tokens decides by u
+        self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B, mask_id)
+        # not z == mask: a clean sequence may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
-        self.sigma_B = schedule.sigma(t_B).clamp(max=MOST_NOISE).float()  # what the network is told: finite
+        self.sigma_B = schedule.sigma(t_B).clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
         if T > 0:
             alpha_s_B = self.alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
             weight_B = T * (alpha_s_B - alpha_t_B) / (1 - alpha_t_B)
@@ -41,53 +47,70 @@ class Noised:
             weight_B = schedule.weight(t_B)
         self.weight_B = weight_B.float()
 
-    def where(self, positions_BL: Tensor, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, targets and weights (w(t) unless given) of the given positions, padding left out."""
-        if self.rows.attention_mask_BL is not None:
-            positions_BL = positions_BL & self.rows.attention_mask_BL.bool()
-        return select(positions_BL, self.rows.tokens_BL, self.weight_B if weight_B is None else weight_B)
+    def where(self, scored_BL: Tensor, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions, targets and weights (w(t) unless given) where `scored_BL` holds, padding left out."""
+        if self.sequences.attention_mask_BL is not None:
+            scored_BL = scored_BL & self.sequences.attention_mask_BL.bool()
+        return select(scored_BL, self.sequences.tokens_BL, self.weight_B if weight_B is None else weight_B)
 
 
-class Nelbo:
+def time_density(cfg: ObjectiveConfig, progress: float) -> float:
+    """a of the density Beta(a, a) of training times: a straight line to 1, reached after time_density_anneal."""
+    if cfg.time_density_anneal <= 0:
+        return cfg.time_density
+    return cfg.time_density + (1.0 - cfg.time_density) * min(1.0, progress / cfg.time_density_anneal)
+
+
+class Nelbo(Objective):
     bound_name = "nelbo"
-    """Of the bound's term in logs."""
+    """Name of the bound's term in logs."""
+    subs = True
 
-    def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
-        require(cfg.T >= 0, f"objective.T={cfg.T} must be 0 (continuous time) or a number of steps")
-        require(0 <= cfg.sampling_eps < 1, f"objective.sampling_eps={cfg.sampling_eps} is outside [0, 1)")
-        for key in ("time_density_a", "time_density_b"):
-            require(getattr(cfg, key) >= 1, f"objective.{key}={getattr(cfg, key)} must be at least 1")
-        self.cfg, self.schedule, self.mask_id, self.seed = cfg, schedule, mask_id, seed
+    def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
+        return self.batch_of(self.noised(sequences, self.seed, step, time_density(self.cfg, progress)))
 
-    def check(self, model: ModelConfig) -> None:
-        require(not model.causal, "a diffusion objective needs model.causal=false")
+    def corrupt_for_bound(self, sequences: Sequences, draw: int) -> CorruptedBatch:
+        return self.batch_of(self.noised(sequences, VALIDATION_SEED, draw))
 
-    def noised(self, rows: Rows, seed: int, counter: int, a: float = 1.0, b: float = 1.0) -> Noised:
-        """z_t of every row; times from Beta(a, b), uniform for the bound."""
-        cfg = self.cfg
-        t_B = draw_times(seed, counter, rows.example_B, rows.total) if rows.times_B is None else rows.times_B
-        t_B = beta_quantile(t_B, a, b)
+    def noised(self, sequences: Sequences, seed: int, counter: int, density: float = 1.0) -> Noised:
+        """z_t of every sequence; times from Beta(density, density), uniform for the bound."""
+        cfg, (tokens_BL, example_B, total, _, t_B) = self.cfg, sequences
+        t_B = draw_times(seed, counter, example_B, total) if t_B is None else t_B
+        t_B = beta_quantile(t_B, density)
         if cfg.T > 0:
             t_B = ((t_B * cfg.T).floor().clamp(max=cfg.T - 1) + 1) / cfg.T
         else:
             t_B = cfg.sampling_eps + (1 - cfg.sampling_eps) * t_B
-        position_L = torch.arange(rows.tokens_BL.shape[1], device=rows.tokens_BL.device)
-        u_BL = uniforms32(seed, Stream.MASK, counter, rows.example_B[:, None], position_L)
-        return Noised(rows, t_B, u_BL, self.schedule, cfg.T, self.mask_id)
+        position_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+        u_BL = uniforms32(seed, Stream.MASK, counter, example_B[:, None], position_L)
+        return Noised(sequences, t_B, u_BL, self.schedule, cfg.T, self.mask_id)
+
+    def batch_of(self, noised: Noised) -> CorruptedBatch:
+        terms = {self.bound_name: self.bound_term(noised)}
+        return CorruptedBatch(noised.z_BL, noised.sigma_B, noised.sequences.token_count, terms)
 
     def bound_term(self, noised: Noised) -> Term:
         return Term("denoiser", *noised.where(noised.masked_BL), exclude=self.mask_id)
 
-    def draw_training(self, rows: Rows, step: int, progress: float) -> Noised:
-        anneal = self.cfg.time_density_anneal
-        a = annealed(self.cfg.time_density_a, progress, anneal)
-        b = annealed(self.cfg.time_density_b, progress, anneal)
-        return self.noised(rows, self.seed, step, a, b)
+    def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
+        """Corrupt for validation with an exact number of masks in each sequence, stratified; noise as for the bound.
 
-    def draw(self, rows: Rows, step: int, progress: float) -> Task:
-        noised = self.draw_training(rows, step, progress)
-        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), {self.bound_name: self.bound_term(noised)})
-
-    def draw_bound(self, rows: Rows, draw: int) -> Task:
-        noised = self.noised(rows, VALIDATION_SEED, draw)
-        return Task(noised.z_BL, noised.sigma_B, count_tokens(rows), {self.bound_name: self.bound_term(noised)})
+        One set of uniforms per sequence decides everything: the positions with the k smallest are masked, and the k-th
+        smallest is the time, since it is Beta(k, L-k+1) distributed and independent of which positions these are -
+        exactly the law of t given k masks. Padding (masked like any position, but not scored) and the noise level of a
+        time-conditioned network follow from it.
+        """
+        x_BL, example_B, total, attention_mask_BL, t_B = sequences
+        real_BL = torch.ones_like(x_BL, dtype=torch.bool) if attention_mask_BL is None else attention_mask_BL.bool()
+        t_B = draw_times(VALIDATION_SEED, draw, example_B, total) if t_B is None else t_B
+        length_B = real_BL.sum(-1)
+        k_B = ((t_B * length_B).floor().long() + 1).clamp(max=length_B.clamp(min=1))
+        position_L = torch.arange(x_BL.shape[1], device=x_BL.device)
+        u_BL = uniforms(VALIDATION_SEED, Stream.ORDER, draw, example_B[:, None], position_L)
+        ordered_BL = u_BL.masked_fill(~real_BL, torch.inf).sort(dim=-1).values
+        time_B = ordered_BL.gather(1, k_B[:, None] - 1).squeeze(1)
+        masked_BL = u_BL <= time_B[:, None]
+        z_BL = torch.where(masked_BL, self.mask_id, x_BL)
+        term = Term("denoiser", *select(masked_BL & real_BL, x_BL, length_B / k_B), exclude=self.mask_id)
+        sigma_B = noise_level(time_B, self.schedule).float()
+        return CorruptedBatch(z_BL, sigma_B, sequences.token_count, {"nelbo": term})

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from adlm.data.tokenizers import Backend, Tokenizer, load_tokenizer, train_bpe
 from adlm.errors import require
 from adlm.io.paths import path_of
-from adlm.models import Cache, Network, build_model
+from adlm.models import Cache, Hidden, Network, build_model
 from adlm.models.backends import allow_variants
 from adlm.models.transformer import LayerCache
-from adlm.objectives.base import LossOutput, Task, Term, score_terms
+from adlm.objectives.base import CorruptedBatch, LossOutput, Term, sum_terms
 from adlm.reasoning.examples import Example, parts, whole_text
 from adlm.reasoning.methods import IGNORE, Layout, add_markers
 from adlm.schema import Config
@@ -265,7 +265,7 @@ class ReasoningBatch(NamedTuple):
     """A batch with what its outputs are scored against."""
 
     sequences: PaddedSequences
-    scored: Task
+    scored: CorruptedBatch
 
 
 def pad_sequences(
@@ -304,12 +304,12 @@ def make_batch(
             position_N, target_N = (put(torch.from_numpy(x), device) for x in (at_N, labels_N[at_N]))
             weight_N = torch.ones(len(at_N), device=device)
             terms[name] = Term("denoiser", position_N, target_N, weight_N, scale, exclude=mask_id)
-    return ReasoningBatch(sequences, Task(sequences.tokens_BL, None, len(terms["nll"].rows_N), terms))
+    return ReasoningBatch(sequences, CorruptedBatch(sequences.tokens_BL, None, len(terms["nll"].positions_N), terms))
 
 
 def batch_loss(network: ReasoningNetwork, batch: ReasoningBatch) -> LossOutput:
     """The sums of a batch that are differentiated and logged."""
-    return score_terms(network, read_sequences(network, batch.sequences), None, batch.scored)
+    return sum_terms(network, Hidden(read_sequences(network, batch.sequences), None), batch.scored)
 
 
 def read_sequences(network: ReasoningNetwork, sequences: PaddedSequences, memory: Any = None) -> Tensor:

@@ -1,5 +1,5 @@
-"""Formulas of the scheduled samplers: for each step, how likely a masked position is revealed and a revealed one
-masked.
+"""Formulas of the scheduled samplers: the probabilities of each step that a masked position is revealed and that a
+revealed one is masked.
 
 All times are float64 tensors; step i goes from t[i] to s[i] < t[i] and alpha(t) = 1 - t, as the release samples,
 unless a function says otherwise. `reveal` is the first line of Eq. 6 for masked positions, `remask` is sigma_t for
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from adlm.diffusion.absorbing import reveal_probability, sigma_max
 from adlm.diffusion.schedules import Schedule
-from adlm.errors import require
 
 
 class Rates(NamedTuple):
+    """Probabilities of every step, float64 [steps]."""
+
     reveal: Tensor
     remask: Tensor
 
@@ -57,7 +58,7 @@ def remdm_rescale(t: Tensor, s: Tensor, eta: float) -> Rates:
 
 
 def remdm_conf(t: Tensor, s: Tensor) -> Rates:
-    """Reveal as MDLM (sigma is 0 at masked positions); `remask` is sigma_max, which the visible positions share out."""
+    """Reveal as MDLM (sigma is 0 at masked positions); `remask` is sigma_max, divided among the visible positions."""
     return Rates(mdlm(t, s).reveal, sigma_max(1 - s, 1 - t))
 
 
@@ -75,14 +76,9 @@ def remdm_loop(
 ) -> Rates:
     """Three phases: MDLM up to alpha_on; alpha held there while sigma = eta; MDLM to the end.
 
-    The release lets the last step of the first phase run past alpha_on; ours stops the phase at t_on.
+    The release lets the last step of the first phase run past alpha_on; ours stops the phase at t_on. rules.py says
+    which numbers make sense.
     """
-    require(0 < t_off < t_on < 1, f"sampling.t_off < sampling.t_on must lie in (0, 1), got {t_off} and {t_on}")
-    require(0 < alpha_on < 1, f"sampling.alpha_on must lie in (0, 1), got {alpha_on}")
-    require(
-        eta * alpha_on <= 1 - alpha_on + 1e-12,
-        f"sampling.eta * sampling.alpha_on must not exceed 1 - alpha_on, got {eta} * {alpha_on} > {1 - alpha_on:g}",
-    )
     first, last = t > t_on, t <= t_off
     end = s if release else s.clamp(min=t_on)
     rising = mdlm(1 - (1 - t) * alpha_on / (1 - t_on), 1 - (1 - end) * alpha_on / (1 - t_on)).reveal
@@ -102,9 +98,9 @@ def dfm(t: Tensor, steps: int) -> tuple[Tensor, Rates]:
     return dt, Rates((a * dt / t).clamp(0, 1), out * dt)
 
 
-@functools.lru_cache(maxsize=64)  # most of a second at T = 4096, for each row of each request
+@functools.lru_cache(maxsize=64)  # takes most of a second at T = 4096, and every sequence of a request asks for it
 def dfm_times(steps: int, last: float) -> Tensor:
-    """The times dfm visits: its own dt from t = 1 while t > last; then comes the fill."""
+    """The times that dfm visits: its own dt from t = 1 while t > last; then comes the filling step."""
     times = [torch.tensor(1.0, dtype=torch.float64)]
     while times[-1] > last:
         times.append(times[-1] - dfm(times[-1], steps)[0])

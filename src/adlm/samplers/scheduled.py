@@ -1,55 +1,63 @@
-"""Samplers whose positions depend on the schedule alone: a row's whole mask trajectory is drawn before the network
-runs.
+"""Samplers that read no predictions: a canvas' whole mask trajectory is drawn before the network runs.
 
-Each position is a two-state chain (masked, visible) with given probabilities per step, so the step of its next change
-has a known law: with H the running sum of -log(1 - p), the chain leaves its state at the first step where H has grown
-by an Exp(1) number. One uniform per change, instead of one per step, gives the same distribution; the steps in
-between are never visited, which is why a row needs far fewer network evaluations than it has steps.
+Most are made of rates: each position is a two-state chain (masked, visible) with given probabilities per step, so the
+step of its next change has a known law. With H the running sum of -log(1 - p), the chain leaves its state at the first
+step where H has grown by an Exp(1) number. One uniform per change, instead of one per step, gives the same
+distribution; the steps in between are never visited, which is why a sequence needs far fewer network evaluations than
+it has steps.
+
+Two take one position per evaluation: first-hitting and left to right.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adlm.diffusion.schedules import RELEASE_LAST_TIME, Schedule, mask_fraction, release_grid, uniform_grid
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
-from adlm.samplers.plan import Event, Positions, Trajectory
+from adlm.samplers import rates
+from adlm.samplers.base import NOWHERE, Event, Positions, Sampler, Trajectory, draw_uniforms
 from adlm.samplers.rates import Rates
+from adlm.schema import SamplingConfig
 
 # exp(-64) is below the resolution of a 52-bit uniform: a hazard of 64 is certainty
 CERTAIN = 64.0
 
 
-def cumulative_hazard(p: Tensor) -> NDArray[np.float64]:
-    """H[i] = sum over steps before i of -log(1 - p): survival from step i to before step j is exp(H[i] - H[j])."""
-    hazard = (-torch.log1p(-p.double())).clamp(max=CERTAIN)
-    return np.concatenate([[0.0], hazard.cumsum(0).numpy()])
+class Scheduled(Sampler):
+    """A sampler made of rates. A subclass is its formula: `step_rates`.
 
+    Steps follow the uniform grid, or the release's grid under sampling.parity=release; what is still masked after the
+    last step is filled in one more.
+    """
 
-@dataclass(frozen=True)
-class Scheduled:
-    """Plan given by rates at shares t of masks (float64, [n]); what is still masked after the last step is filled in
-    one more."""
+    along_schedule = False
+    """Times are those of the training schedule; False: fractions of masks, alpha(t) = 1 - t."""
+    greedy_release = True
+    """Under sampling.parity=release the filling step takes the most probable tokens, as the release does."""
 
-    t: Tensor
-    rates: Rates
-    last_t: float = 0.0
-    """Share told to the network at the filling step."""
-    greedy_fill: bool = False
-    """Fill with the most probable token (the release) instead of a draw."""
-    looks = ""
-
-    def __post_init__(self):
-        for name, p in zip(("reveal", "remask"), self.rates):
-            require(p.shape == self.t.shape, f"{name} needs one probability per step")
+    def __init__(self, cfg: SamplingConfig, schedule: Schedule):
+        super().__init__(cfg, schedule)
+        self.release = cfg.parity == "release"
+        grid = self.grid()
+        self.rates = self.step_rates(grid[:-1], grid[1:])
+        for name, p in zip(Rates._fields, self.rates):
+            require(p.shape == grid[:-1].shape, f"{name} needs one probability per step")
             require(bool(((p >= 0) & (p <= 1)).all()), f"{name} probabilities must lie in [0, 1]")
+        fraction = mask_fraction(grid, schedule) if self.along_schedule else grid
+        self.t, self.last_t = fraction[:-1], float(fraction[-1])
+        self.greedy_fill = self.release and self.greedy_release
+        self.writes_once = not bool(self.rates.remask.any())
 
-    @property
-    def locks(self) -> bool:
-        return not bool(self.rates.remask.any())
+    def grid(self) -> Tensor:
+        """The times 1 = t_0 > t_1 > ... of the steps, float64."""
+        return (release_grid if self.release else uniform_grid)(self.cfg.steps)
+
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        """Rates of the steps from t to s < t."""
+        raise NotImplementedError
 
     def changes(self, holes: Positions, seed: int) -> tuple[NDArray, NDArray, NDArray, NDArray]:
         """(step, position) of every reveal and of every remask; each hole ends revealed, at the latest by the fill."""
@@ -59,16 +67,16 @@ class Scheduled:
         reveals, remasks = [], []
         live, step, turn = holes, np.zeros(len(holes), dtype=np.int64), 0
         while len(live):
-            step = next_change(reveal, step, draw(seed, Stream.REVEAL, turn, live))
+            step = next_change(reveal, step, draw_uniforms(seed, Stream.REVEAL, turn, live))
             reveals.append((step, live))
-            if self.locks:
+            if self.writes_once:
                 break
-            again = next_change(remask, np.minimum(step + 1, n), draw(seed, Stream.REMASK, turn, live))
+            again = next_change(remask, np.minimum(step + 1, n), draw_uniforms(seed, Stream.REMASK, turn, live))
             alive = again < n
             live, again = live[alive], again[alive]
             remasks.append((again, live))
             step, turn = again + 1, turn + 1
-        empty = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
+        empty = [(NOWHERE, NOWHERE)]
         (reveal_step, revealed), (remask_step, remasked) = (
             (np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs]))
             for pairs in (reveals, remasks or empty)
@@ -88,8 +96,10 @@ class Scheduled:
             yield Event(step, self.last_t if fill else float(self.t[step]), mask, drawn, fill and self.greedy_fill)
 
 
-def draw(seed: int, stream: Stream, turn: int, positions: Positions) -> NDArray[np.float64]:
-    return uniforms(seed, stream, turn, torch.from_numpy(positions)).numpy()
+def cumulative_hazard(p: Tensor) -> NDArray[np.float64]:
+    """H[i] = sum over steps before i of -log(1 - p): survival from step i to before step j is exp(H[i] - H[j])."""
+    hazard = (-torch.log1p(-p.double())).clamp(max=CERTAIN)
+    return np.concatenate([[0.0], hazard.cumsum(0).numpy()])
 
 
 def next_change(H: NDArray, step: NDArray, u: NDArray) -> NDArray:
@@ -102,3 +112,85 @@ def split(values: NDArray, group: NDArray, n: int) -> list[NDArray]:
     """`values` by group 0..n-1, in increasing order of value within a group."""
     order = np.lexsort((values, group))
     return np.split(values[order], np.searchsorted(group[order], np.arange(1, n)))
+
+
+class Mdlm(Scheduled):
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        return rates.mdlm(t, s)
+
+
+class RemdmCap(Scheduled):
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        return rates.remdm_cap(t, s, self.cfg.eta)
+
+
+class RemdmRescale(Scheduled):
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        return rates.remdm_rescale(t, s, self.cfg.eta)
+
+
+class RemdmLoop(Scheduled):
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        c = self.cfg
+        return rates.remdm_loop(t, s, c.eta, c.t_on, c.t_off, c.alpha_on, self.release)
+
+
+class ForwardBackward(Scheduled):
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        return rates.forward_backward(t, s, self.release)
+
+
+class Dfm(Scheduled):
+    def grid(self) -> Tensor:
+        last = (1 - RELEASE_LAST_TIME if self.release else 1.0) / self.cfg.steps
+        return rates.dfm_times(self.cfg.steps, last)
+
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        return rates.dfm(t, self.cfg.steps)[1]
+
+
+class Ddpm(Scheduled):
+    along_schedule = True
+    filtered_in_release = False
+
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        return rates.ddpm(t, s, self.schedule)
+
+
+class Analytic(Scheduled):
+    along_schedule = True
+    filtered_in_release = False
+    greedy_release = False
+
+    def step_rates(self, t: Tensor, s: Tensor) -> Rates:
+        return rates.analytic(t, s, self.schedule)
+
+
+class FirstHitting(Sampler):
+    """The continuous-time reverse process, simulated exactly, one revealed position per evaluation.
+
+    With n masks left at time t the next one falls at t' = t u^(1/n), at a uniformly chosen position. These are the
+    order statistics of n independent uniforms: one uniform per hole, taken in descending order, says the same.
+    """
+
+    steps_matter = False
+    in_release = False
+
+    def trajectory(self, holes: Positions, seed: int) -> Trajectory:
+        t = uniforms(seed, Stream.REVEAL, torch.from_numpy(holes)).numpy()
+        for step, i in enumerate(np.argsort(-t, kind="stable")):
+            yield Event(step, float(t[i]), NOWHERE, holes[i : i + 1])
+
+
+class LeftToRight(Sampler):
+    """The chain rule: left to right, one position per evaluation.
+
+    For causal models the engine keeps a key-value cache, so that an evaluation reads one new token, not the sequence.
+    """
+
+    steps_matter = False
+    causal = True
+
+    def trajectory(self, holes: Positions, seed: int) -> Trajectory:
+        for step in range(len(holes)):
+            yield Event(step, 1 - step / len(holes), NOWHERE, holes[step : step + 1])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from adlm.engine import Request, Result
-from adlm.objectives.anchors import counts_in_row
+from adlm.objectives.anchors import counts_in_sequence
 from adlm.serving.bodies import Problem
 from adlm.serving.service import Served
 from adlm.serving.worker import Job, Update, steps_matter, writes_once
@@ -23,7 +23,7 @@ def event(name: str, data: dict[str, Any]) -> str:
 
 def counts(tokens: Sequence[int]) -> list[int]:
     """How often each token occurs in its sequence."""
-    return counts_in_row(torch.tensor([list(tokens)]))[0].tolist() if len(tokens) else []
+    return counts_in_sequence(torch.tensor([list(tokens)]))[0].tolist() if len(tokens) else []
 
 
 class Film:

@@ -17,11 +17,11 @@ from adlm.api import LanguageModel
 from adlm.engine import Request
 from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
-from adlm.samplers import SAMPLERS
 from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Defaults, ModelCard, Problem
 from adlm.serving.metrics import ServerMetrics
 from adlm.serving.worker import Job, Worker, within
+from adlm.tables import OBJECTIVES, SAMPLERS
 
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
@@ -47,13 +47,8 @@ class Served:
 
     @property
     def samplers(self) -> list[str]:
-        if self.lm.model.config.causal:
-            return ["autoregressive"]
-        able = {
-            "anchor-first": self.lm.model.anchor_head is not None,
-            "score": self.lm.loaded.objective.name == "score-entropy",
-        }
-        return [s for s in sorted(SAMPLERS) if able.get(s, True)]
+        model, learns_score = self.lm.model.config, OBJECTIVES.load(self.lm.loaded.objective.name).learns_score
+        return [s for s in sorted(SAMPLERS) if not SAMPLERS.load(s).misfit(model, learns_score)]
 
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings

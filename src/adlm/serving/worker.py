@@ -18,11 +18,11 @@ from adlm.api import LanguageModel
 from adlm.diffusion.schedules import make_schedule
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
 from adlm.engine.drawing import LOGITS_AT_ONCE
-from adlm.evaluation.evaluate import STEPLESS
-from adlm.samplers import make_plan
+from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig
 from adlm.serving.bodies import Problem
 from adlm.serving.metrics import ServerMetrics
+from adlm.tables import SAMPLERS
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
@@ -354,12 +354,12 @@ class Worker:
 
 def steps_matter(settings: SamplingConfig) -> bool:
     """Whether the number of steps changes what is drawn; otherwise there is one evaluation for each hole."""
-    return settings.sampler not in STEPLESS
+    return SAMPLERS.load(settings.sampler).steps_matter
 
 
 def writes_once(lm: LanguageModel, settings: SamplingConfig) -> bool:
     """Whether a token that was drawn is never masked again."""
-    return lm.model.config.causal or make_plan(settings, make_schedule(lm.loaded.noise)).locks
+    return lm.model.config.causal or make_sampler(settings, make_schedule(lm.loaded.noise)).writes_once
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adlm.data.blocks import Blocks
 from adlm.data.loader import Batch, read_ahead
-from adlm.objectives import Objective, Rows, Task
+from adlm.objectives import CorruptedBatch, Objective, Sequences
 from adlm.objectives.base import rounded
 from adlm.schema import Config, TrainConfig
 from adlm.training.parallel import World
@@ -22,10 +22,10 @@ from adlm.training.parallel import World
 
 def sequences_on(
     device: torch.device, tokens: np.ndarray, mask: np.ndarray | None, examples: np.ndarray, total: int
-) -> Rows:
+) -> Sequences:
     """Clean sequences as tensors of a device."""
     tokens_BL, example_B = (put(torch.from_numpy(x), device) for x in (tokens, examples))
-    return Rows(tokens_BL, example_B, total, None if mask is None else put(torch.from_numpy(mask), device))
+    return Sequences(tokens_BL, example_B, total, None if mask is None else put(torch.from_numpy(mask), device))
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
@@ -47,7 +47,7 @@ def shortened(batch: Batch, pieces: int) -> Batch:
     return Batch(batch.tokens.reshape(B * pieces, L // pieces), mask, examples)
 
 
-def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Config) -> list[Task]:
+def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Config) -> list[CorruptedBatch]:
     """One rank's batch of optimizer step `step` as corrupted micro-batches, `parts` of them, on the host."""
     total = cfg.train.global_batch_size
     if step < math.ceil(cfg.train.length_warmup_fraction * cfg.train.steps) and cfg.train.length_warmup > 1:
@@ -56,25 +56,25 @@ def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Conf
     for part in np.array_split(np.arange(len(batch.tokens)), parts):
         mask = None if batch.attention_mask is None else torch.from_numpy(batch.attention_mask[part])
         tokens, examples = torch.from_numpy(batch.tokens[part]), torch.from_numpy(batch.examples[part] % total)
-        micro_batch = objective.draw(Rows(tokens, examples, total, mask), step, step / cfg.train.steps)
+        micro_batch = objective.corrupt(Sequences(tokens, examples, total, mask), step, step / cfg.train.steps)
         corrupted.append(rounded(micro_batch) if cfg.train.cuda_graphs else micro_batch)
     return corrupted
 
 
 def corrupted_batches(
     objective: Objective, batches: Iterator[Batch], first: int, cfg: Config, ranks: World
-) -> Iterator[tuple[Batch, list[Task]]]:
+) -> Iterator[tuple[Batch, list[CorruptedBatch]]]:
     """Batches with their corrupted micro-batches, from optimizer step `first` on; beside a GPU a thread draws ahead."""
     parts = micro_batches(cfg.train, ranks)
     steps = ((batch, corrupt(objective, batch, i, parts, cfg)) for i, batch in enumerate(batches, first))
     return read_ahead(steps) if ranks.device.type == "cuda" else steps
 
 
-def on_device(corrupted: Task, device: torch.device) -> Task:
+def on_device(corrupted: CorruptedBatch, device: torch.device) -> CorruptedBatch:
     """A corrupted batch with all its tensors on the device."""
     terms = {
         name: term._replace(
-            rows_N=put(term.rows_N, device),
+            positions_N=put(term.positions_N, device),
             targets_N=put(term.targets_N, device),
             weights_N=put(term.weights_N, device),
         )
@@ -106,7 +106,7 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
         tokens, mask = valid.rows(indices), valid.attention_masks(indices)
         if not real.all():
             mask = (np.ones_like(tokens, dtype=bool) if mask is None else mask) & real[:, None]
-        corrupted = objective.draw_bound(sequences_on(ranks.device, tokens, mask, indices, n), 0)
+        corrupted = objective.corrupt_for_bound(sequences_on(ranks.device, tokens, mask, indices, n), 0)
         with ranks.autocast():
             output = wrapped(corrupted)
         (bound,) = output.terms.values()

@@ -193,7 +193,7 @@ class Step(nn.Module):
         if self.compiled:
             # every batch scores another number of positions, which the compiler would find out by compiling twice
             for term in getattr(batch, "terms", {}).values():
-                torch._dynamo.maybe_mark_dynamic(term.rows_N, 0)
+                torch._dynamo.maybe_mark_dynamic(term.positions_N, 0)
         replayed = self.graphed is not None and self.training and torch.is_grad_enabled()
         return self.score(self.graphed if replayed else self.model, batch)
 

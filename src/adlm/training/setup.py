@@ -69,12 +69,8 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network
 
 def objective_for(cfg: Config, data: Data) -> Objective:
     """The objective of the run, held to the model it trains."""
-    share_V = None
-    if cfg.objective.anchor_rule == "rarity":
-        counts = data.train.frequencies().astype(np.float64)
-        share_V = torch.from_numpy(counts / counts.sum())
-    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed, share_V)
-    objective.check(cfg.model)
+    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed)
+    objective.check(cfg.objective, cfg.model)
     return objective
 
 
@@ -83,10 +79,10 @@ def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float
     n = min(COUNTED_SEQUENCES, len(blocks))
     indices = np.arange(n)
     clean = sequences_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
-    corrupted = objective.draw(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
+    corrupted = objective.corrupt(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
-        through[term.head] += len(term.rows_N)
+        through[term.head] += len(term.positions_N)
     return through["denoiser"] / corrupted.count, through["anchor"] / corrupted.count
 
 

@@ -1,7 +1,8 @@
-"""The concrete-score form of the absorbing process (SEDD): ratios of marginals instead of a denoising distribution.
+"""Reference implementation of the concrete-score form of the absorbing process (SEDD): ratios of marginals instead of
+a denoising distribution. The package samples by rates that follow from it (`rates.analytic`).
 
-The score at z_t says how much likelier the row would be with one position replaced: s(z)_v = q_t(z with v) / q_t(z).
-For the absorbing process it is the denoiser times a number that depends on time alone,
+The score at z_t says how much likelier the sequence would be with one position replaced:
+s(z)_v = q_t(z with v) / q_t(z). For the absorbing process it is the denoiser times a number that depends on time alone,
 s(mask)_v = p(x0 = v | z_t) / (e^sigma - 1), so the two forms describe the same model; the analytic step below then
 equals Eq. 3 (a law test shows it). sigma = sigma(t) is the noise level, [B] or a float.
 """
@@ -11,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.absorbing import Number
-from adlm.diffusion.checks import check_tokens
-from adlm.errors import require
 
 
 def _per_position(x: Number, z_t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,8 +28,6 @@ def score_from_probs(p_x0: Tensor, z_t: Tensor, sigma: Number, mask_id: int) -> 
 
     At a visible position only the mask can be reached backwards in the reverse graph; its ratio is e^sigma - 1.
     """
-    require(p_x0.shape[:-1] == z_t.shape, f"p_x0 must be {tuple(z_t.shape)} by the vocabulary, got {tuple(p_x0.shape)}")
-    check_tokens("z_t", z_t, p_x0.shape[-1])
     odds = torch.expm1(_per_position(sigma, z_t, p_x0.dtype))
     is_mask = _one_hot(mask_id, p_x0)
     masked = p_x0 * (1 - is_mask) / odds + is_mask

@@ -1,0 +1,115 @@
+"""What a sampler is: it says which positions change, never which tokens they become.
+
+In every masked-diffusion sampler of this package the choice of positions and the choice of tokens factor. So a sampler
+yields events for the holes of one canvas - "mask these positions, evaluate the network, draw those" - and the engine
+does the rest (network, filters, draw), for sequences of any mixture of samplers at once. A sampler that needs to see
+predictions says so in `reads` and is sent a `Prediction` after each event; it may then mask again what it does not
+accept, so acceptance needs no mechanism of its own. Steps in which nothing is drawn never become events: they cost no
+network evaluation.
+"""
+
+from collections.abc import Generator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adlm import tables
+from adlm.diffusion.schedules import Schedule
+from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.errors import require
+from adlm.schema import ModelConfig, SamplingConfig
+
+Positions = NDArray[np.int64]
+NOWHERE: Positions = np.empty(0, dtype=np.int64)
+
+
+class Event(NamedTuple):
+    """One network evaluation of one canvas."""
+
+    step: int
+    """Number of the step, a counter of the sequence's random draws."""
+    t: float
+    """Fraction of masks that the network is conditioned on (read by time-conditioned models only)."""
+    mask: Positions
+    """Positions to mask before the evaluation: masked again since the last event."""
+    draw: Positions
+    """Positions to draw, from p(x0 | canvas); never empty."""
+    greedy: bool = False
+    """Take the most probable token instead of drawing (the release's last step)."""
+
+
+class Prediction(NamedTuple):
+    """What the network predicted at the drawn positions, in their order; None where the sampler did not ask."""
+
+    probability: NDArray[np.float64] | None = None
+    """Probability of the token that was drawn, under the distribution it was drawn from."""
+    confidence: NDArray[np.float64] | None = None
+    """Probability of the most probable token."""
+    entropy: NDArray[np.float64] | None = None
+    """Entropy of that distribution, in nats."""
+    anchor: NDArray[np.float64] | None = None
+    """Largest probability that the anchor network gives to a token that is rare in this sequence."""
+    normaliser: NDArray[np.float64] | None = None
+    """Sum of e^logit over all tokens but the mask, divided by their number: 1 for a score that is normalised."""
+
+
+Trajectory = Generator[Event, Prediction | None, None]
+
+
+class Sampler:
+    """Base class of samplers. A subclass writes `trajectory`, and the class attributes in which it differs."""
+
+    reads: str = ""
+    """Field of `Prediction` that is needed after each event; empty: none, and the host never waits for the device."""
+    writes_once: bool = True
+    """A token that was drawn and kept is never masked again."""
+    steps_matter: bool = True
+    """sampling.steps changes what is drawn; False: one evaluation per hole, whatever it says."""
+    causal: bool = False
+    """Draws from causal models, too."""
+    in_release: bool = True
+    """The public release has it, so that sampling.parity=release has a meaning."""
+    filtered_in_release: bool = True
+    """The release applies its nucleus (top-p) filter to what this sampler draws from."""
+
+    def __init__(self, cfg: SamplingConfig, schedule: Schedule):
+        """`schedule` is the masking schedule that the model was trained with."""
+        self.cfg, self.schedule = cfg, schedule
+
+    @classmethod
+    def check(cls, cfg: SamplingConfig) -> None:
+        """Refuse settings that do not fit together. For samplers of other packages: our rules are in rules.py."""
+
+    @classmethod
+    def misfit(cls, model: ModelConfig, learns_score: bool = True) -> str:
+        """Say why this sampler cannot draw from a model; empty if it can. `learns_score`: see `Objective`."""
+        if model.causal and not cls.causal:
+            return "needs a diffusion model; a causal one has 'autoregressive'"
+        if cls.reads == "anchor" and not model.anchored:
+            return "needs a model with an anchor network (model.anchored=true)"
+        if cls.reads == "normaliser" and not learns_score:
+            return "needs a model that learned a score (algo=sedd); others have 'analytic'"
+        return ""
+
+    def trajectory(self, holes: Positions, seed: int) -> Trajectory:
+        """Yield the events of a sequence whose positions `holes` are masked; its other positions are fixed."""
+        raise NotImplementedError
+
+
+def make_sampler(cfg: SamplingConfig, schedule: Schedule) -> Sampler:
+    """Build the sampler of sampling.sampler; settings that do not fit together are refused."""
+    kind: type[Sampler] = tables.SAMPLERS.load(cfg.sampler, "sampling.sampler")
+    cfg.check()
+    require(
+        not cfg.parity or kind.in_release,
+        f"sampling.parity=release: the release has no sampler {cfg.sampler!r}; leave sampling.parity empty",
+    )
+    with torch.no_grad():
+        return kind(cfg, schedule)
+
+
+def draw_uniforms(seed: int, stream: Stream, turn: int, positions: Positions) -> NDArray[np.float64]:
+    """One uniform per position; `turn` separates the draws of one stream."""
+    return uniforms(seed, stream, turn, torch.from_numpy(positions)).numpy()
