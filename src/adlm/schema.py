@@ -296,6 +296,16 @@ class CheckpointConfig:
     """Start from the weights of this exported folder (a new run, step 0)."""
 
 
+JUDGE_RULES = {
+    "text": "decoded, each text of a sequence retokenised by the judge after its begin-of-text token; all tokens of it"
+    " scored",
+    "tokens": "the sequence as drawn, without retokenisation; all tokens but the first scored",
+    "release": "the public release's: decoded with end tokens by name, retokenised, truncated to the model's length;"
+    " all tokens but the first scored, end tokens after the first one excepted",
+}
+"""What the judge reads, by name; stated with every result, since the number depends on it."""
+
+
 @dataclass
 class EvalConfig:
     checkpoint: Place = ""
@@ -312,7 +322,7 @@ class EvalConfig:
     """Evaluate the EMA of the weights; false: the weights themselves."""
     judge: str = "gpt2-large"
     """evaluate: causal model that scores samples: hub name, folder, GGUF file, run of ours, smollm2, or none."""
-    judge_rule: Annotated[str, Choices(("text", "tokens", "release"))] = "text"
+    judge_rule: Annotated[str, Choices(JUDGE_RULES)] = "text"
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     batch_size: WholeNumber = 0
     """Sequences per forward pass; 0: as many as fit easily (evaluate: 8 texts per pass of the judge)."""
