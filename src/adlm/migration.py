@@ -91,22 +91,19 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
-INSTEAD: dict[str, str] = {}
-"""Key that is gone -> what to do instead, for the message; by default it showed no gain."""
-
-
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
-TASKS: dict[tuple[Any, ...], str] = {
+TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
     (2, 6, 8, 4, True, True): "prosqa-2hop",
     (0, 0, 0, 0, True, False): "prosqa-balanced",
 }
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
 
 
-def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
+def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
 
-    Values may be texts of a command line. Where an old name and today's are both given, today's counts.
+    `saved=False`: they were typed on a command line, as texts. Where an old name and today's are both given, today's
+    counts.
     """
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
     require(
@@ -115,22 +112,16 @@ def migrate(settings: dict[str, Any], source: str) -> dict[str, Any]:
         " Beta(a, a), objective.time_density=a",
     )
     shape = tuple(settings.get(key) for key in TASK_KEYS)
-    if settings.get("reason.task") == "prosqa" and shape in TASKS:
+    if settings.get("reason.task") == "prosqa" and shape in TASK_OF_SHAPE:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}
-        settings["reason.task"] = TASKS[shape]
+        settings["reason.task"] = TASK_OF_SHAPE[shape]
     current: dict[str, Any] = {}
     for old, value in settings.items():
-        if old in REMOVED and _asks_for_nothing(value, REMOVED[old]):
+        if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old]):
             continue
         key = RENAMED.get(old, old)
-        require(
-            key != old or old not in REMOVED,
-            f"{source}: {old}={value} is not supported any more: {INSTEAD.get(old, 'it showed no gain (docs/LOG.md)')}",
-        )
-        require(
-            not isinstance(value, str) or (key, value) not in REMOVED_VALUES,
-            f"{source}: {key}={value} is not supported any more: it showed no gain (docs/LOG.md)",
-        )
+        gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)
+        require(not gone, f"{source}: {old}={value} is not supported any more (docs/LOG.md says why)")
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
@@ -145,6 +136,6 @@ def _same(value: Any, other: Any) -> bool:
     if value == other or str(value).lower() == str(other).lower():
         return True
     try:
-        return not isinstance(other, bool | str) and float(value) == float(other)
+        return not isinstance(other, bool) and float(value) == float(other)
     except (TypeError, ValueError):
         return False

@@ -2,7 +2,7 @@
 
 Lower layers take one section (`build_model(cfg.model, ...)`), never the whole tree; `config.py` fills the tree from
 YAML groups and the command line. Classes stay mutable because OmegaConf composes onto them; treat them as read-only
-after `config.load`. The string under a field is its help text.
+after `config.load`. The string under a field is its help text. `check` holds the rules that join several fields.
 """
 
 import json
@@ -105,6 +105,13 @@ class NoiseConfig:
     power: Positive = 2.0
     """Polynomial schedule: alpha = 1 - (1-eps) t^power."""
 
+    def check(self) -> None:
+        """Refuse values that no schedule can be made from together."""
+        require(
+            self.sigma_min < self.sigma_max,
+            f"noise.sigma_min={self.sigma_min} must be below noise.sigma_max={self.sigma_max}",
+        )
+
 
 @dataclass
 class ObjectiveConfig:
@@ -133,6 +140,39 @@ class ObjectiveConfig:
     """Fraction of the run after which times are uniform again, reached linearly (0: never annealed)."""
     sampling_eps: FractionBelowOne = 1e-3
     """Smallest time visited."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuse values that do not fit each other or the model. An objective of another package is loaded, and asked:
+        it states its own rules."""
+        require(
+            self.gamma_end < 0 or self.gamma_warmup < 1,
+            "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
+        )
+        if self.name not in tables.OBJECTIVES.entries:
+            return tables.OBJECTIVES.load(self.name, "objective.name").check(self, model)
+        require(
+            (self.name == "autoregressive") == model.causal,
+            f"objective.name={self.name} does not fit model.causal={str(model.causal).lower()}: "
+            + ("autoregressive needs a causal model (algo=ar or a2r)" if not model.causal
+               else "a causal model needs objective.name=autoregressive"),
+        )  # fmt: skip
+        require(
+            self.name != "anelbo" or model.anchored,
+            "objective.name=anelbo needs model.anchored=true (algo=adlm); without anchors choose objective.name=nelbo",
+        )
+        require(
+            self.name not in ("d3pm", "score-entropy") or not model.anchored,
+            f"objective.name={self.name} is a baseline without anchors: set model.anchored=false (algo=d3pm or sedd)",
+        )
+        require(
+            self.name != "d3pm" or self.T >= 1,
+            "objective.name=d3pm is a discrete-time bound: set objective.T, e.g. 1000",
+        )
+        require(
+            self.T == 0 or self.name in ("nelbo", "d3pm"),
+            f"objective.T={self.T} (discrete time) exists for nelbo and d3pm; objective.name={self.name} needs"
+            " objective.T=0",
+        )
 
 
 @dataclass
@@ -251,9 +291,19 @@ class CheckpointConfig:
     milestone_every: WholeNumber = 0
     """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
-    """Resume from the newest valid checkpoint of the run folder."""
+    """Continue from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
+
+
+JUDGE_RULES = {
+    "text": "decoded, each text of a sequence retokenised by the judge after its begin-of-text token; all tokens of it"
+    " scored",
+    "tokens": "the sequence as drawn, without retokenisation; all tokens but the first scored",
+    "release": "the public release's: decoded with end tokens by name, retokenised, truncated to the model's length;"
+    " all tokens but the first scored, end tokens after the first one excepted",
+}
+"""What the judge reads, by name; stated with every result, since the number depends on it."""
 
 
 @dataclass
@@ -272,7 +322,7 @@ class EvalConfig:
     """Evaluate the EMA of the weights; false: the weights themselves."""
     judge: str = "gpt2-large"
     """evaluate: causal model that scores samples: hub name, folder, GGUF file, run of ours, smollm2, or none."""
-    judge_rule: Annotated[str, Choices(("text", "tokens", "release"))] = "text"
+    judge_rule: Annotated[str, Choices(JUDGE_RULES)] = "text"
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     batch_size: WholeNumber = 0
     """Sequences per forward pass; 0: as many as fit easily (ppl, zeroshot), 8 (evaluate's judge), 128 (reason)."""
@@ -328,6 +378,23 @@ class SamplingConfig:
     """Words that must appear, separated by commas; each is placed where the model finds it likely."""
     stop: bool = False
     """End each sample at its first end-of-text token."""
+
+    def check(self) -> None:
+        """Refuse values that are valid one by one, but not together. A sampler of another package is loaded, and asked:
+        it states its own rules in `Sampler.check`."""
+        if self.sampler not in tables.SAMPLERS.entries:
+            tables.SAMPLERS.load(self.sampler, "sampling.sampler").check(self)
+        if self.sampler != "remdm-loop":
+            return
+        require(
+            self.t_off < self.t_on,
+            f"sampling.t_off={self.t_off} must lie below sampling.t_on={self.t_on} for remdm-loop",
+        )
+        require(
+            self.eta * self.alpha_on <= 1 - self.alpha_on + 1e-12,
+            f"sampling.eta={self.eta} re-masks more than is revealed: remdm-loop needs eta * alpha_on <= 1 - alpha_on, "
+            f"so sampling.eta <= {(1 - self.alpha_on) / self.alpha_on:.4g} at sampling.alpha_on={self.alpha_on}",
+        )
 
 
 @dataclass

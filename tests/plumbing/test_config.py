@@ -10,7 +10,7 @@ import pytest
 
 from adlm import config
 from adlm.config.keys import group_choices, group_help, keys
-from adlm.rules import Location, Range
+from adlm.rules import Choices, Location, Range
 from adlm.schema import Config, as_yaml
 from adlm.tables import GROUPS
 
@@ -205,9 +205,7 @@ BAD = [
     ("train.cuda_graphs=true train.batch_size=4", "all sequences of a step at once: train.batch_size=512, not 4"),
     ("train.cuda_graphs=true train.strategy=fsdp", "needs whole weights in one place"),
     ("train.cuda_graphs=true train.checkpoint_activations=true", "cannot record train.checkpoint_activations"),
-    ("algo=ar objective.gamma=0.1", "plain AR has no anchors"),
-    ("algo=ar objective.gamma_end=0.1", "plain AR has no anchors"),
-    ("objective.time_density_a=0.5", "objective.time_density=0.5 must be at least 1"),
+    ("objective.time_density=0.5", "objective.time_density=0.5 must be at least 1"),
     ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
     ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),
     ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
@@ -225,6 +223,84 @@ def test_bad_input_gets_one_line_that_names_the_key(typed, says):
     message = str(error.value)
     assert says in message
     assert "\n" not in message
+
+
+def test_a_list_of_sampling_settings_is_a_sweep():
+    cfg, sweep = config.load_sweep(
+        ["sampling.steps=8, 16", "sampling.temperature=0.5,1", "sampling.n=3", "data.path=a,b", "model=nano"]
+    )
+    assert [(s.steps, s.temperature, s.n) for s in sweep] == [(8, 0.5, 3), (8, 1.0, 3), (16, 0.5, 3), (16, 1.0, 3)]
+    assert cfg.sampling == sweep[0] and (cfg.data.path, cfg.out) == ("a,b", "")
+    assert [s.sampler for s in config.load_sweep(["sampling=mdlm,remdm-loop,mdlm"])[1]] == ["mdlm", "remdm-loop"]
+    assert [s.eta for s in config.load_sweep(["sampling.sampler=remdm-cap", "sampling.eta=0.1,0.2"])[1]] == [0.1, 0.2]
+    assert len(config.load_sweep(["sampling.prompt=one, two"])[1]) == 1, "a text may hold commas"
+    for line, says in (
+        ("sampling.temperature=1,inf", "sampling.temperature=inf must be finite and in"),
+        ("sampling.sampler=mdlm,remdm-lop", "did you mean 'remdm-loop'?"),
+        ("sampling.steps=8,x", "sampling.steps=x is not a whole number"),
+        ("sampling.sampler=mdlm,remdm-loop sampling.eta=0.02,0.2", "sampling.eta <= 0.1111"),
+    ):
+        with pytest.raises(ValueError) as error:
+            config.load_sweep(line.split())
+        assert says in str(error.value)
+
+
+def test_names_of_earlier_versions_are_read_and_said(capsys, tmp_path):
+    cfg = config.load(["train.row_pieces=4", "model.bridge=collapsed", "mode=train", "model.skips=False"])
+    assert (cfg.train.length_warmup, cfg.model.bridge) == (4, "linear")
+    assert capsys.readouterr().err.splitlines() == [
+        "adlm: note: train.row_pieces is now train.length_warmup",
+        "adlm: note: mode=train ignored: the key is gone",
+        "adlm: note: model.skips=False ignored: the key is gone",
+    ]
+    assert config.load(["objective.time_density_a=2", "objective.time_density_b=2.0"]).objective.time_density == 2
+    with pytest.raises(ValueError, match=r"command line: objective.time_density_a=2 and time_density_b=3 differ"):
+        config.load(["objective.time_density_a=2", "objective.time_density_b=3"])
+    with pytest.raises(ValueError, match=r"command line: model.skips=true is not supported any more"):
+        config.load(["model.skips=true"])
+    saved = "mode: train\nout: runs/x\neval:\n  out: elsewhere\n  steps: '8,16'\ntrain:\n  row_pieces: 2\n"
+    (tmp_path / "config.yaml").write_text(saved)
+    cfg = config.from_yaml(tmp_path / "config.yaml")
+    assert (cfg.out, cfg.train.length_warmup, cfg.sampling.steps) == ("runs/x", 2, 256)
+    assert config.load(["eval.out=elsewhere"]).out == "elsewhere"
+    assert [s.steps for s in config.load_sweep(["eval.steps=8,16"])[1]] == [8, 16]
+
+
+def test_every_old_name_leads_to_a_key():
+    from adlm.migration import REMOVED, RENAMED, VALUES
+
+    assert set(RENAMED.values()) <= set(keys())
+    assert not set(keys()) & {*RENAMED, *REMOVED}
+    assert {key for key, _ in VALUES} <= set(keys())
+
+
+def test_part_of_the_settings_can_be_read_alone():
+    cfg = config.from_tree({"objective": {"name": "autoregressive"}}, "here")
+    assert cfg.objective.name == "autoregressive"
+    with pytest.raises(ValueError, match=r"objective.tau=0 must be at least 1"):
+        config.from_tree({"objective": {"tau": 0}}, "here")
+    with pytest.raises(ValueError, match=r"here: unknown key 'objective.tua' \(did you mean 'objective.tau'\?\)"):
+        config.from_tree({"objective": {"tua": 1}}, "here")
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Range(low=1), "at least 1"), (Range(low=0, open_low=True), "above 0"),
+        (Range(low=0, also=-1), "at least 0, or -1"), (Range(low=0, high=1, open_high=True), "in [0, 1)"),
+        (Range(low=0, high=1 << 63, open_high=True), "in [0, 2^63)"),
+        (Range(low=0, high=65535), "in [0, 65535]"), (Choices(("a",), also=("",)), "'', a"),
+    ],
+)  # fmt: skip
+def test_a_rule_says_what_it_wants(rule, said):
+    assert str(rule) == said
+
+
+def test_the_page_of_settings_is_up_to_date():
+    """docs/configuration.md is written by scripts/make_configuration_md.py; run it when this fails."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "scripts/make_configuration_md.py", "--check"], cwd=root)
+    assert done.returncode == 0
 
 
 def test_the_global_batch_must_fit_the_ranks(monkeypatch):

@@ -6,7 +6,8 @@ read here by the type of their key, so that a mistake is answered at once, in ou
 keys.py says what can be set.
 
 Whatever comes in passes the same two gates: `migrate` (names of earlier versions) and `check_values` (the rule beside
-each field of schema.py). Rules that join several settings stand beside what needs them and are called by `check`.
+each field of schema.py). Rules that join several settings are called by `check`: those of one section are its method
+`check` in schema.py.
 """
 
 import copy
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from adlm.compat.command_lines import RELEASE_KEYS, rewrite
-from adlm.config.checks import check_noise, check_objective
 from adlm.config.keys import group_choices, keys, nearest
 from adlm.data import corpora
 from adlm.errors import choose, require
@@ -77,12 +77,13 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{text!r} is not of the form key=value")
         key, value = match["key"], match["value"]
         require(match["sign"] != "~", f"{text!r}: a setting cannot be removed; give {key} a value")
+        given[key] = value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
+    today = migrate(given, "command line", saved=False)
+    for key, value in given.items():
         if key in RENAMED:
             notes.append(f"{key} is now {RENAMED[key]}")
-        value = value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
-        given[RENAMED.get(key, key)] = value
-    today = migrate(given, "command line")
-    notes += [f"{key}={value} ignored: the key is gone" for key, value in given.items() if key not in today]
+        elif key not in today:
+            notes.append(f"{key}={value} ignored: the key is gone")
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"adlm: note: {note}", file=sys.stderr)
@@ -242,11 +243,11 @@ def check(cfg: Config, world_size: int = 1) -> None:
     """Raise a one-line ValueError for the first setting that cannot work, alone or with the others."""
     check_values(cfg)
     cfg.model.check()
-    check_noise(cfg.noise)
-    check_objective(cfg.objective, cfg.model)
-    check_train(cfg.train, cfg.model, world_size)
-    check_sampling(cfg.sampling)
+    cfg.noise.check()
+    cfg.objective.check(cfg.model)
+    cfg.sampling.check()
     corpora.check(cfg.data)
+    check_train(cfg.train, cfg.model, world_size)
 
 
 def check_values(cfg: Config) -> None:

@@ -27,13 +27,13 @@ from adlm.api.command import draw, fingerprint, read_samples, record, request_of
 from adlm.engine import Request
 from adlm.errors import require
 from adlm.evaluation.evaluate_report import build_report, show
-from adlm.evaluation.judge import RULES, is_ours, locate
+from adlm.evaluation.judge import is_ours, locate
 from adlm.evaluation.measures import DEFINITIONS, Evaluation, entropy, judge_name, mauve_available, measure_all
 from adlm.evaluation.perplexity import open_checkpoint
 from adlm.evaluation.results import model_facts, progress, versions
 from adlm.io.paths import writable_folder, write_atomically
 from adlm.reporting.html import watch
-from adlm.schema import Config, EvalConfig, SamplingConfig
+from adlm.schema import JUDGE_RULES, Config, EvalConfig, SamplingConfig
 from adlm.tables import SAMPLERS
 from adlm.training.parallel import World, world
 
@@ -119,7 +119,7 @@ def describe(cfg: Config, lm: LanguageModel, ranks: World) -> dict[str, Any]:
         "weights_sha256": lm.weights_digest,
         "samples": cfg.sampling.n,
         "seed": cfg.sampling.seed,
-        "judge": {"name": judge, "rule": f"{e.judge_rule}: {RULES[e.judge_rule]}"} if judge else None,
+        "judge": {"name": judge, "rule": f"{e.judge_rule}: {JUDGE_RULES[e.judge_rule]}"} if judge else None,
         "definitions": dict(DEFINITIONS),
         "settings": [],
         "reference": None,
@@ -155,10 +155,8 @@ def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Pa
     """Settings with their files, each once; the name of a file holds the fingerprint, so that other weights never meet
     it."""
     found: list[Setting] = []
-    told = {"sampler", "steps", "temperature", "top_p"}
-    varied = [
-        f.name for f in fields(SamplingConfig) if len({getattr(c, f.name) for c in sweep}) > 1 and f.name not in told
-    ]
+    others = [f.name for f in fields(SamplingConfig) if f.name not in ("sampler", "steps", "temperature", "top_p")]
+    varied = [name for name in others if len({getattr(c, name) for c in sweep}) > 1]
     for c in sweep:
         request = request_of(lm, c)
         sampler = request.settings.sampler  # a causal model has one

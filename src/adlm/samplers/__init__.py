@@ -4,7 +4,4 @@ base.py       what a sampler is: Sampler, Event, Prediction
 rates.py      the formulas: probability of reveal and remask at each step, one function each
 scheduled.py  samplers that read no predictions: those made of rates, first-hitting, left to right
 reading.py    samplers that read predictions: score, remdm-conf, confidence, entropy, anchor-first
-rules.py      rules that join several sampling settings, without tensors
-
-Nothing is imported here: the command line reads rules.py before torch is loaded.
 """

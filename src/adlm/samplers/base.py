@@ -19,7 +19,6 @@ from adlm import tables
 from adlm.diffusion.schedules import Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
-from adlm.samplers.rules import check_sampling
 from adlm.schema import ModelConfig, SamplingConfig
 
 Positions = NDArray[np.int64]
@@ -102,7 +101,7 @@ class Sampler:
 def make_sampler(cfg: SamplingConfig, schedule: Schedule) -> Sampler:
     """Build the sampler of sampling.sampler; settings that do not fit together are refused."""
     kind: type[Sampler] = tables.SAMPLERS.load(cfg.sampler, "sampling.sampler")
-    check_sampling(cfg)
+    cfg.check()
     require(
         not cfg.parity or kind.in_release,
         f"sampling.parity=release: the release has no sampler {cfg.sampler!r}; leave sampling.parity empty",
