@@ -28,7 +28,6 @@ from adlm.errors import choose, require
 from adlm.io.paths import expanded
 from adlm.migration import RENAMED, migrate
 from adlm.rules import Location, check_fields
-from adlm.samplers.rules import check_sampling
 from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from adlm.tables import CORPORA, GROUPS, config_folders
 
