@@ -1,4 +1,4 @@
-"""`python -m adlm_main mode=... key=value ...`: the public release's command lines, run by adlm (docs/configuration.md)."""
+"""`python -m adlm_main mode=... key=value ...`: the public release's command lines (docs/configuration.md)."""
 
 import sys
 

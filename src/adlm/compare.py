@@ -129,12 +129,12 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Itera
     A run that fails does not stop the others: what it said last is added to `failed`. A signal is passed on, so that
     all of them save and stop.
     """
-    waiting, running, told = list(runs), dict[Any, tuple[str, Any]](), False
+    waiting, running, stopping = list(runs), dict[Any, tuple[str, Any]](), False
     spawn = multiprocessing.get_context("spawn")  # a fork would share the state of a GPU
     with Interruption() as interruption, shared_cores(jobs):
         while waiting or running:
-            if interruption.requested and not told:
-                told = True
+            if interruption.requested and not stopping:
+                stopping = True
                 waiting.clear()
                 for _, process in running.values():
                     process.terminate()
@@ -149,7 +149,7 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Itera
                 process.join()
                 if (entry := read_entry(runs[name])) is not None:
                     yield entry
-                elif process.exitcode and not told:
+                elif process.exitcode and not stopping:
                     killed = process.exitcode < 0  # by a full memory, say, and then it had no last word
                     why = f"killed by signal {-process.exitcode}" if killed else last_line(Path(runs[name].out) / LOG)
                     failed.append(f"{name} failed: {why}")
@@ -332,6 +332,7 @@ class Comparison:
                 self.differences[entry.name] = (to.name, found)
 
     def rows(self) -> list[list[str]]:
+        """The cells of the table."""
         lines = []
         for e in self.entries:
             ends = e.estimate["nats_interval"]
@@ -367,6 +368,7 @@ class Comparison:
         return found
 
     def seeds_markdown(self) -> list[str]:
+        """The table over seeds; empty where no run has another seed."""
         lines = []
         for g in self.seeds():
             difference = ""
@@ -381,6 +383,7 @@ class Comparison:
         return [name.format(reference=self.reference) for name in COLUMNS]
 
     def table(self) -> Table:
+        """The table for the terminal."""
         table = Table(*self.columns(), box=None)
         for column in table.columns[1:]:
             column.justify = "right"
@@ -405,6 +408,7 @@ class Comparison:
         return "\n".join([*lines, "", *self.seeds_markdown(), budget, ""])
 
     def as_dict(self) -> dict[str, Any]:
+        """Everything, for table.json."""
         return {
             "entries": [asdict(entry) for entry in self.entries],
             "differences": {name: {"to": to, **d.as_dict()} for name, (to, d) in self.differences.items()},

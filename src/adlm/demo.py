@@ -65,6 +65,7 @@ def run_demo(cfg: Config) -> dict[str, Any]:
 
 
 def next_commands(run: Path) -> list[tuple[str, str]]:
+    """What to try after the demo: commands with what they do."""
     return [
         (f"adlm sample {run}", "draw texts from the model you just trained"),
         (f"adlm ppl {run} eval.draws=8", "its perplexity with a confidence interval"),
@@ -99,6 +100,7 @@ def summary(cfg: Config, events: list[dict[str, Any]]) -> dict[str, float | int]
 def build_report(
     cfg: Config, lm: LanguageModel, valid: Blocks, facts: dict[str, Any], events: list[dict[str, Any]]
 ) -> str:
+    """The page: numbers, samples, curves, anchors, settings."""
     info = lm.info
     minutes, seconds = divmod(round(facts["training_seconds"]), 60)
     head = tiles(
@@ -156,6 +158,7 @@ def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
 
 
 def curves(events: list[dict[str, Any]]) -> list[Html]:
+    """Training loss and validation perplexity over steps."""
     train = [e for e in events if e["kind"] == "train"]
     valid = [e for e in events if e["kind"] == "valid"]
     losses = [Series("bound", [(e["step"], e["nelbo"]) for e in train if "nelbo" in e])]
@@ -169,6 +172,7 @@ def curves(events: list[dict[str, Any]]) -> list[Html]:
 
 
 def configuration(cfg: Config) -> Html:
+    """The settings in four lines, and all of them to unfold."""
     m, o, t = cfg.model, cfg.objective, cfg.train
     blocks = f"{m.n_blocks} + {m.n_denoiser_blocks}" if m.anchored else f"{m.n_blocks}"
     gamma = f"{o.gamma:g}" if o.gamma_end < 0 else f"{o.gamma:g} to {o.gamma_end:g}"

@@ -291,7 +291,7 @@ class CheckpointConfig:
     milestone_every: WholeNumber = 0
     """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
-    """Continue from the newest valid checkpoint of the run folder."""
+    """Resume from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
 
@@ -325,7 +325,7 @@ class EvalConfig:
     judge_rule: Annotated[str, Choices(JUDGE_RULES)] = "text"
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     batch_size: WholeNumber = 0
-    """Sequences per forward pass; 0: as many as fit easily (evaluate: 8 texts per pass of the judge)."""
+    """Sequences per forward pass; 0: as many as fit easily (ppl, zeroshot), 8 (evaluate's judge), 128 (reason)."""
     mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
     """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
 

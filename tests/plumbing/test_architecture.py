@@ -10,8 +10,8 @@ from adlm.config.keys import keys
 PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
 # Lowest first. errors imports nothing of ours; data imports only what stands before diffusion.
 LAYERS = [
-    "errors", "rules", "tables", "schema", "migration", "io.paths", "diffusion", "models", "objectives", "samplers",
-    "data", "compat.command_lines", "config", "engine", "io.export",
+    "errors", "rules", "tables", "schema", "config.keys", "migration", "io.paths", "diffusion", "models", "objectives",
+    "samplers", "data", "compat.command_lines", "config", "engine", "io.export",
     "training", "compat.pickles", "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
     "serving", "bench", "demo", "compare", "cli", "__main__",
 ]  # fmt: skip

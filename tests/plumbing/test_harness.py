@@ -13,7 +13,7 @@ from exports import L, export
 
 pytest.importorskip("lm_eval", reason="needs the extra `harness` (lm-eval)")
 
-from adlm.evaluation.harness import Harness, cut
+from adlm.evaluation.harness import Harness, before_stop
 
 CHOICE = """task: local_choice
 dataset_path: json
@@ -119,7 +119,7 @@ def test_texts_end_where_they_should(harness, causal):
         assert all(len(t.encode()) <= 3 * n for t, n in zip(texts, (5, 3)))  # a broken byte reads as three
         drawn = [model.generate_until([ask("ab", {"do_sample": True, "max_gen_toks": L - 1})])[0] for _ in range(2)]
         assert drawn[0] == drawn[1], "draws follow the seed"
-    assert cut("one two three", ["three", "two"]) == "one " and cut("one", ["", "x"]) == "one"
+    assert before_stop("one two three", ["three", "two"]) == "one " and before_stop("one", ["", "x"]) == "one"
 
 
 def test_bad_arguments_are_one_line(folder):

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from served import load_tiny, serving
 
+from adlm import tables
 from adlm.config.keys import keys
 from adlm.rules import Range
 from adlm.serving.bodies import NOT_IN_REQUESTS, OWN_FORM, SETTINGS
@@ -73,3 +74,30 @@ def test_requests_carry_every_sampling_setting_by_the_rules_of_the_schema(server
             assert ("exclusiveMinimum" in said, "exclusiveMaximum" in said) == (key.rule.open_low, key.rule.open_high)
         else:
             assert said["enum"] == sorted(key.rule.names)
+
+
+@pytest.mark.skipif(not hasattr(tables, "SAMPLERS"), reason="the table of samplers is being moved to tables.py")
+def test_a_sampler_of_another_package_is_served_and_documented(tmp_path, monkeypatch):
+    """An entry point is enough: the enum of requests, the list of the page and the engine read the one table."""
+    info = tmp_path / "foreign-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[adlm.samplers]\nforeign-order = foreign_sampler:ForeignOrder\n")
+    source = "from adlm.samplers.scheduled import FirstHitting\n\n\nclass ForeignOrder(FirstHitting):\n    pass\n"
+    (tmp_path / "foreign_sampler.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    fresh = tables.Table("samplers", tables.SAMPLERS.entries).targets
+    monkeypatch.setitem(tables.SAMPLERS.__dict__, "targets", fresh)
+    with serving({"tiny": load_tiny(tmp_path / "tiny")}) as running, httpx.Client(base_url=running.url) as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+        for name in ("CompletionBody", "FramesBody", "InfillBody"):
+            assert "foreign-order" in schemas[name]["properties"]["sampler"]["anyOf"][0]["enum"]
+        assert "foreign-order" in http.get("/v1/models").json()["data"][0]["samplers"]
+        body = {"prompt": "a", "max_tokens": 12, "seed": 3}
+        mine, same = (
+            http.post("/v1/completions", json=body | {"sampler": name}).json()["choices"][0]
+            for name in ("foreign-order", "first-hitting")
+        )
+        assert mine == same
+        refused = http.post("/v1/completions", json=body | {"sampler": "foreign-ordr"})
+        assert refused.status_code == 400 and "did you mean 'foreign-order'?" in refused.json()["error"]["message"]

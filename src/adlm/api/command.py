@@ -30,6 +30,8 @@ from adlm.schema import Config, SamplingConfig
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
+# Settings that are gone, as they were: a rerun still continues files of earlier versions.
+GONE = {"grid": ""}
 # How every line of `record` begins
 BEGINNING = b'{"text": "'
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
@@ -116,8 +118,8 @@ def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """The digest of what must agree for two samples of one seed to be the same text."""
     settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
-    text = json.dumps([settings, model, lm.tokenizer.fingerprint, lm.weights_digest], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    what = [GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest]
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> None:

@@ -81,6 +81,7 @@ def alone(name: str, cfg: Config, batch: int, which: str) -> dict[str, Any]:
 
 
 def table(name: str, on: str, results: dict[str, Any]) -> Table:
+    """The results as people read them."""
     rate = "tokens_per_s" if name == "train" else "sequences_per_s"
     out = Table(title=f"{name}, {on}")
     figures = (SPEED[name].replace("_", " "), rate.replace("_per_", " / "), "peak GiB", "speedup")

@@ -2,8 +2,8 @@
 
 `BaseEngine` is a queue and a table of slots, and does not depend on the kind of model. `Engine` fills the holes of
 canvases with a diffusion model: a slot holds the canvas (on the device), the windows of its request, and the trajectory
-of its sampler. A step evaluates the next event of every slot, whatever step of whatever sampler each is at. Sequences of
-different length do not share a call: the network has no notion of padding, so results never depend on neighbours.
+of its sampler. A step evaluates the next event of every slot, whatever step of whatever sampler each is at. Sequences
+of different length do not share a call: the network has no notion of padding, so results never depend on neighbours.
 """
 
 import time

@@ -104,7 +104,7 @@ def steps_of(points: Sequence[Point]) -> list[int]:
 
 
 def lines(points: Sequence[Point], keys: Sequence[str], name: Callable[[Point], str]) -> dict[str, list[Point]]:
-    """Points that share the values of `keys`, by name."""
+    """Group points with equal values of `keys`, by name."""
     found: dict[str, list[Point]] = {}
     groups: dict[tuple, str] = {}
     for p in points:
@@ -204,6 +204,7 @@ def charts_against(
     x_label: str,
     log_x: bool,
 ) -> list[Html]:
+    """One chart for each measure in DRAWN against the field `x`, one line for each group of equal `keys`."""
     charts = []
     for measure in DRAWN:
         if not all(measure in p["metrics"] for p in points):

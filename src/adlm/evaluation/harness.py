@@ -66,6 +66,7 @@ class Harness(LM):
     # Likelihoods
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation after its context, and whether it is the greedy one."""
         found = []
         for context, continuation in arguments(requests, "loglikelihood", disable_tqdm):
             given, scored = self.split(context, continuation)
@@ -75,6 +76,7 @@ class Harness(LM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text."""
         found = []
         for (text,) in arguments(requests, "loglikelihood_rolling", disable_tqdm):
             tokens = self.lm.tokenizer.encode(text)
@@ -83,8 +85,8 @@ class Harness(LM):
         return found
 
     def split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, cut where the context ends; spaces at its end belong to the continuation, since a vocabulary
-        puts them in front of words."""
+        """Tokens of both, divided where the context ends; spaces at its end belong to the continuation, since
+        vocabularies put them in front of words."""
         encode = self.lm.tokenizer.encode
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
@@ -95,6 +97,7 @@ class Harness(LM):
 
     @torch.no_grad()
     def is_greedy(self, given: Sequence[int], scored: Sequence[int]) -> bool:
+        """Whether the model, always taking its best token, writes the continuation."""
         tok, length = self.lm.tokenizer, self.lm.length
         if len(scored) >= length:
             return False
@@ -123,6 +126,7 @@ class Harness(LM):
     # Texts
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """A text after each context, up to the first of its stops."""
         wanted = [(context, dict(settings)) for context, settings in arguments(requests, "generate_until", True)]
         seed = self.settings.seed
         made = [self.request(context, settings, seed + i) for i, (context, settings) in enumerate(wanted)]
@@ -133,7 +137,7 @@ class Harness(LM):
             tokens = result.tokens[start:]
             if (eos := self.lm.tokenizer.eos_id) in tokens:
                 tokens = tokens[: tokens.index(eos)]
-            texts[number] = cut(self.lm.text(tokens), until(wanted[number][1]))
+            texts[number] = before_stop(self.lm.text(tokens), wanted[number][1].get("until") or [])
             self.cache_hook.add_partial("generate_until", wanted[number], texts[number])
         return [texts[i] for i in range(len(wanted))]
 
@@ -158,13 +162,9 @@ def arguments(requests: Iterable[Any], label: str, quiet: bool) -> Iterator[tupl
         yield request.args
 
 
-def until(settings: dict[str, Any]) -> list[str]:
-    stops = settings.get("until") or []
-    return [stops] if isinstance(stops, str) else list(stops)
-
-
-def cut(text: str, stops: Sequence[str]) -> str:
+def before_stop(text: str, stops: str | Sequence[str]) -> str:
     """The text before the first of the stops."""
+    stops = [stops] if isinstance(stops, str) else stops
     ends = [text.find(stop) for stop in stops if stop and stop in text]
     return text[: min(ends)] if ends else text
 

@@ -197,7 +197,7 @@ def judge_samples(
     """Scores of (id, tokens) sequences in their order; `judge` opens the judge and is called only when needed."""
     chunks = [samples[a : a + CHUNK] for a in range(0, len(samples), CHUNK)]
     todo = [c for c, chunk in enumerate(chunks) if read_chunk(folder, c, chunk) is None]
-    ranks.barrier()  # every rank looks before any rank writes
+    ranks.barrier()  # every rank reads before any rank writes
     mine = todo[ranks.rank :: ranks.size]
     opened = open_together(judge, bool(mine), rule, ranks)
     with progress(f"judging {label}", len(mine), ranks) as advance:

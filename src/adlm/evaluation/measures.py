@@ -110,7 +110,7 @@ def measure_all(ev: Evaluation, settings: list["Setting"], samples: dict[str, li
         results["definitions"]["mauve"] = f"{MAUVE}; features of {judge}"
         n = ev.cfg.sampling.n
         if len(data.sequences) < ENOUGH or n < ENOUGH:
-            ev.note(f"MAUVE of {n} samples and {len(data.sequences)} rows of data says little: thousands are usual")
+            ev.note(f"MAUVE of {n} samples and {len(data.sequences)} of the data says little: thousands are usual")
         compare(ev, scored, data, sets)
     ev.save()
 

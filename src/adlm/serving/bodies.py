@@ -30,7 +30,7 @@ from adlm.rules import Range
 # Settings of `adlm sample` that a request says in a form of its own, or that are not a request's business. A server
 # has no defaults for them, but for `stop`.
 OWN_FORM = ("n", "length", "prompt", "template", "banned", "required", "stop")
-NOT_IN_REQUESTS = ("batch_size", "out", "grid")
+NOT_IN_REQUESTS = ("batch_size", "grid")
 
 
 def encodable(text: Any) -> Any:

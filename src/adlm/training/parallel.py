@@ -211,7 +211,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         stack.checkpoint_activations = cfg.checkpoint_activations
     step.compiled = world.compile in ("block", "model", "max")
     if cfg.cuda_graphs:
-        on = "train.cuda_graphs=true"  # what can be known without a device is in config.checks
+        on = "train.cuda_graphs=true"  # what can be known without a device is in config.check_train
         require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
         require(step.score is loss, f"{on} is for `adlm train`")
         step.graphed = GraphedModel(model)
