@@ -76,28 +76,42 @@ def test_requests_carry_every_sampling_setting_by_the_rules_of_the_schema(server
             assert said["enum"] == sorted(key.rule.names)
 
 
-@pytest.mark.skipif(not hasattr(tables, "SAMPLERS"), reason="the table of samplers is being moved to tables.py")
-def test_a_sampler_of_another_package_is_served_and_documented(tmp_path, monkeypatch):
-    """An entry point is enough: the enum of requests, the list of the page and the engine read the one table."""
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """An installed package with two entry points: a sampler, and one that cannot be loaded."""
     info = tmp_path / "foreign-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[adlm.samplers]\nforeign-order = foreign_sampler:ForeignOrder\n")
+    (info / "entry_points.txt").write_text(
+        "[adlm.samplers]\nforeign-order = foreign_sampler:ForeignOrder\nbroken = nowhere:Nothing\n"
+    )
     source = "from adlm.samplers.scheduled import FirstHitting\n\n\nclass ForeignOrder(FirstHitting):\n    pass\n"
     (tmp_path / "foreign_sampler.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    remembered = (tables.installed, tables._ours)
+    for function in remembered:
+        function.cache_clear()
     fresh = tables.Table("samplers", tables.SAMPLERS.entries).targets
     monkeypatch.setitem(tables.SAMPLERS.__dict__, "targets", fresh)
+    yield
+    for function in remembered:
+        function.cache_clear()
+
+
+def test_a_sampler_of_another_package_is_served_and_documented(foreign, tmp_path):
+    """An entry point is enough: the enum of requests, the list of the page and the engine read the one table."""
     with serving({"tiny": load_tiny(tmp_path / "tiny")}) as running, httpx.Client(base_url=running.url) as http:
         schemas = http.get("/openapi.json").json()["components"]["schemas"]
         for name in ("CompletionBody", "FramesBody", "InfillBody"):
             assert "foreign-order" in schemas[name]["properties"]["sampler"]["anyOf"][0]["enum"]
-        assert "foreign-order" in http.get("/v1/models").json()["data"][0]["samplers"]
+        listed = http.get("/v1/models").json()["data"][0]["samplers"]
+        assert "foreign-order" in listed and "broken" not in listed
         body = {"prompt": "a", "max_tokens": 12, "seed": 3}
         mine, same = (
             http.post("/v1/completions", json=body | {"sampler": name}).json()["choices"][0]
             for name in ("foreign-order", "first-hitting")
         )
         assert mine == same
-        refused = http.post("/v1/completions", json=body | {"sampler": "foreign-ordr"})
-        assert refused.status_code == 400 and "did you mean 'foreign-order'?" in refused.json()["error"]["message"]
+        for name, says in (("foreign-ordr", "did you mean 'foreign-order'?"), ("broken", "nowhere")):
+            refused = http.post("/v1/completions", json=body | {"sampler": name})
+            assert refused.status_code == 400 and says in refused.json()["error"]["message"]

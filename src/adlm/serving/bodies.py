@@ -7,7 +7,7 @@ on the model are checked in service.py and answered 400.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
@@ -25,12 +25,12 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from adlm.config.keys import Key, keys
 from adlm.errors import similar
-from adlm.rules import Range
+from adlm.rules import Choices, Range
 
 # Settings of `adlm sample` that a request says in a form of its own, or that are not a request's business. A server
 # has no defaults for them, but for `stop`.
 OWN_FORM = ("n", "length", "prompt", "template", "banned", "required", "stop")
-NOT_IN_REQUESTS = ("batch_size", "grid")
+NOT_IN_REQUESTS = ("batch_size",)
 
 
 def encodable(text: Any) -> Any:
@@ -58,11 +58,11 @@ class OneOf:
     """Documents the names that a text may be. They are read when the document is made, and a misspelt one is refused
     by the package, which knows the nearest."""
 
-    def __init__(self, names: Iterable[str]):
-        self.names = names
+    def __init__(self, rule: Choices):
+        self.rule = rule
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"type": "string", "enum": sorted(self.names)}
+        return {"type": "string", "enum": sorted(self.rule.names)}
 
 
 def setting(key: Key) -> tuple[Any, Any]:
@@ -71,8 +71,8 @@ def setting(key: Key) -> tuple[Any, Any]:
     if isinstance(key.rule, Range):
         assert key.rule.also is None
         marks.append(Field(**limits(key.rule)))
-    elif key.choices is not None:
-        marks.append(OneOf(key.choices))
+    elif isinstance(key.rule, Choices):
+        marks.append(OneOf(key.rule))
     if key.kind is int:
         marks.append(WHOLE)
     return Annotated[key.kind, *marks] | None, Field(None, description=key.help)  # type: ignore[return-value]

@@ -14,7 +14,8 @@ from adlm.engine import Request, Result
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.serving.bodies import Problem
 from adlm.serving.service import Served
-from adlm.serving.worker import Job, Update, steps_matter, writes_once
+from adlm.serving.worker import Job, Update
+from adlm.tables import SAMPLERS
 
 
 def event(name: str, data: dict[str, Any]) -> str:
@@ -47,9 +48,9 @@ class Film:
                 "seed": r.seed,
                 "sampler": r.settings.sampler,
                 "steps": r.settings.steps,
-                # for who counts: without the first there is an evaluation for each hole, with the second not more
-                "steps_matter": steps_matter(r.settings),
-                "writes_once": writes_once(self.served.lm, r.settings),
+                # for who counts frames: without the first there is one for each hole, with the second not more
+                "steps_matter": SAMPLERS.load(r.settings.sampler).steps_matter,
+                "writes_once": self.served.writes_once(r.settings),
                 "length": len(r.tokens),
                 "tokens": tokens,
                 "texts": texts,

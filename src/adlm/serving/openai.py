@@ -19,7 +19,7 @@ from adlm.engine.request import end_of_text
 from adlm.errors import require
 from adlm.serving.bodies import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Problem, Usage
 from adlm.serving.service import Served
-from adlm.serving.worker import Job, Update, within, writes_once
+from adlm.serving.worker import Job, Update, within
 
 # Draws of noise behind a completion's logprobs
 LOGPROB_DRAWS = 16
@@ -116,7 +116,7 @@ class Completion:
         early_end = bool(r.required) and r.stop_id is not None
         repaired = (early_end or any(len(word) > 1 for word in r.banned)) and not lm.model.config.causal
         appends = type(lm.tokenizer.backend.decoder).__name__ in APPENDING
-        return appends and not repaired and writes_once(lm, r.settings)
+        return appends and not repaired and self.served.writes_once(r.settings)
 
     def answer(self, choices: list[CompletionChoice], usage: bool = False) -> CompletionAnswer:
         found = CompletionAnswer(id=self.id, created=self.created, model=self.served.id, choices=choices)

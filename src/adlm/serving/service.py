@@ -5,6 +5,7 @@ The same settings and seed give the text of `adlm sample` and `lm.generate`, sin
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +15,18 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from adlm.api import LanguageModel
+from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Request
 from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
+from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Defaults, ModelCard, Problem
 from adlm.serving.metrics import ServerMetrics
 from adlm.serving.worker import Job, Worker, within
 from adlm.tables import OBJECTIVES, SAMPLERS
 
+log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
 """Tokens drawn before a suffix, unless max_tokens says otherwise."""
@@ -43,12 +47,21 @@ class Served:
         self.limit = Limit(cfg.max_length, "serve.max_length") if cfg.max_length else Limit(lm.length)
         self.length = min(self.limit.tokens, lm.length)
         """Tokens of a sequence for which no number is given: the model's, or as many as are allowed."""
+        self.samplers = [name for name in sorted(SAMPLERS) if self.can_use(name)]
         self.known_pieces: dict[int, str] = {}
 
-    @property
-    def samplers(self) -> list[str]:
-        model, learns_score = self.lm.model.config, OBJECTIVES.load(self.lm.loaded.objective.name).learns_score
-        return [s for s in sorted(SAMPLERS) if not SAMPLERS.load(s).misfit(model, learns_score)]
+    def can_use(self, sampler: str) -> bool:
+        """Whether a sampler can draw from this model; one of another package that cannot be loaded is left out."""
+        learns_score = OBJECTIVES.load(self.lm.loaded.objective.name).learns_score
+        try:
+            return not SAMPLERS.load(sampler).misfit(self.lm.model.config, learns_score)
+        except ValueError as problem:
+            log.warning("%s: the sampler %s is left out: %s", self.id, sampler, problem)
+            return False
+
+    def writes_once(self, settings: SamplingConfig) -> bool:
+        """Whether a token that was drawn is never masked again."""
+        return self.lm.model.config.causal or make_sampler(settings, make_schedule(self.lm.loaded.noise)).writes_once
 
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings

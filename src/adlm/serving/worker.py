@@ -15,11 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from adlm.api import LanguageModel
-from adlm.diffusion.schedules import make_schedule
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
 from adlm.engine.drawing import LOGITS_AT_ONCE
-from adlm.samplers.base import make_sampler
-from adlm.schema import SamplingConfig
 from adlm.serving.bodies import Problem
 from adlm.serving.metrics import ServerMetrics
 from adlm.tables import SAMPLERS
@@ -314,7 +311,8 @@ class Worker:
             number = self.frames[frame.id] = self.frames.get(frame.id, 0) + 1
             request = job.requests[index]
             holes = sum(t == self.lm.model.mask_id for t in request.tokens)
-            expected = request.settings.steps if steps_matter(request.settings) else holes
+            steps_matter = SAMPLERS.load(request.settings.sampler).steps_matter
+            expected = request.settings.steps if steps_matter else holes
             if number % max(1, -(-expected // GUESSED_FRAMES)) == 0:
                 chosen.append(frame)
         try:
@@ -350,16 +348,6 @@ class Worker:
             loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody waits any more
             self.stopping = True
-
-
-def steps_matter(settings: SamplingConfig) -> bool:
-    """Whether the number of steps changes what is drawn; otherwise there is one evaluation for each hole."""
-    return SAMPLERS.load(settings.sampler).steps_matter
-
-
-def writes_once(lm: LanguageModel, settings: SamplingConfig) -> bool:
-    """Whether a token that was drawn is never masked again."""
-    return lm.model.config.causal or make_sampler(settings, make_schedule(lm.loaded.noise)).writes_once
 
 
 @torch.inference_mode()
