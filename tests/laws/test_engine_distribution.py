@@ -119,10 +119,10 @@ class Recording(Engine):
         super().__init__(*args, **kwargs)
         self.seen = defaultdict(tuple)
 
-    def batch(self, group, rows, length):
-        for i, row in zip(group, rows):
-            self.seen[row.id] += ((row.event.step, tuple(self.canvas(i))),)
-        return super().batch(group, rows, length)
+    def call(self, group, canvases, length):
+        for i, canvas in zip(group, canvases):
+            self.seen[canvas.id] += ((canvas.event.step, tuple(self.window_tokens(i))),)
+        return super().call(group, canvases, length)
 
 
 def sample(model, start, sampler: str, T: int, engine=None, **settings) -> list[tuple]:

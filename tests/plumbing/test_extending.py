@@ -20,10 +20,11 @@ def installed():
     """As if the package of tests/support/foreign.py were installed."""
 
     def entry_points(group):
-        return [EntryPoint(name, value, group) for name, value in foreign.ENTRY_POINTS.get(group, {}).items()]
+        found = foreign.ENTRY_POINTS.get(f"adlm.{group}", {})
+        return [EntryPoint(name, value, f"adlm.{group}") for name, value in found.items()]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(tables, "entry_points", entry_points)
+    patch.setattr(tables, "installed", entry_points)
     for table in TABLES:
         table.__dict__.pop("targets", None)
     yield
