@@ -291,11 +291,7 @@ class CheckpointConfig:
     milestone_every: WholeNumber = 0
     """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
-<<<<<<< HEAD
-    """Continue from the newest valid checkpoint of the run folder."""
-=======
     """Resume from the newest valid checkpoint of the run folder."""
->>>>>>> h-config
     init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
 

@@ -150,11 +150,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
     _rename("loader.batch_size", "train.batch_size"),
     Translation(
         ("sampling.num_sample_batches", "loader.eval_batch_size"),
-<<<<<<< HEAD
-        "`sampling.n` = batches x sequences of a batch",
-=======
         "`sampling.n` = batches x size (`sampling.batch_size` never changes a text)",
->>>>>>> h-config
         _sample_count,
     ),
     _ignore("loader.eval_global_batch_size", "results do not depend on it"),

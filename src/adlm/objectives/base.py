@@ -92,11 +92,7 @@ class Objective:
     @classmethod
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
         """Refuse settings and models that do not fit. Called before training, and for an objective of another package
-<<<<<<< HEAD
-        already by the command line; that checks ours without loading torch."""
-=======
         already by the command line; that checks ours without loading torch (ObjectiveConfig.check)."""
->>>>>>> h-config
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         """Corrupt the sequences of optimizer step `step`; `progress` in [0, 1] is how much of the run is done."""

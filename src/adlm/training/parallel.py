@@ -211,11 +211,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         stack.checkpoint_activations = cfg.checkpoint_activations
     step.compiled = world.compile in ("block", "model", "max")
     if cfg.cuda_graphs:
-<<<<<<< HEAD
-        on = "train.cuda_graphs=true"  # what can be known without a device is checked by the command line
-=======
         on = "train.cuda_graphs=true"  # what can be known without a device is in config.check_train
->>>>>>> h-config
         require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
         require(step.score is loss, f"{on} is for `adlm train`")
         step.graphed = GraphedModel(model)
