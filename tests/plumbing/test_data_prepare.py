@@ -50,9 +50,9 @@ def test_rows_are_the_documents(cfg):
     assert train.rows(np.array([0])).dtype == np.int64
     assert train.tokens.dtype == np.uint16
     assert train.attention_masks(np.array([0])) is None
-    assert train.frequencies().tolist() == np.bincount(np.array(expected).ravel(), minlength=260).tolist()
     m = train.manifest
     assert (m["documents"], m["tokens"], m["rows"], m["length"]) == (36, len(ids) - 36, len(expected), 32)
+    assert m["row_tokens"] == 32 * len(expected)
     assert m["tokenizer"]["fingerprint"] == BYTES.fingerprint
     assert m["origin"]["contents"][0][0] == os.path.getsize(cfg.path)
     valid = prepare(cfg, BYTES, 32, "valid")
@@ -67,7 +67,7 @@ def test_unwrapped_rows_have_masks(cfg):
     assert rows[3].tolist() == [256, *text, 257]
     short = next(i for i, t in enumerate(texts(cfg)) if len(t.encode()) == 19)
     assert rows[short][21:].tolist() == [BYTES.pad_id] * 3
-    assert rows.frequencies()[BYTES.pad_id] == 0, "padding is not text"
+    assert rows.manifest["row_tokens"] == sum(len(t.encode()[:22]) + 2 for t in texts(cfg)[:36]), "padding is not text"
     masks = rows.attention_masks(np.array([short, 3]))
     assert masks is not None
     assert masks.sum(1).tolist() == [21, 24]
@@ -142,8 +142,9 @@ def test_large_vocabularies_use_four_bytes(tmp_path, cfg):
 # ---- damage, kills, crowds ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("harm", ["truncate", "flip", "manifest", "frequencies", "remove"])
+@pytest.mark.parametrize("harm", ["truncate", "flip", "manifest", "lengths", "remove"])
 def test_damage_is_noticed_and_repaired(cfg, harm):
+    cfg = replace(cfg, wrap=harm != "lengths")
     first = prepare(cfg, BYTES, 32, "train")
     good = np.array(first.tokens)
     rows, folder = first.folder / "rows.bin", first.folder
@@ -156,8 +157,8 @@ def test_damage_is_noticed_and_repaired(cfg, harm):
         rows.write_bytes(data)
     elif harm == "manifest":
         (folder / "manifest.json").write_text("{")
-    elif harm == "frequencies":
-        (folder / "frequencies.npy").write_bytes(b"nonsense")
+    elif harm == "lengths":
+        (folder / "lengths.npy").write_bytes(b"nonsense")
     else:
         rows.unlink()
     with pytest.raises(Corrupt):

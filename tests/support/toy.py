@@ -36,7 +36,7 @@ class ToyModel(nn.Module):
         pass
 
     def code(self, tokens_BL: Tensor) -> Tensor:
-        """Shorter rows are read as if masks followed."""
+        """Shorter sequences are read as if masks followed."""
         L = self.config.length
         tokens = nn.functional.pad(tokens_BL, (0, L - tokens_BL.shape[1]), value=self.mask_id)
         return (tokens * self.vocab_size ** torch.arange(L)).sum(-1)

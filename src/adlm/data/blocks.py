@@ -3,7 +3,6 @@
 A prepared folder holds
   rows.bin          the sequences, rows of a matrix [n, length], uint16 where the vocabulary allows, else uint32
   lengths.npy       real tokens of each sequence, only where sequences are padded
-  frequencies.npy   how often each id occurs (padding not counted)
   tokenizer.json    so that the folder can be copied to another machine and used alone
   manifest.json     what the sequences are, their sizes and checksums; written last
 `BlockWriter` streams into a folder that nobody reads yet; whoever calls it renames the folder when it is complete.
@@ -86,10 +85,6 @@ class Blocks:
             return None
         return np.arange(self.length)[None, :] < self.lengths[indices][:, None]
 
-    def frequencies(self) -> np.ndarray:
-        """Occurrences of each id in these sequences [vocab_size], int64."""
-        return np.load(self.folder / "frequencies.npy")
-
     def __repr__(self) -> str:
         return f"Blocks({self.folder.name}, sequences={len(self):,}, length={self.length})"
 
@@ -100,8 +95,7 @@ class BlockWriter:
     def __init__(self, folder: Path, length: int, vocab_size: int, max_sequences: int = 0) -> None:
         self.folder, self.length, self.max_sequences = folder, length, max_sequences
         self.dtype = token_dtype(vocab_size)
-        self.frequencies = np.zeros(vocab_size, dtype=np.int64)
-        self.written = 0
+        self.written = self.real_tokens = 0
         self._lengths: list[np.ndarray] = []
         self._crcs: list[int] = []
         self._crc, self._in_piece, self.bytes = 0, 0, 0
@@ -113,12 +107,9 @@ class BlockWriter:
         tokens = np.ascontiguousarray(packed.tokens[:room], dtype=self.dtype)
         if not tokens.size:
             return
-        real = tokens.ravel()
         if packed.lengths is not None:
-            lengths = packed.lengths[:room].astype(np.uint32)
-            self._lengths.append(lengths)
-            real = tokens[np.arange(self.length)[None, :] < lengths[:, None]]
-        self.frequencies += np.bincount(real, minlength=len(self.frequencies))
+            self._lengths.append(packed.lengths[:room].astype(np.uint32))
+        self.real_tokens += tokens.size if packed.lengths is None else int(self._lengths[-1].sum())
         self.written += len(tokens)
         data = tokens.data.cast("B")
         self._file.write(data)
@@ -142,12 +133,9 @@ class BlockWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        small = {"frequencies.npy": self.frequencies}
-        if self._lengths:
-            small["lengths.npy"] = np.concatenate(self._lengths)
-        for name, array in small.items():
-            np.save(self.folder / name, array)
         padded = bool(self._lengths)
+        if padded:
+            np.save(self.folder / "lengths.npy", np.concatenate(self._lengths))
         manifest = {
             "format": FORMAT,
             **manifest,
@@ -155,10 +143,10 @@ class BlockWriter:
             "length": self.length,
             "dtype": self.dtype.name,
             "padded": padded,
-            "row_tokens": int(self.frequencies.sum()),
+            "row_tokens": self.real_tokens,
             "bytes": self.bytes,
             "crc32": self._crcs,
-            "small_files": {name: _crc_of(self.folder / name) for name in small},
+            "small_files": {"lengths.npy": _crc_of(self.folder / "lengths.npy")} if padded else {},
         }
         write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
