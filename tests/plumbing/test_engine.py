@@ -569,7 +569,7 @@ def test_templates():
         ({"steps": 0}, "sampling.steps=0 must be at least 1"),
         ({"temperature": -0.1}, "sampling.temperature"),
         ({"temperature": math.inf}, "sampling.temperature"),
-        ({"temperature": 1e39}, r"sampling.temperature=1e\+39 must be in \[0, 3e38\]"),
+        ({"temperature": 1e39}, r"sampling.temperature=1e\+39 must be in \[0, 3e\+38\]"),
         ({"top_k": 2**70}, "sampling.top_k"),
         ({"guidance": -1.0}, "sampling.guidance"),
         ({"guidance": math.inf}, "sampling.guidance"),
