@@ -575,7 +575,7 @@ def test_templates():
         ({"guidance": math.inf}, "sampling.guidance"),
         ({"stride": 12}, "sampling.stride"),
         ({"sampler": "mldm"}, "did you mean 'mdlm'"),
-        ({"sampler": "remdm-loop", "t_on": 0.2, "t_off": 0.6}, "sampling.t_off < sampling.t_on"),
+        ({"sampler": "remdm-loop", "t_on": 0.2, "t_off": 0.6}, "t_off=0.6 must lie below"),
         ({"banned": [[v] for v in range(10)]}, "banned words leave no token"),
         ({"banned": [[]]}, "a banned word has no tokens"),
         ({"required": [[1] * 13]}, "does not fit into 12 holes"),
