@@ -48,17 +48,19 @@ def study(folder):
     return controls.read_study(folder, STEPS, draws=2, words=[])
 
 
-@pytest.fixture
-def trainer(study):
+@pytest.fixture(scope="module")
+def trainer(folder):
+    study = controls.read_study(folder, STEPS, draws=2, words=[])
     with world(study.cfg.train) as ranks:
         trainer, _ = controls.make_trainer(study, ranks, seed=1)
         yield trainer
 
 
-@pytest.fixture
-def base(trainer, monkeypatch):
-    monkeypatch.setattr(controls, "MOST_EXTENSIONS", 0)
-    return controls.train_base(trainer, "probe", 1)
+@pytest.fixture(scope="module")
+def base(trainer):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controls, "MOST_EXTENSIONS", 0)
+        return controls.train_base(trainer, "probe", 1)
 
 
 def some_rows(study, n=16) -> Rows:
@@ -146,12 +148,12 @@ def test_forking_twice_gives_the_same_continuation_to_the_bit(trainer, base):
     assert base.identity == identity, "nobody trains the base itself"
 
 
-def test_a_fork_is_the_base_going_on(trainer, base, study):
+def test_a_fork_is_the_base_going_on(trainer, base):
     """Moments and averages come along: one more step from the fork is the step that the base would have made."""
-    cfg, variant = study.cfg, controls.BASES["probe"]
+    study, variant = trainer.study, controls.BASES["probe"]
 
     def one_step(update):
-        trainer.train(update, variant, cfg, study.base_text, 1, 10, 11, lambda i: 1.0)
+        trainer.train(update, variant, study.cfg, study.base_text, 1, 10, 11, lambda i: 1.0)
         return trainer.state(update)
 
     update = trainer.fork(base, variant)
@@ -177,9 +179,9 @@ def test_replayed_networks_train_every_variant_alike(trainer, base, monkeypatch)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record_on_a_cpu)
     for name in ("plain", "anchors", "probe", "tied", "gamma-off"):
-        trainer.step.replays = None
+        monkeypatch.setattr(trainer.step, "replays", None)
         launched, _ = continuation(trainer, base, name, 1)
-        trainer.step.replays = Replays(trainer.model)
+        monkeypatch.setattr(trainer.step, "replays", Replays(trainer.model))
         replayed, _ = continuation(trainer, base, name, 1)
         assert replayed["bound"] == pytest.approx(launched["bound"], abs=1e-4), name
 
@@ -196,7 +198,7 @@ def test_from_end_to_end(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(controls, "MOST_EXTENSIONS", 1)
     monkeypatch.setattr(controls, "EXTENSION", 2)
     out, state = tmp_path / "results.jsonl", tmp_path / "state"
-    line = ["run", str(folder), "--steps", "4", "--draws", "2", "--seconds", "1e9", "--state", str(state)]
+    line = ["run", str(folder), "--steps", "2", "--draws", "1", "--seconds", "1e9", "--state", str(state)]
     controls.main([*line, "--seeds", "1", "--out", str(out)])
     controls.main([*line, "--seeds", "2", "--out", str(out)])
     assert "from " + str(state) in capsys.readouterr().out, "the second call takes the first one's base"
