@@ -107,6 +107,19 @@ VARIANTS = {
 }
 BASES = {"probe": VARIANTS["probe"], "anchors": VARIANTS["anchors"], "plain": VARIANTS["plain-equal-tokens"]}
 
+QUESTIONS = {
+    ("anchors", "plain"): "do anchors help at equal compute?",
+    ("anchors", "plain-equal-tokens"): "and for the same tokens?",
+    ("plain-equal-tokens", "plain"): "what are the control's additional steps worth?",
+    ("probe", "plain-equal-tokens"): "is there a gain without a gradient? (there must be none)",
+    ("tied", "anchors"): "does the head need weights of its own?",
+    ("gamma-off", "anchors"): "does the gain stay without the loss?",
+    ("rare", "random"): "are rare tokens better anchors than any?",
+    ("common", "random"): "are common ones worse?",
+    ("random", "anchors"): "do exact numbers change anything? (they should not)",
+    ("shuffled", "plain-equal-tokens"): "is it regularisation?",
+}
+
 
 def say(message: str) -> None:
     print(f"[{time.monotonic() - BEGAN:6.1f} s] {message}", flush=True)
@@ -656,14 +669,24 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    def cell(value: dict[str, Any]) -> str:
-        if value["interval"] is None:
-            return " ".join(f"{x:+.4f}" for x in value["pairs"])
-        mean, half = value["interval"]
-        mark = "**" if abs(mean) > half else ""
-        return f"{mark}{mean:+.4f} +- {half:.4f}{mark} ({len(value['pairs'])})"
+def cell(value: dict[str, Any]) -> str:
+    """A difference with its interval, bold where that leaves zero out, and the number of pairs."""
+    if value["interval"] is None:
+        return " ".join(f"{x:+.4f}" for x in value["pairs"])
+    mean, half = value["interval"]
+    mark = "**" if abs(mean) > half else ""
+    return f"{mark}{mean:+.4f} +- {half:.4f}{mark} ({len(value['pairs'])})"
 
+
+def answers(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for (name, other), question in QUESTIONS.items():
+        if pairs := differences(lines, name, other):
+            found[f"{name} - {other}"] = {"question": question, "pairs": pairs, "interval": interval(pairs)}
+    return found
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
     most = max(row["flops"] for row in rows)
     text = [
         "| variant | seeds | bound, nats per token | minus `plain` (equal FLOPs; pairs) | minus `plain-equal-tokens` |"
@@ -706,13 +729,17 @@ def report(args: argparse.Namespace) -> None:
     rows = summary(lines)
     print(f"{len(lines)} continuations of {len(bases)} base{'s' * (len(bases) > 1)}: {bases}\n")
     print(markdown(rows))
+    asked = answers(lines)
+    print("\n| question | pair | difference, 95% (pairs) |\n|---|---|---|")
+    for pair, answer in asked.items():
+        print(f"| {answer['question']} | {pair} | {cell(answer)} |")
     each = {}
     if len(bases) > 1:
         for kind, identity, bound in bases:
             own = [line for line in lines if line["base_id"] == identity]
             each[identity] = summary(own)
             print(f"\nbase {kind} {identity}, {bound} nats at the fork:\n\n{markdown(each[identity])}")
-    document = {"bases": bases, "variants": rows, "each": each}
+    document = {"bases": bases, "variants": rows, "answers": asked, "each": each}
     if args.json:
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
     else:
