@@ -24,7 +24,7 @@ ALGOS = ("adlm", "mdlm", "ar", "sedd", "d3pm")
 
 
 def line(folder, *more: str) -> list[str]:
-    keys = overrides(folder, train__steps=3, train__valid_every=0, eval__draws=2, eval__rows=10)
+    keys = overrides(folder, train__steps=3, train__valid_every=0, eval__draws=2, eval__sequences=10)
     return ["compare", *keys, *more]
 
 

@@ -141,5 +141,5 @@ def test_ranks_wait_for_the_first_longer_than_a_barrier_would(tmp_path):
 
 def test_algorithms_are_compared_on_two_ranks(alone):
     out = alone / "compared"
-    run(2, "-m", "adlm", "compare", *overrides(alone, out=out, train__steps=2, eval__rows=4), "mdlm", "adlm")
+    run(2, "-m", "adlm", "compare", *overrides(alone, out=out, train__steps=2, eval__sequences=4), "mdlm", "adlm")
     assert (out / "table.md").read_text().count("\n| ") == 2

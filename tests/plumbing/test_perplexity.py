@@ -312,7 +312,7 @@ def test_units():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppl")
-    train(run_config(folder, train__valid_rows=0))
+    train(run_config(folder, train__valid_sequences=0))
     return folder
 
 

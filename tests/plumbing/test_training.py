@@ -513,7 +513,7 @@ def test_a_key_that_a_checkpoint_does_not_know_had_its_default(tmp_path):
     info = {"config": before, "tokenizer": tokenizer.fingerprint}
     with pytest.raises(ValueError, match=r"started with objective\.anchor_fraction=1\.0, now it is 0\.25"):
         checkpoint.check_same_run(info, run_config(tmp_path, recipe="fast"), tokenizer)
-    checkpoint.check_same_run(info, run_config(tmp_path, recipe="fast", objective__anchor_share=1), tokenizer)
+    checkpoint.check_same_run(info, run_config(tmp_path, recipe="fast", objective__anchor_fraction=1), tokenizer)
 
 
 def test_a_finished_run_keeps_its_bound(tmp_path):
