@@ -106,6 +106,7 @@ def test_a_signal_stops_the_whole_and_a_rerun_goes_on(compared, monkeypatch):
     assert len(json.loads((compared / "run" / "table.json").read_text())["entries"]) == 2
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_those_one_by_one(compared, tmp_path, capsys):
     """Two at a time: the same numbers to the last bit, and one that fails costs only itself."""
     words = ["mdlm", "mdlm+data.path=nowhere.jsonl", "adlm", "ar"]

@@ -82,6 +82,7 @@ def complete(home: Path, *words: str) -> str:
 SMALL = ("model.hidden_size=32", "model.n_heads=2", "model.length=32", "train.global_batch_size=4", "train.device=cpu")
 
 
+@pytest.mark.timeout(900)  # five processes, each of which loads torch
 def test_the_page_is_true(home):
     lines = re.findall(r"^adlm (train|sample|serve) (.*)$", PAGE, re.MULTILINE)
     assert [name for name, _ in lines] == ["train", "sample", "serve"]

@@ -150,14 +150,14 @@ LONG = ("train.steps=60", "train.valid_every=20", "checkpoint.every=5")
 def test_sequence_length_warmup(tmp_path, monkeypatch):
     """The first half of the run reads the same tokens in shorter sequences, each with a time and noise of its own."""
     read: list[tuple[torch.Size, int]] = []
-    draw = Nelbo.draw
+    draw = Nelbo.corrupt
 
     def spy(self, rows, step, progress):
         assert rows.example_B.max() < rows.total and len(set(rows.example_B.tolist())) == len(rows.tokens_BL)
         read.append((rows.tokens_BL.shape, rows.total))
         return draw(self, rows, step, progress)
 
-    monkeypatch.setattr(Nelbo, "draw", spy)
+    monkeypatch.setattr(Nelbo, "corrupt", spy)
     settings = {"train__steps": 4, "train__batch_size": 4, "algo": "mdlm"}
     assert loop.train(run_config(tmp_path, **settings, train__length_warmup=4)).finished
     assert read[1:] == 4 * [((16, 8), 32)] + 4 * [((4, 32), 8)]  # two micro-batches a step, after one to count FLOPs
