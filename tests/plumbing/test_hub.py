@@ -38,6 +38,8 @@ def shelf(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(hub, "notice_missing_network", lambda: None)
+    # An earlier test of the same worker may have noticed that there is no network.
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return root, calls
 
 

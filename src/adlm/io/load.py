@@ -14,7 +14,7 @@ from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveC
 from adlm.training.checkpoint import read_weights
 from adlm.training.setup import parameter_count
 
-BOX = Path(__file__).parent / "box"
+BOX = Path(__file__).parents[1] / "box"
 """The exported folder that ships inside the package."""
 DEMO = Path("runs/demo")
 
