@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 from dense import dense_log_probs, dense_logits, plain_block, plain_logits
+from marks import slow
 from tiny import MODERN, TINY, random_tokens, tiny_model
 
 from adlm import config, tables
@@ -372,7 +373,7 @@ def test_checkpointed_activations_give_the_same_gradients():
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("variant", ["published", "modern", "time"])
+@pytest.mark.parametrize("variant", [slow("published"), "modern", slow("time")])
 def test_recomputed_and_compiled_models_have_the_same_gradients(variant, monkeypatch):
     options = VARIANTS[variant] | {"n_blocks": 3, "n_denoiser_blocks": 3}
     model = tiny_model(dtype=torch.float64, **options).train()
@@ -412,7 +413,7 @@ def test_recomputed_and_compiled_models_have_the_same_gradients(variant, monkeyp
             torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("variant", ["published", "modern", "time"])
+@pytest.mark.parametrize("variant", [slow("published"), slow("modern"), "time"])
 def test_the_compiled_inference_form_computes_the_same(variant, monkeypatch):
     model = tiny_model(**VARIANTS[variant]).requires_grad_(False)
     plain, compiled = fold(model), fold(model)

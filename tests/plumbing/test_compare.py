@@ -125,6 +125,7 @@ def test_runs_side_by_side_are_those_one_by_one(compared, tmp_path, capsys):
         assert (tmp_path / "run" / name / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_signals_to_runs_side_by_side(tmp_path):
     """One that is killed costs itself; all that run are told to stop, and what waits is not started."""
     process = start(tmp_path, "jobs=2", "train.steps=1000000", "adlm", "mdlm", "ar", "sedd", command="compare")

@@ -134,11 +134,13 @@ with world(TrainConfig(device="cpu")) as ranks:
 """
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_the_first_longer_than_a_barrier_would(tmp_path):
     (tmp_path / "prepares.py").write_text(PREPARES_FOR_LONG)
     run(2, str(tmp_path / "prepares.py"))
 
 
+@pytest.mark.slow
 def test_algorithms_are_compared_on_two_ranks(alone):
     out = alone / "compared"
     run(2, "-m", "adlm", "compare", *overrides(alone, out=out, train__steps=2, eval__sequences=4), "mdlm", "adlm")

@@ -363,6 +363,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.slow
 def test_two_ranks_give_what_one_gives(home, tmp_path):
     more = ("sampling.sampler=remdm-cap", "sampling.n=7")
     alone = run_evaluate(evaluate_config(line(home, tmp_path / "one", *more)))
@@ -397,6 +398,7 @@ def replace_times(text: str) -> dict:
     return {k: v for k, v in json.loads(text).items() if k not in ("seconds", "spent")}
 
 
+@pytest.mark.slow
 def test_killed_in_stage_two_and_run_again(home, tmp_path):
     """SIGKILL while the judge reads 6 chunks of data and 6 of samples: the second run judges only what is missing."""
     arguments = line(home, tmp_path, "sampling.n=60")

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from marks import slow
 from served import LONG, load_tiny, readable_model, serving, wait_until
 
 from adlm.api import LanguageModel
@@ -483,7 +484,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(("when", "signals"), [("starting", 1), ("working", 1), ("working", 2)])
+@pytest.mark.parametrize(("when", "signals"), [slow("starting", 1), ("working", 1), slow("working", 2)])
 def test_a_signal_in_a_long_step_ends_the_server_all_the_same(tmp_path, when, signals):
     """Python ends a thread that is inside torch by aborting the process: status 134 instead of 0."""
     folder = readable_model(tmp_path / "tiny")

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-from runs import ON_A_CPU, read_lines, run_config, start, wait_for_step
+from marks import slow
+from runs import ON_A_CPU, overrides, read_lines, run_config, start, wait_for_step
 from safetensors.torch import load_file
 from tiny import random_tokens, tiny_model
 from torch import nn
 
-from adlm import config
+from adlm import cli, config
 from adlm.data.loader import Batch, read_ahead
 from adlm.data.tokenizers import load_tokenizer
 from adlm.objectives import Sequences, make_objective
@@ -191,19 +192,17 @@ def test_shorter_sequences_hold_the_same_tokens_in_order():
     assert cut.attention_mask[4].tolist() == mask[1, 4:8].tolist()
 
 
-def test_sigterm_saves_and_exits_zero_and_the_same_command_resumes(tmp_path):
+def test_sigterm_saves_and_exits_zero_and_the_same_command_resumes(tmp_path, capsys):
     process = start(tmp_path, *LONG)
     wait_for_step(tmp_path / "run", 7, process)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "stopped by a signal" in errors
-    process = start(tmp_path, *LONG)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0 and "resuming" in errors, errors
+    assert cli.main(["train", *overrides(tmp_path), *LONG]) == 0
+    assert "resuming" in capsys.readouterr().err
     whole = tmp_path / "whole"
-    process = start(tmp_path, *LONG, f"out={whole}")
-    process.communicate(timeout=240)
+    assert cli.main(["train", *overrides(tmp_path), *LONG, f"out={whole}"]) == 0
     assert_same_run(tmp_path / "run", whole)
 
 
@@ -675,7 +674,7 @@ def test_compiled_gradients_are_those_of_eager_under_autocast(monkeypatch):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize(("compile", "variants"), [("block", 3), ("true", 1)])
+@pytest.mark.parametrize(("compile", "variants"), [("block", 3), slow("true", 1)])
 def test_nothing_is_left_uncompiled(compile, variants, monkeypatch):
     """Every shape has its own compiled form, none is for any shape, and none is missing however many runs a process
     has made before: torch stops at eight without a word."""
