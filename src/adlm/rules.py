@@ -41,9 +41,9 @@ class Range:
     def check(self, key: str, value: Any) -> None:
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
-        finite = "finite and " if value == math.inf else ""
-        inside = value == self.also or (above and below and abs(value) < math.inf)
-        require(inside, f"{key}={value} must be {finite}{self}")
+        if value != self.also and not (above and below and abs(value) < math.inf):
+            finite = "finite and " if value == math.inf else ""
+            raise ValueError(f"{key}={value} must be {finite}{self}")
 
 
 def _short(number: float) -> str:

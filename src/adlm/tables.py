@@ -64,7 +64,7 @@ class Table(Mapping[str, str]):
 
     def load(self, name: str, key: str = "") -> Any:
         """What `name` stands for; an unknown one is refused with the nearest known. `key`: the setting to blame."""
-        target = self[choose(key or self.group, name, self)]
+        target = self.targets[choose(key or self.group, name, self.targets)]
         module, _, attribute = target.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)

@@ -23,7 +23,7 @@ from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.models import Network
-from adlm.objectives.anchors import find_anchors
+from adlm.objectives.anchors import anchor_rule
 from adlm.schema import ObjectiveConfig
 
 FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -78,7 +78,7 @@ def guesses(logits_NV: Tensor, truth_N: Tensor, top: int) -> list[Guesses]:
 
 def anchors_of(rule: ObjectiveConfig, tokens_L: Tensor) -> Tensor:
     """Which positions of a sequence are anchors, boolean [L]."""
-    return find_anchors(tokens_L[None], rule)[0]
+    return anchor_rule(rule)(tokens_L[None], rule)[0]
 
 
 @dataclass

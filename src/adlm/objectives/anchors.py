@@ -5,6 +5,7 @@ sequence, so the same word is an anchor in one sequence and not in another. `all
 predicted is predicted early.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from adlm import tables
 from adlm.schema import ObjectiveConfig
 
+AnchorRule = Callable[[Tensor, ObjectiveConfig], Tensor]
 
-def find_anchors(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
-    """A(x): True at the anchors of clean sequences, by objective.anchor_rule."""
-    return tables.ANCHOR_RULES.load(cfg.anchor_rule, "objective.anchor_rule")(tokens_BL, cfg)
+
+def anchor_rule(cfg: ObjectiveConfig) -> AnchorRule:
+    """A(x) of objective.anchor_rule: True at the anchors of clean sequences."""
+    return tables.ANCHOR_RULES.load(cfg.anchor_rule, "objective.anchor_rule")
 
 
 def count(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:

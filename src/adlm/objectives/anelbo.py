@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.uniforms import Stream, uniforms32
-from adlm.objectives.anchors import find_anchors
 from adlm.objectives.base import CorruptedBatch, Sequences, Term
 from adlm.objectives.nelbo import Nelbo, time_density
 from adlm.schema import ObjectiveConfig
@@ -31,7 +30,7 @@ class Anelbo(Nelbo):
         batch = self.batch_of(noised)
         gamma = gamma_at(self.cfg, progress)
         if gamma > 0:
-            anchors_BL = find_anchors(sequences.tokens_BL, self.cfg)
+            anchors_BL = self.find_anchors(sequences.tokens_BL, self.cfg)
             if self.cfg.anchor_positions == "masked":
                 anchors_BL = anchors_BL & noised.masked_BL
             scored_BL = draw_anchors(self.cfg, anchors_BL, sequences.example_B, self.seed, step)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from adlm.errors import require
-from adlm.objectives.anchors import find_anchors
 from adlm.objectives.anelbo import anchor_term, draw_anchors, gamma_at
 from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, select
 from adlm.schema import ModelConfig, ObjectiveConfig
@@ -29,7 +28,7 @@ class Autoregressive(Objective):
         batch = self.corrupt_for_bound(sequences, 0)
         gamma = gamma_at(self.cfg, progress)
         if gamma > 0:
-            anchors_BL = find_anchors(sequences.tokens_BL, self.cfg)[:, 1:] & real_targets(sequences)
+            anchors_BL = self.find_anchors(sequences.tokens_BL, self.cfg)[:, 1:] & real_targets(sequences)
             scored_BL = draw_anchors(self.cfg, anchors_BL, sequences.example_B, self.seed, step)
             batch.terms["anchor"] = anchor_term(self.cfg, gamma, *next_tokens(sequences, scored_BL))
         return batch

@@ -9,6 +9,7 @@ Losses are sums; the loop divides once by the count over all ranks. Noise is a f
 Letters: B sequences, L positions, D width, N scored positions, M computed positions.
 """
 
+import functools
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from adlm import tables
 from adlm.diffusion.schedules import Schedule, make_schedule
 from adlm.models import Hidden, Network, linear_cross_entropy, linear_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
+from adlm.objectives.anchors import AnchorRule, anchor_rule
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 
@@ -88,6 +90,11 @@ class Objective:
 
     def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
         self.cfg, self.schedule, self.mask_id, self.seed = cfg, schedule, mask_id, seed
+
+    @functools.cached_property
+    def find_anchors(self) -> AnchorRule:
+        """A(x). Looked up when first used: an evaluation needs none, and a model may have a rule of another package."""
+        return anchor_rule(self.cfg)
 
     @classmethod
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
