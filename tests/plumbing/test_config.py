@@ -180,7 +180,6 @@ BAD = [
     ("sampling.top_p=1.5", "sampling.top_p=1.5"),
     ("sampling.temperature=-1", "sampling.temperature"),
     ("sampling.temperature=1e39", "sampling.temperature=1e+39 must be in [0, 3e+38]"),
-    ("sampling.top_p=0", "sampling.top_p=0.0 must be in (0, 1]"),
     ("sampling.top_k=10000000000", "sampling.top_k"),
     ("sampling.guidance=-1", "sampling.guidance"),
     ("sampling.guidance=inf", "sampling.guidance"),

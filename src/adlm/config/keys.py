@@ -2,7 +2,7 @@
 
     keys()["sampling.top_p"]  # Key(kind=float, default=1.0, help="Nucleus: ...", rule=Range(low=0, high=1, ...))
 
-Help texts are read from the source of `schema.py` (the string under a field), so that a setting is described once.
+Help texts are read from the source of the schema (the string under a field), so that a setting is described once.
 """
 
 import ast
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from adlm import schema
+from adlm import schema, schema_commands
 from adlm.errors import similar
 from adlm.rules import Choices, Rule
 from adlm.tables import CORPORA, GROUPS
@@ -54,10 +54,10 @@ def keys() -> dict[str, Key]:
 
 
 def _field_docstrings() -> dict[tuple[str, str], str]:
-    """(class, field) -> the string literal that follows the field in schema.py, on one line."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    """(class, field) -> the string literal that follows the field, on one line."""
     found = {}
-    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    trees = (ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (schema, schema_commands))
+    for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, after in zip(cls.body, [*cls.body[1:], ast.Pass()]):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value

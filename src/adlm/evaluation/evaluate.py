@@ -33,7 +33,8 @@ from adlm.evaluation.perplexity import open_checkpoint
 from adlm.evaluation.results import model_facts, progress, versions
 from adlm.io.paths import writable_folder, write_atomically
 from adlm.reporting.html import watch
-from adlm.schema import JUDGE_RULES, Config, EvalConfig, SamplingConfig
+from adlm.schema import Config, EvalConfig, SamplingConfig
+from adlm.schema_commands import JUDGE_RULES
 from adlm.tables import SAMPLERS
 from adlm.training.parallel import World, world
 

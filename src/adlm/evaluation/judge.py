@@ -1,7 +1,7 @@
 """The judge: a causal model that reads generated text, for generative perplexity and for the features of MAUVE.
 
 `smollm2`, a GGUF file, a folder or hub name of a causal Hugging Face model, or a causal run or export of our own. What
-it reads is a rule (schema.JUDGE_RULES), stated with every result, since the number depends on it:
+it reads is a rule (schema_commands.JUDGE_RULES), stated with every result, since the number depends on it:
 
 text     each text of the sequence is decoded and tokenised by the judge; the judge's begin-of-text token stands before
          every text, is never scored, and everything else is
@@ -95,7 +95,7 @@ class ReadingRule(NamedTuple):
     """How a judge reads the sequences of a model."""
 
     name: str
-    """One of schema.JUDGE_RULES."""
+    """One of schema_commands.JUDGE_RULES."""
     tokenizer: Tokenizer
     length: int
     """Both of the model that drew the sequences."""

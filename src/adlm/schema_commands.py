@@ -1,0 +1,228 @@
+"""Settings of the commands that use a model: evaluation, sampling, reasoning, serving, benchmarks, comparisons.
+
+The second half of schema.py, which has the first and the whole tree, and says how fields and rules are written.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from adlm import tables
+from adlm.errors import require
+from adlm.rules import (
+    Choices,
+    Count,
+    Fraction,
+    FractionBelowOne,
+    InnerFraction,
+    NotNegative,
+    Place,
+    Positive,
+    PositiveFraction,
+    Range,
+    Seed,
+    WholeNumber,
+)
+
+JUDGE_RULES = {
+    "text": "decoded, each text of a sequence retokenised by the judge after its begin-of-text token; all tokens of it"
+    " scored",
+    "tokens": "the sequence as drawn, without retokenisation; all tokens but the first scored",
+    "release": "the public release's: decoded with end tokens by name, retokenised, truncated to the model's length;"
+    " all tokens but the first scored, end tokens after the first one excepted",
+}
+"""What the judge reads, by name; stated with every result, since the number depends on it."""
+
+
+@dataclass
+class EvalConfig:
+    checkpoint: Place = ""
+    """Run folder, exported folder or release .ckpt to evaluate."""
+    draws: Count = 4
+    """Noise draws per sequence of the bound; 2 or more also give its Monte Carlo error."""
+    estimator: Annotated[str, Choices(("continuous", "exact-count", "both"))] = "continuous"
+    """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
+    seed: Seed = 0
+    """Of the evaluation noise; the same for all models, so that their numbers are paired."""
+    sequences: WholeNumber = 0
+    """Sequences evaluated (0: all)."""
+    ema: bool = True
+    """Evaluate the EMA of the weights; false: the weights themselves."""
+    judge: str = "gpt2-large"
+    """evaluate: causal model that scores samples: hub name, folder, GGUF file, run of ours, smollm2, or none."""
+    judge_rule: Annotated[str, Choices(JUDGE_RULES)] = "text"
+    """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
+    batch_size: WholeNumber = 0
+    """Sequences per forward pass; 0: as many as fit easily (ppl, zeroshot), 8 (evaluate's judge), 128 (reason)."""
+    mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
+    """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
+
+
+@dataclass
+class SamplingConfig:
+    sampler: Annotated[str, Choices(tables.SAMPLERS)] = "mdlm"
+    """A name of the samplers table (`adlm config sampling.sampler=list`)."""
+    steps: Count = 256
+    """Number of steps T from all masks to none."""
+    n: Count = 1
+    """Samples to draw."""
+    length: WholeNumber = 0
+    """Tokens per sample; 0: the model's length."""
+    batch_size: Count = 16
+    """Rows that share a network call."""
+    seed: Seed = 0
+    """Decides every random choice; sample i uses seed + i."""
+    temperature: Annotated[float, Range(low=0, high=3e38)] = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: PositiveFraction = 1.0
+    """Nucleus: keep the smallest set of tokens with at least this probability."""
+    top_k: Annotated[int, Range(low=0, high=1 << 31, open_high=True)] = 0
+    """Keep the k most probable tokens (0: all)."""
+    min_p: FractionBelowOne = 0.0
+    """Keep tokens with at least this fraction of the most probable one's probability."""
+    eta: Fraction = 0.02
+    """Remasking strength in [0, 1] (remdm-cap, -rescale, -loop)."""
+    t_on: InnerFraction = 0.55
+    """remdm-loop: time at which the remasking phase starts."""
+    t_off: InnerFraction = 0.05
+    """remdm-loop: time at which it ends."""
+    alpha_on: InnerFraction = 0.9
+    """remdm-loop: fraction of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
+    threshold: NotNegative = 0.9
+    """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
+    parity: Annotated[str, Choices(("", "release"))] = ""
+    """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
+    guidance: Annotated[float, Range(low=0, high=100)] = 0.0
+    """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
+    stride: WholeNumber = 0
+    """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
+    prompt: str = ""
+    """Text that every sample continues."""
+    template: str = ""
+    """Text with holes to fill: [MASK] is one token, [MASK:3] are three."""
+    banned: str = ""
+    """Words that must not appear, separated by commas."""
+    required: str = ""
+    """Words that must appear, separated by commas; each is placed where the model finds it likely."""
+    stop: bool = False
+    """End each sample at its first end-of-text token."""
+
+    def check(self) -> None:
+        """Refuse values that are valid one by one, but not together. A sampler of another package is loaded, and asked:
+        it states its own rules in `Sampler.check`."""
+        if self.sampler not in tables.SAMPLERS.entries:
+            tables.SAMPLERS.load(self.sampler, "sampling.sampler").check(self)
+        if self.sampler != "remdm-loop":
+            return
+        require(
+            self.t_off < self.t_on,
+            f"sampling.t_off={self.t_off} must lie below sampling.t_on={self.t_on} for remdm-loop",
+        )
+        require(
+            self.eta * self.alpha_on <= 1 - self.alpha_on + 1e-12,
+            f"sampling.eta={self.eta} re-masks more than is revealed: remdm-loop needs eta * alpha_on <= 1 - alpha_on, "
+            f"so sampling.eta <= {(1 - self.alpha_on) / self.alpha_on:.4g} at sampling.alpha_on={self.alpha_on}",
+        )
+
+
+@dataclass
+class ReasonConfig:
+    """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout."""
+
+    task: Annotated[str, Choices(tables.TASKS)] = "prosqa"
+    """The questions: a name of the tasks table, which also says how they are generated."""
+    method: Annotated[str, Choices(tables.METHODS)] = "acot"
+    """How examples are laid out, stage by stage: a name of the methods table."""
+    base: str = ""
+    """Causal Hugging Face model to start from, by hub name (gpt2), folder or GGUF file; empty: our own stack (section
+    model), from scratch."""
+    train_path: str = ""
+    """Training examples in the task's published format; empty: generated (prosqa, prontoqa)."""
+    valid_path: str = ""
+    """Validation examples; empty: generated, or the last n_valid of train_path."""
+    test_path: str = ""
+    """Test files (several: separated by commas), asked beside the generated test set; empty: only that one."""
+    n_train: WholeNumber = 0
+    """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
+    n_valid: Count = 300
+    """Validation examples generated, or kept of valid_path."""
+    n_test: WholeNumber = 500
+    """Test examples generated (test_path is always used whole)."""
+    story_steps: WholeNumber = 0
+    """ProsQA from scratch: optimizer steps before the first stage on stories, told again and thought through, which
+    teach to look up what was said of a word (a pretrained base can already; 0: none, as in the paper)."""
+    epochs: Count = 50
+    """Passes over the training examples, all stages together."""
+    epochs_per_stage: Count = 5
+    """Passes per stage; the last stage takes what is left of epochs."""
+    fresh: bool = False
+    """No example is read twice: an epoch is a pass over its own part of the training examples, one in `epochs`."""
+    slots: WholeNumber = 6
+    """Most [ANT] positions of an example."""
+    slots_per_stage: Count = 1
+    """[ANT] positions added by each stage."""
+    remove_steps: bool = False
+    """acot: also remove one more step from the front of the trace at each stage (icot and coconut always do)."""
+    anchor_tokens: Annotated[str, Choices(("first", "all"))] = "first"
+    """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
+    valid_every: WholeNumber = 1
+    """Epochs between validations (the end of a stage is always validated); 0: only the end of the run."""
+    minutes: NotNegative = 0.0
+    """Stop training after this many minutes and test what there is, as its stage answers (0: no limit)."""
+    max_new_tokens: WholeNumber = 0
+    """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
+
+
+@dataclass
+class ServeConfig:
+    """`adlm serve`: where it listens and what one client may ask for. sampling.* are the defaults of requests."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface (then set a key)."""
+    port: Annotated[int, Range(low=0, high=65535)] = 8000
+    """TCP port (0: any free one, printed at the start)."""
+    api_key: str = ""
+    """Key that requests must carry as `Authorization: Bearer KEY`; empty: $ADLM_API_KEY, or none."""
+    cors: str = ""
+    """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
+    slots: Count = 32
+    """Sequences of a model that share network calls."""
+    queue: Count = 256
+    """Sequences that may wait for a slot; beyond, requests are answered 429."""
+    max_length: WholeNumber = 0
+    """Longest sequence of a request in tokens; 0: the model's length."""
+    max_steps: Count = 4096
+    """Most steps of a request."""
+    max_n: Count = 16
+    """Most sequences of a request (n times prompts)."""
+    timeout: Positive = 300.0
+    """Seconds a request may take, waiting included."""
+    grace: NotNegative = 30.0
+    """Seconds that running requests get to finish after SIGTERM or Ctrl-C, before they are cancelled."""
+
+
+@dataclass
+class BenchConfig:
+    """How fast this machine is (`adlm bench`); model, optimizer, sampler and precision come from their sections."""
+
+    batches: str = "16"
+    """Sequences of a step, one measurement each: 1,16,64."""
+    steps: Count = 20
+    """Steps timed: optimizer steps (train) or network evaluations (sample)."""
+    dense: bool = True
+    """Also time the reference implementation, and print the ratio."""
+    vocab_size: Annotated[int, Range(low=3)] = 50258
+    """Vocabulary, mask included (50258: GPT-2's)."""
+
+
+@dataclass
+class CompareConfig:
+    jobs: Count = 1
+    """Runs of `adlm compare` that train at once, each in a process of its own."""
+
+
+@dataclass
+class TrackConfig:
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run folder."""
+    wandb: bool = False
+    """Also log to Weights & Biases (offline unless logged in; WANDB_PROJECT and WANDB_NAME say where)."""
