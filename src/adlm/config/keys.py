@@ -56,7 +56,7 @@ def keys() -> dict[str, Key]:
 def _field_docstrings() -> dict[tuple[str, str], str]:
     """(class, field) -> the string literal that follows the field, on one line."""
     found = {}
-    trees = (ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (schema, schema_commands))
+    trees = (ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in (schema, schema_commands))
     for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, after in zip(cls.body, [*cls.body[1:], ast.Pass()]):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
