@@ -202,8 +202,9 @@ def beta_quantile(u: Tensor, a: float, resolution: int = 8192) -> Tensor:
 
 
 def uniform_grid(T: int) -> Tensor:
-    """T+1 float64 times 1, (T-1)/T, ..., 0: step i goes from grid[i] to grid[i+1]."""
-    return 1 - torch.arange(T + 1, dtype=torch.float64) / T
+    """T+1 float64 times 1, (T-1)/T, ..., 0: step i goes from grid[i] to grid[i+1]. Quotients of integers, so that a
+    time such as 1/20 is the number that a setting of 0.05 is."""
+    return torch.arange(T, -1, -1, dtype=torch.float64) / T
 
 
 def release_grid(T: int) -> Tensor:
