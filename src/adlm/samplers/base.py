@@ -31,7 +31,7 @@ class Event(NamedTuple):
     step: int
     """Number of the step, a counter of the sequence's random draws."""
     t: float
-    """Fraction of masks that the network is conditioned on (read by time-conditioned models only)."""
+    """Expected fraction of the holes that are masked; time-conditioned models are conditioned on it."""
     mask: Positions
     """Positions to mask before the evaluation: masked again since the last event."""
     draw: Positions
