@@ -244,6 +244,21 @@ def test_filters_do_not_make_the_model_surer(sampler, filters):
     assert result.nfe == len(expected) >= 4
 
 
+@pytest.mark.parametrize("sampler", ["mdlm", "remdm-cap", "confidence"])
+def test_mass_on_the_mask_changes_nothing(sampler):
+    """A D3PM may predict the mask. Samplers divide that mass among the tokens, so positions fall at the schedule's
+    rate."""
+    rows = []
+    for mass in (-3.0, 3.0):
+        model = ToyModel(vocab_size=3, length=4, seed=8, anchored=False)
+        with torch.no_grad():
+            model.table[..., model.mask_id] = mass
+        c = settings_of(sampler, 3)
+        results = Engine(model, slots=20).run(Request([2, 2, 1, 2], c, seed=s) for s in range(20))
+        rows.append(sorted((r.seed, tuple(r.tokens), r.nfe) for r in results))
+    assert rows[0] == rows[1]
+
+
 class Broken(RemdmCap):
     """One probability is off by two fifths in one step."""
 

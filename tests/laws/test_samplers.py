@@ -11,7 +11,7 @@ from adlm.diffusion.categorical import filter_logits
 from adlm.diffusion.schedules import LogLinear
 from adlm.samplers import rates
 from adlm.samplers.base import make_sampler
-from adlm.samplers.reading import conf_remask
+from adlm.samplers.reading import Ordered, conf_remask
 from adlm.samplers.scheduled import Mdlm, Scheduled
 from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
@@ -184,6 +184,18 @@ def test_same_seed_same_trajectory_and_positions_have_their_own_numbers():
 def test_bad_settings_are_answered(settings, message):
     with pytest.raises(ValueError, match=message):
         make_sampler(SamplingConfig(**settings), LogLinear())
+
+
+@pytest.mark.parametrize(("name", "threshold"), [("confidence", 0.9), ("entropy", 0.2)])
+def test_a_threshold_is_the_same_from_python_and_from_the_group(name, threshold):
+    from adlm import config
+
+    group = config.load(["model=nano", f"sampling={name}"]).sampling
+    for settings in (group, SamplingConfig(sampler=name)):
+        sampler = make_sampler(settings, LogLinear())
+        assert isinstance(sampler, Ordered) and sampler.threshold == threshold
+    given = make_sampler(SamplingConfig(sampler=name, threshold=0.0), LogLinear())
+    assert isinstance(given, Ordered) and given.threshold == 0
 
 
 class Improper(Mdlm):
