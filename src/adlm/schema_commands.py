@@ -87,8 +87,9 @@ class SamplingConfig:
     """remdm-loop: time at which it ends."""
     alpha_on: InnerFraction = 0.9
     """remdm-loop: fraction of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
-    threshold: NotNegative = 0.9
-    """confidence: reveal every position at least this sure; entropy: bound on the revealed entropy, in nats."""
+    threshold: Annotated[float, Range(low=0, also=-1)] = -1.0
+    """confidence: reveal every position at least this sure (-1: 0.9); entropy: bound on the revealed entropy, in nats
+    (-1: 0.2)."""
     parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
     guidance: Annotated[float, Range(low=0, high=100)] = 0.0

@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -220,6 +221,42 @@ def test_first_hitting_is_mdlm_as_steps_grow():
     assert distance[1] < 0.01 < 0.05 < distance[0]
     assert compare(sample(model, start, "mdlm", 2000), limit) > LEVEL
     assert compare(sample(model, start, "mdlm", 2), limit) < LEVEL
+
+
+@pytest.mark.parametrize("filters", [{"temperature": 0.0}, {"temperature": 0.01}, {"top_k": 1}, {"top_p": 0.05}])
+@pytest.mark.parametrize("sampler", ["confidence", "entropy"])
+def test_filters_do_not_make_the_model_surer(sampler, filters):
+    """However sharply tokens are drawn, positions are chosen by the prediction itself: the canvases of a greedy
+    trajectory are those of the dense loop, as many as there are steps where the model is never sure."""
+    L, start = 6, (2,) * 6
+    model = ToyModel(vocab_size=3, length=L, seed=7, scale=0.7)
+    c = settings_of(sampler, L, threshold={"confidence": 0.8, "entropy": 0.2}[sampler])
+    walk, z, expected = Walk(model, start, record=False), start, []
+    for number, choose in enumerate(REFERENCES[sampler](walk, c)):
+        if not walk.masked(z):
+            break
+        expected.append((number, z))
+        ((_, revealed, _),) = choose(z, ())
+        z = tuple(int(np.argmax(model.p(z)[l])) if l in revealed else t for l, t in enumerate(z))
+    engine = Recording(model, slots=1)
+    (result,) = engine.run([Request(list(start), replace(c, **filters))])
+    assert (*engine.seen[result.id], tuple(result.tokens)) == (*expected, z)
+    assert result.nfe == len(expected) >= 4
+
+
+@pytest.mark.parametrize("sampler", ["mdlm", "remdm-cap", "confidence"])
+def test_mass_on_the_mask_changes_nothing(sampler):
+    """A D3PM may predict the mask. Samplers divide that mass among the tokens, so positions fall at the schedule's
+    rate."""
+    rows = []
+    for mass in (-3.0, 3.0):
+        model = ToyModel(vocab_size=3, length=4, seed=8, anchored=False)
+        with torch.no_grad():
+            model.table[..., model.mask_id] = mass
+        c = settings_of(sampler, 3)
+        results = Engine(model, slots=20).run(Request([2, 2, 1, 2], c, seed=s) for s in range(20))
+        rows.append(sorted((r.seed, tuple(r.tokens), r.nfe) for r in results))
+    assert rows[0] == rows[1]
 
 
 class Broken(RemdmCap):

@@ -11,7 +11,7 @@ from adlm.diffusion.categorical import filter_logits
 from adlm.diffusion.schedules import LogLinear
 from adlm.samplers import rates
 from adlm.samplers.base import make_sampler
-from adlm.samplers.reading import conf_remask
+from adlm.samplers.reading import Ordered, conf_remask
 from adlm.samplers.scheduled import Mdlm, Scheduled
 from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
@@ -186,6 +186,18 @@ def test_bad_settings_are_answered(settings, message):
         make_sampler(SamplingConfig(**settings), LogLinear())
 
 
+@pytest.mark.parametrize(("name", "threshold"), [("confidence", 0.9), ("entropy", 0.2)])
+def test_a_threshold_is_the_same_from_python_and_from_the_group(name, threshold):
+    from adlm import config
+
+    group = config.load(["model=nano", f"sampling={name}"]).sampling
+    for settings in (group, SamplingConfig(sampler=name)):
+        sampler = make_sampler(settings, LogLinear())
+        assert isinstance(sampler, Ordered) and sampler.threshold == threshold
+    given = make_sampler(SamplingConfig(sampler=name, threshold=0.0), LogLinear())
+    assert isinstance(given, Ordered) and given.threshold == 0
+
+
 class Improper(Mdlm):
     def step_rates(self, t, s):
         return rates.Rates(t + 0.5, t * 0)
@@ -245,6 +257,46 @@ def test_rates_are_those_of_the_paper(name, T):
     assert isinstance(sampler, Scheduled)
     expected = torch.tensor([FORMULAS[name](i / T, (i - 1) / T, c) for i in range(T, 0, -1)], dtype=torch.float64)
     torch.testing.assert_close(torch.stack(sampler.rates, dim=1), expected, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize(("T", "rising", "held", "falling"), [(20, 9, 10, 1), (100, 45, 50, 5), (1000, 450, 500, 50)])
+def test_the_phases_of_the_loop_lose_no_step_to_rounding(T, rising, held, falling):
+    """Above t_on = 0.55, from there to above t_off = 0.05, and from there on: a step belongs to the phase it starts in.
+    The remasking rate is eta to the last digit."""
+    sampler = make_sampler(SamplingConfig(sampler="remdm-loop", steps=T), LogLinear())
+    assert isinstance(sampler, Scheduled)
+    assert sampler.rates.remask.dtype == torch.float64
+    assert sampler.rates.remask.tolist() == [0.0] * rising + [0.02] * held + [0.0] * falling
+
+
+def test_under_parity_the_loop_keeps_the_releases_times():
+    """Its grid ends at 1e-5, so the step that starts a little above t_off is held, as the release computes it."""
+    sampler = make_sampler(SamplingConfig(sampler="remdm-loop", steps=20, parity="release"), LogLinear())
+    assert isinstance(sampler, Scheduled)
+    t = torch.linspace(1, 1e-5, 21, dtype=torch.float64)[:-1]
+    assert torch.equal((sampler.rates.remask > 0), (t <= 0.55) & (t > 0.05))
+    assert sampler.rates.remask[-1] == 0.02
+    assert torch.equal(sampler.t, t), "the network gets the plain time"
+
+
+MARGINAL = ["mdlm", "ddpm", "analytic", "remdm-cap", "remdm-rescale", "remdm-loop", "forward-backward", "dfm"]
+
+
+@pytest.mark.parametrize("T", [1, 7, 40])
+@pytest.mark.parametrize("name", MARGINAL)
+def test_the_network_is_conditioned_on_the_masks_it_sees(name, T):
+    """The time of an event is the expected fraction of masks, and so is that of the filling step; also where
+    remdm-loop holds it."""
+    sampler = make_sampler(SamplingConfig(sampler=name, steps=T), LogLinear())
+    assert isinstance(sampler, Scheduled)
+    masked, expected = 1.0, [1.0]
+    for reveal, remask in zip(*(p.tolist() for p in sampler.rates)):
+        masked = masked * (1 - reveal) + (1 - masked) * remask
+        expected.append(masked)
+    assert [*sampler.t.tolist(), sampler.last_t] == pytest.approx(expected, abs=1e-12)
+    if name == "remdm-loop" and T == 40:
+        held = (sampler.rates.remask > 0).nonzero().squeeze(1)
+        assert sampler.t[held].tolist() == pytest.approx([0.1] * 20)
 
 
 @pytest.mark.parametrize("T", [1, 2, 16])

@@ -168,6 +168,24 @@ def test_predictions_of_a_time_conditioned_model_are_those_of_its_engine(tmp_pat
     assert shallow.isfinite().all() and not torch.equal(shallow[0, 3], deep[0, 3])
 
 
+def test_a_context_is_part_of_the_noise_level_of_what_is_scored(tmp_path, monkeypatch):
+    """Of nine positions six are scored: however many of those are masked, the network hears of two thirds at most, as
+    `log_probs` says it of the same canvas."""
+    timed = adlm.load(export(tmp_path / "timed", time_conditioning=True), "cpu")
+    told, forward = [], type(timed.model).forward
+    monkeypatch.setattr(
+        type(timed.model), "forward", lambda self, z, sigma, **k: (told.append((z, sigma)), forward(self, z, sigma, **k))[1]
+    )
+    timed.score("abcdef", draws=64, context="xy")
+    ((canvases, sigma),) = told
+    most = timed.noise_level(torch.tensor([[0, 0, 0] + [timed.tokenizer.mask_id] * 6]))
+    assert 0.9 * most < sigma.max() <= most
+    # draw by draw a random time, on average the canvas' own fraction of masks
+    fraction = -torch.expm1(-sigma) / timed.schedule.masked_at_1
+    masks = (canvases == timed.tokenizer.mask_id).float().mean(-1)
+    assert fraction.mean() == pytest.approx(masks.mean().item() * 6 / 7, rel=0.05)
+
+
 def test_score_after_a_context_keeps_it_visible(lm, causal):
     """One token has no noise: its bound is its probability. Two: both orders, by enumeration."""
     tok = lm.tokenizer

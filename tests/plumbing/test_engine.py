@@ -25,6 +25,7 @@ from adlm.engine.graphs import AHEAD, Graphs, Uploads, unwrap
 from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
 from adlm.engine.request import Limit, parse_template
 from adlm.models.bridge import LinearBridge
+from adlm.samplers.base import make_sampler
 from adlm.schema import NoiseConfig, SamplingConfig
 from adlm.tables import SAMPLERS, SCHEDULES
 
@@ -440,6 +441,32 @@ def test_time_conditioned_models_are_told_the_noise_level():
     t = np.sort(uniforms(1, Stream.REVEAL, torch.arange(4)).numpy())[::-1]
     sigma = torch.cat(engine.evaluator.model.sigmas)
     torch.testing.assert_close(sigma.double(), torch.from_numpy(-np.log(1 - (1 - 1e-3) * t)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("parity", ["", "release"])
+def test_noise_levels_count_the_masks_of_the_whole_sequence(parity):
+    """Three of four positions are holes: of those a fraction t is masked, of the sequence 3/4 t. The sequence that
+    guidance compares with has its fixed position hidden, too. The release takes t for both."""
+    toy = ToyModel(3, 4)
+    toy.config.time_conditioning = True
+    engine = Engine(toy, slots=1)
+    settings = {"parity": parity, "steps": 5, "guidance": 1.0}
+    sampler = make_sampler(SamplingConfig(**settings), engine.schedule)
+    t = np.array([event.t for event in sampler.trajectory(np.array([0, 2, 3]), 1)])
+    list(engine.run([request(1, [2, 1, 2, 2], **settings)]))
+    told = torch.stack(engine.evaluator.model.sigmas).double()
+    expected = np.stack([t, t] if parity else [0.75 * t, 0.25 + 0.75 * t], axis=1)
+    assert told.shape == (len(t), 2) and len(t) > 1
+    torch.testing.assert_close(told, torch.from_numpy(-np.log(1 - (1 - 1e-3) * expected)), rtol=1e-5, atol=1e-6)
+
+
+def test_required_words_are_placed_at_the_noise_level_of_the_canvas():
+    toy = ToyModel(3, 4)
+    toy.config.time_conditioning = True
+    engine = Engine(toy, slots=1)
+    list(engine.run([request(1, [2, 1, 2, 2], required=[[0], [1]])]))
+    placing = torch.cat(engine.evaluator.model.sigmas[:2]).double()
+    torch.testing.assert_close(placing, -torch.log(1 - (1 - 1e-3) * torch.tensor([3 / 4, 2 / 4]).double()), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "analytic", "score"])

@@ -110,6 +110,16 @@ def test_greedy_is_what_greedy_filling_writes(harness, causal):
             assert not model.is_greedy(given, other)
 
 
+def test_greedy_texts_are_not_written_in_one_evaluation(folder, monkeypatch):
+    """The adapter is greedy by default. A sampler that asks how sure the model is still asks the model."""
+    model, calls = Harness(path=str(folder), device="cpu", sampler="confidence", steps=6), []
+    engine = model.lm.engine(model.settings.batch_size)
+    evaluate = engine.evaluator.evaluate
+    monkeypatch.setattr(engine.evaluator, "evaluate", lambda *args: (calls.append(1), evaluate(*args))[1])
+    model.generate_until([ask("ab", {"until": [], "max_gen_toks": 6})])
+    assert len(calls) == 6
+
+
 def test_texts_end_where_they_should(harness, causal):
     for model in (harness, causal):
         wishes = [("ab", {"until": ["zz"], "max_gen_toks": 5}), ("c" * 50, {"max_gen_toks": 3, "until": "q"})]

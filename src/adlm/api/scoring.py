@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from adlm.diffusion.schedules import diluted
 from adlm.errors import require
 from adlm.models import Network
 from adlm.objectives import Objective, Sequences, make_objective, position_losses
@@ -101,6 +102,9 @@ def position_nats(model: Network, part: ScoredSequence, objective: Objective, dr
         batch = corrupt(sequences, 0)
         if not causal:
             batch.tokens_BL[:, : len(part.given)] = tokens_L[: len(part.given)]
+            assert batch.sigma_B is not None
+            scored_fraction = len(part.scored) / len(tokens_L)
+            batch = batch._replace(sigma_B=diluted(batch.sigma_B, scored_fraction, objective.schedule))
         # a causal model's hidden state is one ahead of the token it predicts
         found[b : b + len(example), int(causal) :] = position_losses(model, batch).cpu().numpy()
     return found

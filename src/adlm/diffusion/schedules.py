@@ -156,6 +156,12 @@ def noise_level(fraction: Fractions, schedule: Schedule) -> Fractions:
     return -torch.log1p(-masked).to(fraction.dtype)
 
 
+def diluted(sigma: Tensor, fraction: float, schedule: Schedule) -> Tensor:
+    """The noise level of whole sequences of which only a fraction takes part in the noise, at level `sigma`."""
+    masked = -torch.expm1(-sigma.double()) / schedule.masked_at_1
+    return noise_level(fraction * masked, schedule).to(sigma.dtype)
+
+
 def mask_fraction(t: Tensor, schedule: Schedule) -> Tensor:
     """1 - alpha(t), as a fraction of what it is at the schedule's end (t itself if log-linear)."""
     return (1 - schedule.alpha(t)) / schedule.masked_at_1
@@ -202,8 +208,9 @@ def beta_quantile(u: Tensor, a: float, resolution: int = 8192) -> Tensor:
 
 
 def uniform_grid(T: int) -> Tensor:
-    """T+1 float64 times 1, (T-1)/T, ..., 0: step i goes from grid[i] to grid[i+1]."""
-    return 1 - torch.arange(T + 1, dtype=torch.float64) / T
+    """T+1 float64 times 1, (T-1)/T, ..., 0: step i goes from grid[i] to grid[i+1]. Quotients of integers, so that a
+    time such as 1/20 is the number that a setting of 0.05 is."""
+    return torch.arange(T, -1, -1, dtype=torch.float64) / T
 
 
 def release_grid(T: int) -> Tensor:

@@ -101,6 +101,9 @@ class Draws(NamedTuple):
 class Drawn(NamedTuple):
     token: Tensor
     log_p: Tensor
+    """What the tokens were drawn from: after temperature and filters."""
+    logits: Tensor
+    """What the head said: before temperature, filters and bans."""
 
 
 ANY = Filters()  # what a piece drawn by the kernel needs: there settings are numbers, not code
@@ -112,16 +115,17 @@ def draw_fused(
     """`draw` with everything after the head in one kernel."""
     from adlm.engine.kernels import draw_rows
 
-    return Drawn(*draw_rows(head(hidden_ND), banned_SV, ints, floats))
+    logits = head(hidden_ND)
+    return Drawn(*draw_rows(logits, banned_SV, ints, floats), logits)
 
 
 def draw(
     head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, filters: Filters
 ) -> Drawn:
-    """Tokens [N], and the log-probabilities [N, V] they were drawn from. Static shapes, no host sync."""
-    logits = head(hidden_ND).float().masked_fill(banned_SV[ints[SLOT]], -torch.inf)
+    """Tokens [N], and what they were drawn from [N, V]. Static shapes, no host sync."""
+    logits = head(hidden_ND)
     log_p = filter_logits(
-        logits,
+        logits.float().masked_fill(banned_SV[ints[SLOT]], -torch.inf),
         temperature=floats[TEMPERATURE].float() if filters.temperature else None,
         top_k=ints[TOP_K] if filters.top_k else None,
         top_p=floats[TOP_P] if filters.top_p else None,
@@ -130,7 +134,7 @@ def draw(
     )
     row = ints.unsqueeze(-1)
     u = uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], token_V)
-    return Drawn(gumbel_argmax(log_p, u), log_p)
+    return Drawn(gumbel_argmax(log_p, u), log_p, logits)
 
 
 def pieces(sizes: list[int]) -> Iterator[slice]:
@@ -158,6 +162,10 @@ class Drawer:
 
     def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters) -> Drawn:
         return self.draw(self.head, hidden_ND, self.banned_SV, self.token_V, ints, floats, filters)
+
+    def prediction(self, drawn: Drawn, ints: Tensor) -> Tensor:
+        """Log-probabilities [N, V] before temperature and filters; banned tokens have none."""
+        return drawn.logits.float().masked_fill(self.banned_SV[ints[SLOT]], -torch.inf).log_softmax(-1)
 
     def filters(self, draws: Draws) -> Filters:
         """What has to be compiled in for these draws."""

@@ -190,6 +190,9 @@ class Canvas(ActiveSequence):
     trajectory: Trajectory = None  # type: ignore[assignment]
     event: Event = IDLE
     guided: bool = False
+    open_fraction: float = 1.0
+    """Fraction of the window's positions that are holes. A sampler's times are fractions of holes; what the network is
+    conditioned on is the fraction of masks in all it reads, as in training."""
 
 
 class Engine(BaseEngine[Canvas]):
@@ -240,6 +243,8 @@ class Engine(BaseEngine[Canvas]):
         holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id)
         # where nothing is fixed there is nothing to hide: the second sequence would be the first one again
         canvas.guided = canvas.request.settings.guidance > 0 and len(holes) < len(window.tokens)
+        # the release conditions on the sampler's time, whatever is given
+        canvas.open_fraction = 1.0 if canvas.request.settings.parity else len(holes) / len(window.tokens)
         canvas.trajectory = canvas.sampler.trajectory(holes, window.seed)
         self.advance(i, None)
 
@@ -312,11 +317,11 @@ class Engine(BaseEngine[Canvas]):
         n, guided = len(group), [k for k, c in enumerate(canvases) if c.guided]
         away = np.arange(n)
         away[guided] = n + np.arange(len(guided))
-        t = np.array([e.t for e in events])
+        t, open_fraction = np.array([(e.t, c.open_fraction) for e, c in zip(events, canvases)]).T
         return Call(
             length=length,
             slots=np.array([[*group, *(group[k] for k in guided)], [0] * n + [1] * len(guided)], dtype=np.int64),
-            t=np.concatenate([t, t[guided]]),
+            t=np.concatenate([t * open_fraction, 1 - (1 - t[guided]) * open_fraction[guided]]),
             mask=np.stack([np.repeat(group, [len(e.mask) for e in events]), np.concatenate([e.mask for e in events])]),
             source=np.repeat(np.stack([np.arange(n), away]), [len(e.draw) for e in events], axis=1),
             draws=draws,
@@ -345,12 +350,11 @@ class Engine(BaseEngine[Canvas]):
     def place_required(self, canvas: Canvas, window: Window) -> list[int]:
         """Fix each required word at a start drawn by the model's own probability of the word there, given the rest."""
         tokens, mask_id = list(window.tokens), self.evaluator.mask_id
-        holes = tokens.count(mask_id)
         for k, word in enumerate(canvas.request.required):
             n = len(word)
             starts = [l for l in range(len(tokens) - n + 1) if all(t == mask_id for t in tokens[l : l + n])]
             require(bool(starts), f"required word number {k + 1} ({n} tokens) does not fit into the remaining holes")
-            log_p = self.evaluator.word_log_probs(tokens, list(word), tokens.count(mask_id) / holes)
+            log_p = self.evaluator.word_log_probs(tokens, list(word), tokens.count(mask_id) / len(tokens))
             score = sum(log_p[np.array(starts) + j, j] for j in range(n))
             u = uniforms(window.seed, Stream.ORDER, k, torch.tensor(starts)).numpy()
             best = starts[int(np.argmax(score - np.log(-np.log(u))))]

@@ -135,9 +135,10 @@ class Evaluator:
     ) -> tuple[Tensor, ...]:
         """Draw one piece and write it into the canvas; returns what the samplers read of each draw."""
         h_ND = self.chosen(denoiser_BLD, source, floats, guided)
-        token, log_p = self.drawer(h_ND, ints, floats, filters)
-        self.canvas_SL[ints[SLOT], ints[POSITION]] = token
-        return tuple(LOOKS[name](log_p, token) for name in reads)
+        drawn = self.drawer(h_ND, ints, floats, filters)
+        self.canvas_SL[ints[SLOT], ints[POSITION]] = drawn.token
+        log_p = self.drawer.prediction(drawn, ints) if UNFILTERED & set(reads) else drawn.log_p
+        return tuple(LOOKS[name](log_p if name in UNFILTERED else drawn.log_p, drawn.token) for name in reads)
 
     @torch.inference_mode()
     def warm_up(self, length: int = 0, least: int = 1) -> None:
@@ -287,3 +288,6 @@ LOOKS = {
     "confidence": lambda log_p, token: log_p.amax(-1).exp(),
     "entropy": lambda log_p, token: torch.special.entr(log_p.exp()).sum(-1),
 }
+UNFILTERED = {"confidence", "entropy"}
+"""Looks at the prediction before temperature and filters: a greedy draw makes the choice of a token certain, and the
+model no surer of it."""

@@ -24,7 +24,6 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from adlm.api import LanguageModel, load
-from adlm.diffusion.schedules import noise_level
 from adlm.engine import Request
 from adlm.errors import require
 from adlm.rules import Count, accept
@@ -107,14 +106,12 @@ class Harness(LM):
             log_p_LV = self.lm.log_probs(torch.tensor([[*start, *scored[:-1]]]))[0, len(start) - 1 :]
             return log_p_LV.argmax(-1).tolist() == list(scored)
         canvas = [*start, *[tok.mask_id] * len(scored)]
-        return all(self.reveal_surest(canvas, start, scored, 1 - i / len(scored)) for i in range(len(scored)))
+        return all(self.reveal_surest(canvas, start, scored) for _ in scored)
 
-    def reveal_surest(self, canvas: list[int], start: Sequence[int], scored: Sequence[int], masked: float) -> bool:
-        """Fill the surest hole of `canvas` with its best token, and say whether that is the continuation's. `masked`:
-        the fraction of the continuation that is still masked."""
+    def reveal_surest(self, canvas: list[int], start: Sequence[int], scored: Sequence[int]) -> bool:
+        """Fill the surest hole of `canvas` with its best token, and say whether that is the continuation's."""
         model, tokens_BL = self.lm.model, torch.tensor([canvas], device=self.lm.device)
-        sigma_B = noise_level(torch.tensor([masked], device=self.lm.device), self.lm.schedule)
-        logits_LV = model.head(model(tokens_BL, sigma_B).denoiser_BLD[0, len(start) :]).float()
+        logits_LV = model.head(model(tokens_BL, self.lm.noise_level(tokens_BL)).denoiser_BLD[0, len(start) :]).float()
         logits_LV[:, model.mask_id] = -torch.inf
         best_L = logits_LV.softmax(-1).max(-1)
         hole_L = tokens_BL[0, len(start) :] == model.mask_id

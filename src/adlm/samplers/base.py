@@ -31,7 +31,7 @@ class Event(NamedTuple):
     step: int
     """Number of the step, a counter of the sequence's random draws."""
     t: float
-    """Fraction of masks that the network is conditioned on (read by time-conditioned models only)."""
+    """Expected fraction of the holes that are masked; time-conditioned models are conditioned on it."""
     mask: Positions
     """Positions to mask before the evaluation: masked again since the last event."""
     draw: Positions
@@ -46,9 +46,9 @@ class Prediction(NamedTuple):
     probability: NDArray[np.float64] | None = None
     """Probability of the token that was drawn, under the distribution it was drawn from."""
     confidence: NDArray[np.float64] | None = None
-    """Probability of the most probable token."""
+    """Probability of the most probable token, before temperature and filters."""
     entropy: NDArray[np.float64] | None = None
-    """Entropy of that distribution, in nats."""
+    """Entropy of the prediction before temperature and filters, in nats."""
     anchor: NDArray[np.float64] | None = None
     """Largest probability that the anchor network gives to a token that is rare in this sequence."""
     normaliser: NDArray[np.float64] | None = None

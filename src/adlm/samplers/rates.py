@@ -85,7 +85,7 @@ def remdm_loop(
     falling = mdlm(t, s).reveal  # t (1 - alpha_on) / t_off: the factor cancels
     hold = torch.full_like(t, eta * alpha_on / (1 - alpha_on))
     reveal = torch.where(first, rising, torch.where(last, falling, hold))
-    return Rates(reveal.clamp(0, 1), torch.where(first | last, 0.0, eta))
+    return Rates(reveal.clamp(0, 1), torch.where(first | last, 0.0, torch.full_like(t, eta)))
 
 
 def dfm(t: Tensor, steps: int) -> tuple[Tensor, Rates]:
@@ -96,6 +96,14 @@ def dfm(t: Tensor, steps: int) -> tuple[Tensor, Rates]:
     out = torch.where(start, 0.0, b / (1 - t))  # rate at which visible tokens are masked; b = 0 at t = 1
     dt = torch.where(start, 1 / steps, (1 / (a / t + out)).clamp(max=1 / steps))
     return dt, Rates((a * dt / t).clamp(0, 1), out * dt)
+
+
+def expected_masks(rates: Rates) -> Tensor:
+    """Expected fraction of masks before each step and after the last, float64 [steps + 1]."""
+    masked = [1.0]
+    for reveal, remask in zip(rates.reveal.tolist(), rates.remask.tolist()):
+        masked.append(masked[-1] * (1 - reveal) + (1 - masked[-1]) * remask)
+    return torch.tensor(masked, dtype=torch.float64)
 
 
 @functools.lru_cache(maxsize=64)  # takes most of a second at T = 4096, and every sequence of a request asks for it

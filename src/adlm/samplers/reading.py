@@ -90,6 +90,12 @@ class Ordered(Sampler):
     """Reveal the positions that rank best; never fewer than it takes to end within sampling.steps evaluations."""
 
     in_release = False
+    usual_threshold = 0.0
+    """What sampling.threshold=-1 stands for."""
+
+    def __init__(self, cfg: SamplingConfig, schedule: Schedule):
+        super().__init__(cfg, schedule)
+        self.threshold = cfg.threshold if cfg.threshold >= 0 else self.usual_threshold
 
     def rank(self, prediction: Prediction) -> tuple[NDArray[np.int64], int]:
         """(order of the drawn positions, best first; how many of them pass)."""
@@ -111,10 +117,11 @@ class Confidence(Ordered):
     """Reveal every position whose most probable token has at least sampling.threshold."""
 
     reads = "confidence"
+    usual_threshold = 0.9
 
     def rank(self, prediction: Prediction) -> tuple[NDArray[np.int64], int]:
         assert prediction.confidence is not None
-        passing = int((prediction.confidence >= self.cfg.threshold).sum())
+        passing = int((prediction.confidence >= self.threshold).sum())
         return np.argsort(-prediction.confidence, kind="stable"), passing
 
 
@@ -123,12 +130,13 @@ class Entropy(Ordered):
     its positions independently."""
 
     reads = "entropy"
+    usual_threshold = 0.2
 
     def rank(self, prediction: Prediction) -> tuple[NDArray[np.int64], int]:
         assert prediction.entropy is not None
         order = np.argsort(prediction.entropy, kind="stable")
         before = np.cumsum(prediction.entropy[order]) - prediction.entropy[order]
-        return order, int((before <= self.cfg.threshold).sum())
+        return order, int((before <= self.threshold).sum())
 
 
 class AnchorFirst(Ordered):

@@ -46,7 +46,7 @@ class Scheduled(Sampler):
         for name, p in zip(Rates._fields, self.rates):
             require(p.shape == grid[:-1].shape, f"{name} needs one probability per step")
             require(bool(((p >= 0) & (p <= 1)).all()), f"{name} probabilities must lie in [0, 1]")
-        fraction = mask_fraction(grid, schedule) if self.along_schedule else grid
+        fraction = self.fractions(grid)
         self.t, self.last_t = fraction[:-1], float(fraction[-1])
         self.greedy_fill = self.release and self.greedy_release
         self.writes_once = not bool(self.rates.remask.any())
@@ -58,6 +58,10 @@ class Scheduled(Sampler):
     def step_rates(self, t: Tensor, s: Tensor) -> Rates:
         """Rates of the steps from t to s < t."""
         raise NotImplementedError
+
+    def fractions(self, grid: Tensor) -> Tensor:
+        """The fraction of masks that the network is conditioned on at each time of the grid."""
+        return mask_fraction(grid, self.schedule) if self.along_schedule else grid
 
     def changes(self, holes: Positions, seed: int) -> tuple[NDArray, NDArray, NDArray, NDArray]:
         """(step, position) of every reveal and of every remask; each hole ends revealed, at the latest by the fill."""
@@ -133,6 +137,10 @@ class RemdmLoop(Scheduled):
     def step_rates(self, t: Tensor, s: Tensor) -> Rates:
         c = self.cfg
         return rates.remdm_loop(t, s, c.eta, c.t_on, c.t_off, c.alpha_on, self.release)
+
+    def fractions(self, grid: Tensor) -> Tensor:
+        """What the canvas holds, 1 - alpha_on between t_on and t_off; the release's network gets the plain time."""
+        return grid if self.release else rates.expected_masks(self.rates)
 
 
 class ForwardBackward(Scheduled):
