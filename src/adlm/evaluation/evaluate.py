@@ -30,7 +30,8 @@ from adlm.evaluation.evaluate_report import build_report, show
 from adlm.evaluation.judge import is_ours, locate
 from adlm.evaluation.measures import DEFINITIONS, Evaluation, entropy, judge_name, mauve_available, measure_all
 from adlm.evaluation.perplexity import open_checkpoint
-from adlm.evaluation.results import model_facts, progress, versions
+from adlm.evaluation.results import model_facts, versions
+from adlm.io import progress
 from adlm.io.paths import writable_folder, write_atomically
 from adlm.reporting.html import watch
 from adlm.schema import JUDGE_RULES, Config, EvalConfig, SamplingConfig
@@ -194,7 +195,7 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
         for _ in draw(lm, few, list(range(min(size, len(mine)))), size):
             pass
     part = setting.path.with_suffix(f".part{ranks.rank}.jsonl")
-    with progress(f"samples {setting.label}", len(mine), ranks) as advance:
+    with progress(f"samples {setting.label}", len(mine), ranks.is_main) as advance:
         before = time.perf_counter()
         for text in draw(lm, setting.request, mine, size):
             now = time.perf_counter()

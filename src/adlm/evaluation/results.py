@@ -4,19 +4,15 @@ import contextlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
 from adlm.io.paths import write_atomically
-from adlm.training.parallel import World
 from adlm.training.setup import parameter_count
 
 PACKAGES = (
@@ -85,13 +81,3 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
         write_atomically(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
         print(f"warning: {path} cannot be written ({error.strerror}); give out=FILE", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def progress(label: str, total: int, ranks: World) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal of the main rank; calling the result advances it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    shown = ranks.is_main and sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda: bar.update(task, advance=1)
