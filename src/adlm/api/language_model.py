@@ -210,7 +210,7 @@ class LanguageModel:
         """
         with python_words():
             n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])
-            requests = [self.request(one, **settings) for one in texts_of(text)]
+            requests = [self.checked_request(one, **settings) for one in texts_of(text)]
         asked = (replace(request, seed=request.seed + i) for request in requests for i in range(n))
         if not requests:
             return []
@@ -222,9 +222,8 @@ class LanguageModel:
         """Draw one text, with the arguments of `generate`: partial texts after each evaluation, then the Generation."""
         require("n" not in settings, "stream yields one text; draw several with generate(n=...)")
         with python_words():
-            request = replace(self.request(text, **settings), watch=True)
-            self.engine(request.settings.batch_size).check(request)
-        return self.updates(request)
+            request = self.checked_request(text, **settings)
+        return self.updates(replace(request, watch=True))
 
     def updates(self, request: Request) -> Iterator[Partial | Generation]:
         for update in self.engine(request.settings.batch_size).stream(request):
@@ -232,6 +231,12 @@ class LanguageModel:
                 yield self.finish(update)
             else:
                 yield Partial(self.text(update.tokens), update.tokens, update.step, update.nfe, update.drawn)
+
+    def checked_request(self, text: str, **settings: Any) -> Request:
+        """A request that its engine has accepted."""
+        request = self.request(text, **settings)
+        self.engine(request.settings.batch_size).check(request)
+        return request
 
     def request(self, text: str = "", **settings: Any) -> Request:
         """What the engine is asked for; the arguments are those of `generate`, checked by the rules of the schema."""

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from adlm import schema
 from adlm.errors import require, similar
-from adlm.rules import Choices, Rule
+from adlm.rules import Choices, Range, Rule
 from adlm.tables import CORPORA, GROUPS
 
 
@@ -37,6 +37,9 @@ class Key:
 
 TRAINING = ("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track")
 """Sections that say what is trained, on what, and how."""
+
+PER_REQUEST = ("n", "length", "prompt", "template", "banned", "required", "batch_size", "seed")
+"""Settings of `sampling` that a server has no default for: every request says them, or they are not its business."""
 
 
 @functools.cache
@@ -89,6 +92,19 @@ def full_name(name: str, sections: Iterable[str]) -> str:
     whole = f"give the whole name: **{{{found[0]!r}: ...}}"
     require(len(found) == 1, f"{name} is the end of {' and '.join(found)}; {whole}")
     return found[0]
+
+
+def default_text(key: Key) -> str:
+    """A default as it would be typed."""
+    return repr(key.default) if key.kind is str else str(key.default).lower()
+
+
+def allowed_text(key: Key) -> str:
+    """The values a key may take, unless its help already says them."""
+    if isinstance(key.rule, Range):
+        return f"[{key.rule}]"
+    unsaid = key.choices is not None and not all(name in key.help for name in key.choices)
+    return f"[{key.rule}]" if unsaid else ""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

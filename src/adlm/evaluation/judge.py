@@ -269,7 +269,7 @@ def locate(name: str) -> str:
             f"eval.judge={name!r} is a folder without a model: no {CONFIG}, no export/ and no checkpoints/",
         )
         return str(path)
-    looks_local = name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    looks_local = name.endswith((".gguf", "/")) or name.startswith((".", "/", "~")) or name.count("/") > 1
     require(not looks_local, f"eval.judge={name!r} does not exist")
     return name
 

@@ -44,7 +44,6 @@ NatsOf = Callable[[Sequences, int], Tensor]
 
 def run_ppl(cfg: Config) -> dict[str, Any]:
     """`adlm ppl CHECKPOINT`: the result is printed, written as JSON and returned."""
-    require(bool(cfg.eval.checkpoint), "which model? adlm ppl FOLDER (eval.checkpoint)")
     with world(cfg.train) as ranks:
         loaded = open_checkpoint(cfg, ranks)
         with ranks.main_first():
@@ -83,7 +82,10 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
         return data
     recorded = loaded.info.get("data_settings")
     if not recorded:
-        raise ValueError("the checkpoint does not say what it was trained on; name a corpus, e.g. data=wikitext103")
+        raise ValueError(
+            "the checkpoint does not say what it was trained on; name a corpus, e.g. data=pydocs (in the package) or"
+            " data=file data.path=my.txt"
+        )
     ignored = [
         f"data.{f.name}" for f in fields(DataConfig) if f.name not in BESIDE and getattr(data, f.name) != f.default
     ]

@@ -12,6 +12,7 @@ import torch
 
 from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
+from adlm.io.load import BOX, BOX_NAME, locate
 from adlm.io.paths import write_atomically
 from adlm.training.setup import parameter_count
 
@@ -56,7 +57,7 @@ def model_facts(loaded: Loaded, checkpoint: str, ema: bool) -> dict[str, Any]:
     """Which model this is: `checkpoint` and `ema` as the user gave them."""
     info = loaded.info
     return {
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint or BOX_NAME,
         "algo": info["algo"],
         "step": info.get("step"),
         "parameters": parameter_count(loaded.model),
@@ -71,8 +72,15 @@ def result_path(out: str, checkpoint: str, name: str) -> Path:
     """The file of a result: `out` if that is FILE.json; else `name` in the folder `out`, or beside the checkpoint."""
     if out.endswith(".json"):
         return Path(out)
-    place = Path(out or checkpoint)
-    return (place if out or place.is_dir() else place.parent) / name
+    place = Path(out) if out else beside(checkpoint)
+    return (place.parent if place.is_file() else place) / name
+
+
+def beside(checkpoint: str) -> Path:
+    """Where results of a checkpoint go: its own folder or file; of the model in the package, which may be read-only
+    and is replaced by the next version, runs/box here."""
+    place = locate(checkpoint)
+    return Path("runs") / BOX_NAME if place == BOX else place
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
