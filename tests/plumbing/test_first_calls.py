@@ -1,6 +1,7 @@
 """What a user guesses first: calls from threads, prompts as texts, typed settings, a quick start."""
 
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -10,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -325,3 +327,35 @@ def test_anchors_say_how_far_they_are(folder, tmp_path, monkeypatch):
     assert cli.main(["anchors", str(folder), "some words", "eval.draws=1", f"out={tmp_path}", "train.device=cpu"]) == 0
     done = re.findall(r"adlm: reading: (\d+) of (\d+)", log.getvalue())
     assert [int(a) for a, _ in done] == list(range(1, int(done[0][1]) + 1)), "every pass is counted"
+
+
+# The page
+
+
+def test_every_line_of_the_page_runs(tmp_path, monkeypatch):
+    """On a tiny model in place of those it names; training is only begun, with the settings it would have."""
+    page = (Path(__file__).parents[2] / "docs" / "python-api.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 10
+    tiny, load, trained = export(tmp_path / "tiny", length=160), adlm.load, []
+
+    def load_tiny(*args, **settings):
+        inspect.signature(load).bind(*args, **settings)
+        return load(tiny, **{"device": "cpu", **settings})
+
+    def begin(cfg):
+        trained.append((cfg.data.path, cfg.train.steps, cfg.out))
+        return SimpleNamespace(run=tiny)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(adlm.__dict__, "load", load_tiny)
+    monkeypatch.setattr("adlm.api.command.load", load_tiny)
+    monkeypatch.setattr("adlm.training.loop.train", begin)
+    monkeypatch.setattr(adlm.LanguageModel, "push_to_hub", lambda self, name: None)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/python-api.md", "exec"), names)
+    assert trained == [("my.txt", 500, "runs/mine")] * 2
+    assert names["text"].text.startswith("Once upon a time") and len(names["pairs"]) == 4
+    listed = set(re.findall(r"lm\.(\w+)\(", page))
+    assert {"generate", "stream", "score", "hidden", "log_probs", "anchor_logits", "save"} <= listed
