@@ -6,6 +6,7 @@ shows the traceback); 2 wrong usage; 130 interrupted.
 """
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -17,9 +18,17 @@ from typing import Any, TextIO
 
 from adlm import config
 from adlm.compat.command_lines import release_line
-from adlm.config.keys import Key, group_choices, group_help, keys
+from adlm.config.keys import (
+    PER_REQUEST,
+    TRAINING,
+    allowed_text,
+    default_text,
+    group_choices,
+    group_help,
+    keys,
+    nearest,
+)
 from adlm.errors import choose, require
-from adlm.rules import Range
 from adlm.schema import Config, as_yaml
 from adlm.tables import GROUPS
 
@@ -49,24 +58,49 @@ class Command:
     """Numbers and names of `sampling` may be lists; the settings they make are handed over as sweep=[...]."""
     short: str = ""
     """Section whose keys may be typed without its name: `adlm serve port=8000`."""
-    sections: tuple[str, ...] = ()
-    """Parts of the schema that --help shows."""
+    reads: tuple[str, ...] = ()
+    """Sections of the schema and single keys that change what the command does: --help lists them, and others are
+    refused. Keys of `words`, and `out` where it has a text of its own, need not be named."""
+    loads_torch: bool = True
+    """Its work begins with seconds of importing: said on the terminal."""
+
+    @property
+    def read_keys(self) -> list[str]:
+        """Every key that the command reads, in the order of `reads`."""
+        named = [*self.reads, *self.words, *(["out"] if self.out else [])]
+        found = [key for part in named for key in keys() if part in (key, key.rpartition(".")[0])]
+        return list(dict.fromkeys(found))
+
+    @property
+    def groups(self) -> list[str]:
+        """Groups that set something the command reads. A corpus is more than the tokenizer of a checkpoint."""
+        read = {key.rpartition(".")[0] for key in self.read_keys if key not in MODEL}
+        return [group for group in GROUPS if SECTION_OF.get(group, group) in read]
 
 
-RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint)"
+WHOLE = ("recipe", "algo", "experiment")
+SECTION_OF = {"lr_scheduler": "optim", "task": "reason", "method": "reason"} | dict.fromkeys(WHOLE, "model")
+"""Section that a group sets first of all, where it has another name."""
+MODEL = ("eval.ema", "train.device", "data.tokenizer", "data.root")
+"""Which weights of a checkpoint are loaded, and where."""
+RANKS = ("train.device", "train.precision", "train.num_threads")
+BOUND = ("eval.draws", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size")
+SERVED = tuple(key for key in keys() if key.startswith("sampling.") and key.rpartition(".")[2] not in PER_REQUEST)
+
+RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint; of the box: runs/box)"
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "adlm.demo:run_demo",
         "train a nano model on this CPU in minutes, nothing downloaded, and write a report for the browser",
         defaults=("experiment=demo",),
-        sections=("train", "sampling"),
+        reads=(*TRAINING, "sampling"),
     ),
     "train": Command(
         "adlm.training.loop:run_train",
         "train a model, or resume the run in `out`; under torchrun on many devices",
         flags={"dry-run": "print model, tokens and memory, then stop"},
-        sections=("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track"),
+        reads=(*TRAINING, "sampling"),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",
@@ -74,13 +108,21 @@ COMMANDS: dict[str, Command] = {
         words=("eval.checkpoint",),
         flags={"watch": "show one text appearing, live in the terminal"},
         out="jsonl file that samples are appended to as they are drawn; a rerun continues it (empty: only shown)",
-        sections=("sampling", "eval"),
+        reads=("sampling", *MODEL),
+    ),
+    "score": Command(
+        "adlm.api.command:run_score",
+        "how likely a text is: adlm score 'some words' [CHECKPOINT] (or a file, @file, or - for standard input)",
+        rest=True,
+        defaults=("eval.draws=64",),
+        reads=("eval.checkpoint", "eval.draws", *MODEL),
     ),
     "data": Command(
         "adlm.data.preparation:run_data",
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
         rest=True,
-        sections=("data",),
+        reads=("data", "model.length"),
+        loads_torch=False,
     ),
     "ppl": Command(
         "adlm.evaluation.perplexity:run_ppl",
@@ -88,7 +130,7 @@ COMMANDS: dict[str, Command] = {
         words=("eval.checkpoint",),
         defaults=("data=checkpoint",),
         out=RESULT,
-        sections=("eval", "data", "train"),
+        reads=(*BOUND, "data", *RANKS),
     ),
     "compare": Command(
         "adlm.compare:run_compare",
@@ -98,14 +140,14 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("experiment=compare",),
         short="compare",
-        sections=("compare", "", "model", "data", "optim", "train", "eval"),
+        reads=("compare", *TRAINING, *BOUND),
     ),
     "bench": Command(
         "adlm.bench.measure:run_bench",
         "train | sample: how fast this machine is, beside a reference implementation of the same",
         rest=True,
         out="file that the JSON line is appended to (empty: only printed)",
-        sections=("bench", "model", "train", "sampling"),
+        reads=("bench", "algo", "seed", "model", "noise", "objective", "optim", "train", "sampling"),
     ),
     "zeroshot": Command(
         "adlm.evaluation.zeroshot:run_zeroshot",
@@ -113,7 +155,7 @@ COMMANDS: dict[str, Command] = {
         words=("eval.checkpoint",),
         rest=True,
         out=RESULT,
-        sections=("eval", "data", "train"),
+        reads=(*BOUND, "data", *RANKS),
     ),
     "anchors": Command(
         "adlm.evaluation.anchor_report:run_anchors",
@@ -123,7 +165,7 @@ COMMANDS: dict[str, Command] = {
         required=1,
         rest=True,
         out=RESULT,
-        sections=("eval",),
+        reads=("eval.draws", "eval.seed", *MODEL),
     ),
     "evaluate": Command(
         "adlm.evaluation.evaluate:run_evaluate",
@@ -131,9 +173,9 @@ COMMANDS: dict[str, Command] = {
         " report of frontiers. A rerun does only what is missing",
         words=("eval.checkpoint",),
         defaults=("data=checkpoint", "sampling.n=128"),
-        out="folder of samples, results and report (empty: evaluate/ in the checkpoint's folder)",
+        out="folder of samples, results and report (empty: evaluate/ in the checkpoint's folder; of the box: runs/box)",
         sweeps=True,
-        sections=("eval", "sampling", "data", "train"),
+        reads=("eval", "sampling", "data", *RANKS),
     ),
     "import": Command(
         "adlm.compat.checkpoints:run_import",
@@ -141,11 +183,19 @@ COMMANDS: dict[str, Command] = {
         words=("eval.checkpoint", "out"),
         required=2,
         out="exported folder",
-        sections=("eval", "data"),
+        reads=("eval.ema", "data.tokenizer", "data.root"),
     ),
     "export": Command(
-        "adlm.compat.checkpoints:run_export",
-        "an exported folder -> a checkpoint the public release loads: adlm export FOLDER FILE.ckpt",
+        "adlm.api.command:run_export",
+        "a run, or whatever else can be loaded -> an exported folder, to keep or to share: adlm export RUN FOLDER",
+        words=("eval.checkpoint", "out"),
+        required=2,
+        out="exported folder",
+        reads=MODEL,
+    ),
+    "convert": Command(
+        "adlm.compat.checkpoints:run_convert",
+        "an exported folder -> a checkpoint the public release loads: adlm convert FOLDER FILE.ckpt",
         words=("eval.checkpoint", "out"),
         required=2,
         out="checkpoint file",
@@ -156,25 +206,25 @@ COMMANDS: dict[str, Command] = {
         " the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
-        sections=("reason", "optim", "train"),
+        reads=("reason", *TRAINING, "eval"),
     ),
     "serve": Command(
         "adlm.serving.command:run_serve",
         "answer requests over HTTP, with a page to watch text appear: adlm serve [CHECKPOINT ...] port=8000",
         rest=True,
         short="serve",
-        sections=("serve", "sampling"),
+        reads=("serve", *SERVED, "eval.checkpoint", *MODEL, "train.num_threads"),
     ),
     "config": Command(
         "adlm.cli:run_config",
         "print the resolved settings; `key=list` prints what a group or key may be",
-        sections=tuple(dict.fromkeys(key.rpartition(".")[0] for key in keys())),
+        reads=tuple(dict.fromkeys(key.rpartition(".")[0] for key in keys())),
+        loads_torch=False,
     ),
 }
 
 # What is typed as a command, and where it is.
 ELSEWHERE = {
-    "score": "lm.score(text) in Python, POST /v1/score of `adlm serve`; a data set: adlm ppl",
     "infill": "adlm sample sampling.template='The [MASK:3] sat', POST /v1/infill of `adlm serve`",
     "generate": "adlm sample",
     "eval": "adlm evaluate, adlm ppl",
@@ -193,10 +243,10 @@ class UsageError(Exception):
     """The line is not of the form `adlm <command> ...`: exit status 2."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status."""
+def main(argv: Sequence[str] | None = None, strict: bool = True) -> int:
+    """Run one command line and return its exit status. `strict`: keys that the command does not read are refused."""
     try:
-        status = _run(list(sys.argv[1:] if argv is None else argv))
+        status = _run(list(sys.argv[1:] if argv is None else argv), strict)
         sys.stdout.flush()  # a reader that left is noticed here and not at interpreter exit
         return status
     except UsageError as error:
@@ -228,10 +278,10 @@ def release_main(program: str, argv: Sequence[str] | None = None) -> int:
         line = release_line(program, list(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
         return _fail(str(error), 1)
-    return main(line)
+    return main(line, strict=False)  # the release has one list of keys for all its modes
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], strict: bool) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print_overview()
         return 0 if argv else 2
@@ -265,18 +315,37 @@ def _run(argv: list[str]) -> int:
     line = [*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
     # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
+    refuse = functools.partial(refuse_unread, name, command) if strict else None
     if command.sweeps:
-        cfg, arguments["sweep"] = config.load_sweep(line)
+        cfg, arguments["sweep"] = config.load_sweep(line, refuse)
     else:
-        cfg = config.load(line, run_folder=not command.out)
+        cfg = config.load(line, run_folder=not command.out, check_key=refuse)
     if command.rest:
         arguments["args"] = rest
     if command.line:
         arguments["line"] = line
+    if command.loads_torch and sys.stderr.isatty() and "torch" not in sys.modules:
+        print(f"adlm {name}: loading torch ...", file=sys.stderr, flush=True)
     result = _target(command)(cfg, **arguments)
     if "json" in flags and os.environ.get("RANK", "0") == "0":
         print(json.dumps(_plain(result)))
     return result if isinstance(result, int) else 0
+
+
+def refuse_unread(name: str, command: Command, key: str) -> None:
+    """Refuse a key or group that would change nothing."""
+    if key in GROUPS:
+        require(
+            key in command.groups,
+            f"{key}=...: `adlm {name}` does not read this group; `adlm {name} --help` lists what it reads",
+        )
+        return
+    read = command.read_keys
+    same = [k for k in read if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    require(
+        key in read,
+        f"{key}: `adlm {name}` does not read this key{nearest(key, same)}; `adlm {name} --help` lists those it reads",
+    )
 
 
 def _sort(command: Command, argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -349,27 +418,15 @@ def print_help(name: str, command: Command) -> None:
         _print_entry(
             "sampling.KEY=64,128", "", "numbers and names of sampling may be lists: every combination is measured"
         )
-    print("\nGroups (a name stands for several settings):")
-    for group in GROUPS:
+    if command.groups:
+        print("\nGroups (a name stands for several settings):")
+    for group in command.groups:
         _print_entry(group, "", ", ".join(group_choices(group)))
-    for section in command.sections:
+    read = [key for key in command.read_keys if key not in command.words and not (key == "out" and command.out)]
+    for section in dict.fromkeys(key.rpartition(".")[0] for key in read):
         print(f"\n{section or 'General'}:")
-        for key in keys().values():
-            if key.name.rpartition(".")[0] == section:
-                _print_entry(key.name, default_text(key), f"{key.help} {allowed_text(key)}")
-
-
-def default_text(key: Key) -> str:
-    """A default as it would be typed."""
-    return repr(key.default) if key.kind is str else str(key.default).lower()
-
-
-def allowed_text(key: Key) -> str:
-    """The values a key may take, unless its help already says them."""
-    if isinstance(key.rule, Range):
-        return f"[{key.rule}]"
-    unsaid = key.choices is not None and not all(name in key.help for name in key.choices)
-    return f"[{key.rule}]" if unsaid else ""
+        for key in [keys()[name] for name in read if name.rpartition(".")[0] == section]:
+            _print_entry(key.name, default_text(key), f"{key.help} {allowed_text(key)}")
 
 
 def _print_entry(key: str, default: str, text: str) -> None:

@@ -152,8 +152,8 @@ def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
     return section(
         "Samples",
         *players,
-        lead=f"Every position starts as a mask; the sampler {cfg.sampler} reveals a few at each step, in any order."
-        " After minutes of training expect the sound of documentation rather than its sense.",
+        lead=f"Every position starts as a mask; the sampler {lm.sampler_of(cfg.sampler)} reveals a few at each step, in"
+        " any order. After minutes of training expect the sound of documentation rather than its sense.",
     )
 
 

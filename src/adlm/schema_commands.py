@@ -59,8 +59,9 @@ class EvalConfig:
 
 @dataclass
 class SamplingConfig:
-    sampler: Annotated[str, Choices(tables.SAMPLERS)] = "mdlm"
-    """A name of the samplers table (`adlm config sampling.sampler=list`)."""
+    sampler: Annotated[str, Choices(tables.SAMPLERS, also=("",))] = ""
+    """A name of the samplers table (`adlm config sampling.sampler=list`); empty: the model's own, which is mdlm, or
+    score (sedd), ddpm (d3pm), autoregressive (ar, a2r)."""
     steps: Count = 256
     """Number of steps T from all masks to none."""
     n: Count = 1
@@ -110,7 +111,7 @@ class SamplingConfig:
     def check(self) -> None:
         """Refuse values that are valid one by one, but not together. A sampler of another package is loaded, and asked:
         it states its own rules in `Sampler.check`."""
-        if self.sampler not in tables.SAMPLERS.entries:
+        if self.sampler and self.sampler not in tables.SAMPLERS.entries:
             tables.SAMPLERS.load(self.sampler, "sampling.sampler").check(self)
         if self.sampler != "remdm-loop":
             return

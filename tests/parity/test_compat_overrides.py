@@ -66,7 +66,7 @@ def test_zero_shot_script_line():
         ('sampling.sampler="remdm-conf"', "remdm-conf", 0.02),
         ('sampling.sampler="forward-backward"', "forward-backward", 0.02),
         ("sampling.dfm=true", "dfm", 0.02),
-        ("sampling.predictor=ddpm_cache", "mdlm", 0.02),
+        ("sampling.predictor=ddpm_cache", "", 0.02),
         ("sampling.predictor=ddpm", "ddpm", 0.02),
         ("sampling.sampler=remdm-cap sampling.predictor=analytic", "analytic", 0.02),
     ],

@@ -35,10 +35,12 @@ def probe(monkeypatch):
     monkeypatch.setattr(cli, "run_probe", run_probe, raising=False)
     command = Command(
         "adlm.cli:run_probe", "a probe", words=("eval.checkpoint",), flags={"dry-run": "do nothing"},
-        defaults=("model=nano",), sections=("eval",),
+        defaults=("model=nano",), reads=("eval", "model", "train.steps"),
     )  # fmt: skip
     monkeypatch.setitem(COMMANDS, "probe", command)
-    monkeypatch.setitem(COMMANDS, "words", Command("adlm.cli:run_probe", "a probe with words", rest=True))
+    monkeypatch.setitem(
+        COMMANDS, "words", Command("adlm.cli:run_probe", "a probe with words", rest=True, reads=("seed",))
+    )
     return run_probe
 
 
@@ -150,7 +152,6 @@ def test_a_bug_is_not_hidden(probe):
     ("argv", "status", "says"),
     [
         (["probee"], 2, "did you mean 'probe'?"),
-        (["score", "runs/demo", "a text"], 2, "there is no command 'score': lm.score(text) in Python, POST /v1/score"),
         (["infill"], 2, "sampling.template="),
         (["probe", "--watch"], 2, "unknown flag '--watch'; this command knows --dry-run, --json, --help"),
         (["probe", "-x"], 2, "unknown flag '-x'"),
@@ -160,7 +161,21 @@ def test_a_bug_is_not_hidden(probe):
         (["probe", "train.stepz=3"], 1, "did you mean 'train.steps'?"),
         (["import", "x.ckpt"], 2, "adlm import needs eval.checkpoint and out"),
         (["import", "x.ckpt", "folder"], 1, "x.ckpt is not a file"),
-        (["export", "nowhere", "x.ckpt"], 1, "nowhere is not an exported model"),
+        (["convert", "nowhere", "x.ckpt"], 1, "nowhere is not an exported model"),
+        (["export", "nowhere", "folder"], 1, "eval.checkpoint='nowhere' does not exist"),
+        (["probe", "sampling.steps=3"], 1, "sampling.steps: `adlm probe` does not read this key (did you mean"),
+        (["probe", "sampling=mdlm"], 1, "sampling=...: `adlm probe` does not read this group"),
+        (["sample", "model=small"], 1, "model=...: `adlm sample` does not read this group"),
+        (
+            ["sample", "train.steps=5"],
+            1,
+            "train.steps: `adlm sample` does not read this key (did you mean 'sampli",
+        ),
+        (["sample", "data=lm1b"], 1, "data=...: `adlm sample` does not read this group"),
+        (["ppl", "algo=ar"], 1, "algo=...: `adlm ppl` does not read this group"),
+        (["evaluate", "train.steps=5"], 1, "train.steps: `adlm evaluate` does not read"),
+        (["serve", "sampling.n=5"], 1, "sampling.n: `adlm serve` does not read this key; `adlm serve --help`"),
+        (["score", "a", "b", "c"], 1, "'c' is one word too many"),
         (["config", "out=list"], 1, "out takes any str"),
         (["config", "modl=list"], 1, "did you mean 'model'?"),
     ],

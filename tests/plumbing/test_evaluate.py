@@ -172,6 +172,8 @@ def test_text_never_becomes_a_special_token(home):
 def test_judges_that_cannot_be(home, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="does not exist"):
         locate(str(tmp_path / "nothing.gguf"))
+    with pytest.raises(ValueError, match=r"eval\.judge='nofolder/' does not exist"):
+        locate("nofolder/")
     assert locate("gpt2-large") == "gpt2-large"
     with pytest.raises(ValueError, match="must be causal"):
         open_judge(str(home / "adlm"), CPU)

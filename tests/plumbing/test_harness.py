@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from exports import L, export
 
 pytest.importorskip("lm_eval", reason="needs the extra `harness` (lm-eval)")
 
-from adlm.evaluation.harness import Harness, before_stop
+from adlm.evaluation.harness import Harness, before_stop, main
 
 CHOICE = """task: local_choice
 dataset_path: json
@@ -137,6 +138,30 @@ def test_bad_arguments_are_one_line(folder):
         Harness()
     with pytest.raises(ValueError, match="did you mean 'mdlm'"):
         Harness(path=str(folder), sampler="mdml", device="cpu")
+    with pytest.raises(ValueError, match=r"^steps=0 must be at least 1$"):
+        Harness(path=str(folder), steps=0, device="cpu")
+
+
+def test_what_a_user_got_wrong_is_one_line_of_the_command(folder, monkeypatch):
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: Harness(path=str(folder), stepz=3, device="cpu"))
+    with pytest.raises(SystemExit, match=r"^adlm: error: setting='stepz' is unknown \(did you mean 'steps'\?\)"):
+        main()
+
+
+def test_without_the_extra_its_pip_line_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "adlm.evaluation.harness")
+    said = r"this needs the package lm_eval: pip install 'adlm\[harness\]'$"
+    with pytest.raises(SystemExit, match="^adlm: error: " + said):
+        runpy.run_module("adlm.evaluation.harness", run_name="__main__")
+    with pytest.raises(ModuleNotFoundError, match="^" + said):
+        runpy.run_module("adlm.evaluation.harness", run_name="harness_without_its_extra")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_harness_default_device_is_the_cpu(folder, capsys):
+    assert Harness(path=str(folder), device="cuda:0").lm.device.type == "cpu"
+    assert capsys.readouterr().err == "adlm: note: no CUDA device is available for cuda:0; running on the CPU\n"
 
 
 def test_local_tasks_run_offline_from_the_command_line(folder, tmp_path):
@@ -151,7 +176,7 @@ def test_local_tasks_run_offline_from_the_command_line(folder, tmp_path):
     }  # fmt: skip
     command = [
         sys.executable, "-m", "adlm.evaluation.harness", "run", "--model", "adlm",
-        "--model_args", f"path={folder},draws=4", "--device", "cpu", "--include_path", str(tmp_path / "tasks"),
+        "--model_args", f"path={folder},draws=4", "--include_path", str(tmp_path / "tasks"),
         "--tasks", "local_choice,local_text,local_write", "--output_path", str(tmp_path / "out"),
     ]  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -398,8 +398,8 @@ def test_loading_refuses_what_is_no_checkpoint(tmp_path):
         load_checkpoint(tmp_path / "nothing")
     with pytest.raises(ValueError, match="neither a run folder nor an exported folder"):
         load_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="which model"):
-        run_ppl(config.load(["data=checkpoint"]))
+    with pytest.raises(ValueError, match=r"does not say what it was trained on; name a corpus, e\.g\. data=pydocs"):
+        run_ppl(config.load(["data=checkpoint"]))  # of the model in the package
 
 
 @pytest.mark.slow

@@ -48,11 +48,8 @@ def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        (
-            ["sampling.prompt=The", "sampling.n=1", "sampling.seed=3"],
-            "sampling.seed and sampling.prompt: not for a server",
-        ),
-        (["sampling.batch_size=64"], "sampling.batch_size: not for a server; requests say what is drawn, serve.slots"),
+        (["sampling.prompt=The", "sampling.n=1"], "sampling.prompt: `adlm serve` does not read this key"),
+        (["sampling.batch_size=64"], "sampling.batch_size: `adlm serve` does not read this key"),
         (
             ["sampling.steps=100", "max_steps=50"],
             "sampling.steps=100 is more than serve.max_steps=50: every request without steps would be refused",

@@ -1,4 +1,5 @@
-"""`adlm sample CHECKPOINT ...`: texts to the terminal and, line by line as they are finished, to the jsonl file `out`.
+"""`adlm sample CHECKPOINT ...`: texts to the terminal and, line by line as they are finished, to the jsonl file `out`;
+`adlm score 'some words' CHECKPOINT`; and `adlm.train`, which is `adlm train` from Python.
 
 Sample i is a function of (settings, seed + i), so the file is its own progress: a rerun reads it, drops a line that a
 crash cut short, and draws only what is missing. With --watch one text appears live from masks; anchors - tokens rare in
@@ -7,9 +8,11 @@ their sequence - are marked.
 
 import hashlib
 import json
+import math
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,18 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from adlm.api.language_model import Generation, LanguageModel, load
+from adlm import config
+from adlm.api.language_model import Generation, LanguageModel, load, load_any, path_given
+from adlm.compat.checkpoints import run_convert
+from adlm.config.keys import TRAINING, full_name
 from adlm.engine import Request, Result
 from adlm.errors import require
-from adlm.io.load import default_checkpoint
+from adlm.io import progress
+from adlm.io.load import BOX_NAME
 from adlm.io.paths import writable_file
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
+from adlm.tables import SAMPLERS
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
@@ -37,15 +45,20 @@ BEGINNING = b'{"text": "'
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
 
 
+def open_model(cfg: Config) -> LanguageModel:
+    """The model that a command line names, by default the one in the box."""
+    where = cfg.eval.checkpoint or BOX_NAME
+    return LanguageModel(load_any(where, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root))
+
+
 def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     """Draw sampling.n texts; returns how many, where, and how fast."""
     c = cfg.sampling
     require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
-    checkpoint = cfg.eval.checkpoint or default_checkpoint()
-    lm = load(checkpoint, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
+    lm = open_model(cfg)
     request = request_of(lm, c)
     path = writable_file("out", Path(cfg.out)) if cfg.out else None
-    identity = fingerprint(lm, c) if path else ""
+    identity = fingerprint(lm, replace(c, sampler=request.settings.sampler)) if path else ""
     have = read_samples(path, identity) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
     drawn: list[Generation] = []
@@ -56,10 +69,12 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     elif not wanted:
         print(f"all {c.n} samples are in {path} already")
     else:
-        for text in draw(lm, request, wanted, c.batch_size):
-            record(path, text, identity)
-            print(f"--- seed {text.seed}, {text.nfe} evaluations\n{text.text}", flush=True)
-            drawn.append(text)
+        with progress("evaluations, at most", most_evaluations(lm, request, len(wanted))) as advance:
+            for text in draw(lm, request, wanted, c.batch_size, advance):
+                record(path, text, identity)
+                with advance.paused():
+                    print(f"--- seed {text.seed}, {text.nfe} evaluations\n{text.text}", flush=True)
+                drawn.append(text)
     seconds = time.perf_counter() - began
     made = sum(len(g.tokens) for g in drawn)
     return {
@@ -76,14 +91,24 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
 def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
     words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in ("banned", "required")}
-    settings: dict[str, Any] = asdict(c) | words | {"sampler": lm.sampler_of(c.sampler)}
-    return lm.request(**settings)
+    return lm.request(**(asdict(c) | words))
 
 
-def draw(lm: LanguageModel, request: Request, seeds: list[int], batch_size: int) -> Iterator[Generation]:
-    """Texts of the given seeds, in the order they are finished."""
-    for result in lm.engine(batch_size).run(replace(request, seed=s) for s in seeds):
+def draw(
+    lm: LanguageModel, request: Request, seeds: list[int], batch_size: int, tick: Callable[[], None] = lambda: None
+) -> Iterator[Generation]:
+    """Texts of the given seeds, in the order they are finished; `tick` is called after each network evaluation."""
+    for result in lm.engine(batch_size).run((replace(request, seed=s) for s in seeds), tick):
         yield lm.finish(result)
+
+
+def most_evaluations(lm: LanguageModel, request: Request, n: int) -> int:
+    """How many network evaluations n texts take at most: batches do not wait for each other, and steps that draw
+    nothing cost nothing."""
+    s, holes = request.settings, sum(t == lm.tokenizer.mask_id for t in request.tokens)
+    each = s.steps if SAMPLERS.load(s.sampler).steps_matter else holes
+    windows = 1 + max(0, math.ceil((len(request.tokens) - lm.length) / s.stride)) if s.stride else 1
+    return math.ceil(n / s.batch_size) * each * windows
 
 
 def watch_text(lm: LanguageModel, request: Request, console: Console | None = None) -> Generation:
@@ -156,3 +181,72 @@ def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
         require(ours, f"out={str(path)!r}: line 1 is not a sample; choose another file")
         os.truncate(path, len(whole) - len(rest))
     return have
+
+
+# Scoring
+
+
+def run_score(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
+    """`adlm score TEXT [CHECKPOINT]`: how likely a text is, with the most surprising tokens."""
+    require(len(args) <= 2, f"adlm score TEXT [CHECKPOINT]: {' '.join(args[2:3])!r} is one word too many (quotes?)")
+    text = read_text(args[:1], "adlm score 'some words' [CHECKPOINT]")
+    cfg.eval.checkpoint = args[1] if len(args) == 2 else cfg.eval.checkpoint
+    lm = open_model(cfg)
+    found = lm.score(text, cfg.eval.draws)
+    size = max(1, len(text.encode()))
+    bits = found.nll * len(found.tokens) / math.log(2) / size
+    kind = "exact" if lm.model.config.causal else "upper bound"
+    error = f" +- {found.stderr:.4f}" if found.stderr else ""
+    print(f"perplexity {found.ppl:.2f} ({kind}): {found.nll:.4f}{error} nats per token, {bits:.4f} bits per byte;")
+    print(f"    {len(found.tokens):,} tokens, {size:,} bytes")
+    pieces = [lm.tokenizer.token(t) for t in found.tokens]
+    return {**asdict(found), "bits_per_byte": bits, "kind": kind, "pieces": pieces}
+
+
+def read_text(args: Sequence[str], usage: str) -> str:
+    """The words of the command line, the file they name, or standard input."""
+    if not args or list(args) == ["-"]:
+        require(not sys.stdin.isatty(), f"which text? {usage}, or @FILE, or < FILE")
+        return sys.stdin.read()
+    text = " ".join(args)
+    if text.startswith("@"):
+        require(Path(text[1:]).is_file(), f"{text}: there is no file {text[1:]!r}")
+        text = text[1:]
+    try:
+        return Path(text).read_text(encoding="utf-8") if len(text) < 4096 and Path(text).is_file() else text
+    except UnicodeDecodeError:
+        raise ValueError(f"{text} is not UTF-8 text") from None
+
+
+# Exporting and training
+
+
+def run_export(cfg: Config) -> dict[str, Any]:
+    """`adlm export MODEL FOLDER`: whatever can be loaded, as an exported folder."""
+    if cfg.out.endswith(".ckpt"):  # what this command did in earlier versions
+        print("adlm: note: `adlm export MODEL FILE.ckpt` is now `adlm convert`", file=sys.stderr)
+        return run_convert(cfg)
+    lm = open_model(cfg)
+    lm.save(cfg.out)
+    size = sum(file.stat().st_size for file in Path(cfg.out).iterdir())
+    print(f"{cfg.out}: {lm!r}, {size / 1e6:,.1f} MB")
+    return {"folder": cfg.out, "bytes": size}
+
+
+def train(source: str | Path | Sequence[str] = (), **settings: Any) -> LanguageModel:
+    """Train as `adlm train` does, or resume, and load the result.
+
+    `source`: a file or folder of text, or the overrides that the command line would have. `settings`: the same by
+    name, the section left out where that is clear: adlm.train("my.txt", model="nano", steps=500, out="runs/mine").
+    """
+    from adlm.training.loop import train as run
+
+    if isinstance(source, (str, os.PathLike)):
+        source = ["data=file", f"data.path={path_given('source', source)}"]
+    named = [f"{full_name(name, TRAINING)}={as_typed(value)}" for name, value in settings.items()]
+    return load(run(config.load([*source, *named])).run)
+
+
+def as_typed(value: Any) -> str:
+    """A value of Python as the command line writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,22 +2,25 @@
 
     lm = adlm.load("runs/demo")
     lm.generate(n=4, sampler="remdm-loop", steps=256, top_p=0.9, seed=0)
+    lm.generate("Once upon a time", max_new_tokens=64)
     lm.generate("The capital of [MASK:2] is [MASK:3].")
-    lm.generate(prompt="Once upon a time", length=128)
 
-Everything random follows from `seed`: sample i uses seed + i, whatever the batch size.
+Everything random follows from `seed`: text i of a prompt uses seed + i, whatever the batch size. Every method may be
+called from any thread: calls that generate share network calls, and no two calls use the network at once.
 """
 
+import contextlib
 import functools
 import gc
 import hashlib
 import operator
 import os
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,17 +31,55 @@ from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
-from adlm.engine.request import Limit, check_canvas, check_length, parse_template
+from adlm.engine.prepare import autocast
+from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, parse_template
 from adlm.errors import choose, require
 from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
-from adlm.io.load import BOX, load_checkpoint
+from adlm.io.load import BOX_NAME, load_checkpoint
 from adlm.io.paths import path_of, pick_device
-from adlm.rules import Count, accept
-from adlm.schema import SamplingConfig
+from adlm.models.network import Hidden
+from adlm.objectives import Objective
+from adlm.rules import Count, accept, rules_of
+from adlm.samplers.base import with_sampler
+from adlm.schema import SamplingConfig, TrainConfig
 
 Words = Sequence[str]
 SETTINGS = get_type_hints(SamplingConfig, include_extras=True)
 """Fields of SamplingConfig, with the rules their values obey."""
+# How messages of the command line name what a Python argument says.
+PYTHON_NAMES = {"sampling.": "", "train.device": "device", "eval.checkpoint": "source", "eval.ema": "ema"}
+
+
+class StreamSettings(TypedDict, total=False):
+    """The fields of SamplingConfig as keywords, for type checkers and editors; a test holds the two together."""
+
+    prompt: str
+    template: str
+    length: int
+    max_new_tokens: int
+    stop: bool
+    banned: Words
+    required: Words
+    seed: int
+    sampler: str
+    steps: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    guidance: float
+    stride: int
+    eta: float
+    t_on: float
+    t_off: float
+    alpha_on: float
+    threshold: float
+    parity: str
+    batch_size: int
+
+
+class GenerateSettings(StreamSettings, total=False):
+    n: int
 
 
 @dataclass(frozen=True)
@@ -66,16 +107,54 @@ class Partial:
     """Positions drawn in the last evaluation."""
 
 
+@contextlib.contextmanager
+def python_words() -> Iterator[None]:
+    """Errors inside name Python arguments: `temperature=-1`, where the command line has `sampling.temperature=-1`."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error)
+        for name, ours in PYTHON_NAMES.items():
+            said = said.replace(name, ours)
+        raise ValueError(said) from None
+
+
 def load(
-    source: str | Path = BOX, device: str = "auto", ema: bool = True, tokenizer: str = "", root: str = ""
+    source: str | Path = BOX_NAME,
+    device: str | torch.device = "auto",
+    ema: bool = True,
+    tokenizer: str = "",
+    root: str = "",
+    dtype: str | torch.dtype = "auto",
 ) -> "LanguageModel":
-    """Load a run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box."""
-    path = path_given("source", source)
-    place = pick_device(str(device))
+    """Load a run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box.
+
+    `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in; auto is bfloat16 on a GPU while
+    generating, and float32 elsewhere. Weights stay float32.
+    """
+    name = str(dtype).removeprefix("torch.")
+    precision = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)  # torch's names, and ours
+    rules_of(TrainConfig)["precision"].check("dtype", precision)
+    with python_words():
+        return LanguageModel(load_any(source, str(device), ema, tokenizer, root), precision)
+
+
+def load_any(source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "") -> Loaded:
+    """A model from a place or from the hub; errors in the words of the command line."""
+    path, place = path_given("source", source), pick_device(device)
     if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
         advice = "give a run folder, an exported folder or a .ckpt file"
         path = hub.fetch(str(source), (CONFIG, WEIGHTS, TOKENIZER), f"model {str(source)!r}", advice)
-    return LanguageModel(load_checkpoint(path, ema, place, tokenizer, root))
+    return load_checkpoint(path, ema, place, tokenizer, root)
+
+
+def texts_of(text: str | Words) -> list[str]:
+    """One text, or those of a list."""
+    if isinstance(text, str):
+        return [text]
+    listed = isinstance(text, Iterable) and not isinstance(text, bytes)
+    require(listed, f"text must be a text or a list of texts, got {text!r:.60}")
+    return list(text)
 
 
 def path_given(what: str, value: Any) -> Path:
@@ -87,14 +166,18 @@ def path_given(what: str, value: Any) -> Path:
 class LanguageModel:
     """A trained model with its tokenizer; `adlm.load` makes one."""
 
-    def __init__(self, loaded: Loaded):
-        self.loaded = loaded
+    def __init__(self, loaded: Loaded, precision: str = "auto"):
+        """`precision`: auto, fp32 or bf16, as `dtype` of `load`."""
+        self.loaded, self.precision = loaded, precision
         self.model, self.info = loaded.model, loaded.info
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.schedule = make_schedule(loaded.noise)
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
+        self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
         self.kept_engine: Engine | CausalEngine | None = None
+        self.lock = threading.Lock()
+        """Held by whoever uses the network; the engine's own, too."""
 
     @property
     def device(self) -> torch.device:
@@ -116,61 +199,89 @@ class LanguageModel:
 
     # Generating
 
-    def generate(
-        self, template: str = "", *, banned: Words = (), required: Words = (), **settings: Any
-    ) -> list[Generation]:
-        """Draw n texts: free, continuing `prompt`, or filling the holes of `template`; sorted by their seeds.
+    def generate(self, text: str | Words = "", **settings: Unpack[GenerateSettings]) -> list[Generation]:
+        """Draw n texts for `text`, sorted by their seeds; of a list of texts, n for each, in the list's order.
 
-        `settings` are the fields of SamplingConfig: n, prompt, seed, sampler, steps, temperature, top_p, top_k, min_p,
-        guidance, batch_size, ...; `length` counts tokens, prompt included (0: the model's); `stop` ends a text at its
-        first end-of-text token. `banned` and `required` are lists of words.
+        A text without holes is a prompt to be continued, one with holes ([MASK], [MASK:3]) a template to be filled, and
+        an empty one asks for free text. `prompt` and `template` say which it is, whatever it holds.
+        `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's length);
+        `max_new_tokens` only those that are drawn. `stop` ends a text at its first end-of-text token. `banned` and
+        `required` are lists of words. The other settings are those of the command line's `sampling` section.
         """
-        request = self.request(template, banned=banned, required=required, **settings)
-        requests = (replace(request, seed=request.seed + i) for i in range(request.settings.n))
-        texts = [self.finish(r) for r in self.engine(request.settings.batch_size).run(requests)]
-        return sorted(texts, key=lambda g: g.seed)
+        with python_words():
+            n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])
+            requests = [self.checked_request(one, **settings) for one in texts_of(text)]
+        asked = (replace(request, seed=request.seed + i) for request in requests for i in range(n))
+        if not requests:
+            return []
+        results = self.engine(requests[0].settings.batch_size).run(asked)
+        # In the order asked: an engine numbers requests as it takes them.
+        return [self.finish(result) for result in sorted(results, key=lambda result: result.id)]
 
-    def stream(self, template: str = "", **arguments: Any) -> Iterator[Partial | Generation]:
+    def stream(self, text: str = "", **settings: Unpack[StreamSettings]) -> Iterator[Partial | Generation]:
         """Draw one text, with the arguments of `generate`: partial texts after each evaluation, then the Generation."""
-        require("n" not in arguments, "stream yields one text; draw several with generate(n=...)")
-        request = replace(self.request(template, **arguments), watch=True)
+        require("n" not in settings, "stream yields one text; draw several with generate(n=...)")
+        with python_words():
+            request = self.checked_request(text, **settings)
+        return self.updates(replace(request, watch=True))
+
+    def updates(self, request: Request) -> Iterator[Partial | Generation]:
         for update in self.engine(request.settings.batch_size).stream(request):
             if isinstance(update, Result):
                 yield self.finish(update)
             else:
                 yield Partial(self.text(update.tokens), update.tokens, update.step, update.nfe, update.drawn)
 
-    def request(self, template: str = "", *, banned: Words = (), required: Words = (), **settings: Any) -> Request:
+    def checked_request(self, text: str, **settings: Any) -> Request:
+        """A request that its engine has accepted."""
+        request = self.request(text, **settings)
+        self.engine(request.settings.batch_size).check(request)
+        return request
+
+    def request(self, text: str = "", **settings: Any) -> Request:
         """What the engine is asked for; the arguments are those of `generate`, checked by the rules of the schema."""
-        tok, causal = self.tokenizer, self.model.config.causal
-        given = {"sampler": self.sampler_of(SamplingConfig.sampler), **settings, "template": template}
-        for name in given:
-            choose("setting", name, SETTINGS)
-        c = SamplingConfig(**{name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in given.items()})
-        check_canvas(c.length, prompt=c.prompt, template=c.template)
-        learns_score = tables.OBJECTIVES.load(self.loaded.objective.name).learns_score
-        misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, learns_score)
+        banned, required = settings.pop("banned", ()), settings.pop("required", ())
+        new = accept("max_new_tokens", settings.pop("max_new_tokens", 0), SETTINGS["length"])
+        if text := accept("text", text, str):
+            kind = "template" if LIKE_A_HOLE.search(text) else "prompt"
+            named = [name for name in ("prompt", "template") if settings.get(name)]
+            require(not named, f"give only one of the first argument and {''.join(named[:1])}")
+            settings[kind] = text
+        for name in settings:
+            choose("setting", name, [*SETTINGS, "max_new_tokens"])
+        given = {name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in settings.items()}
+        c = with_sampler(SamplingConfig(**given), self.loaded.objective)
+        misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, self.objective.learns_score)
         require(not misfit, f"sampling.sampler={c.sampler!r} {misfit}")
+        tokens = self.canvas(c, new)
+        avoided, placed = self.words(banned, required)
+        stop_id = self.tokenizer.eos_id if c.stop else None
+        return Request(tokens, c, c.seed, avoided, placed, stop_id)
+
+    def canvas(self, c: SamplingConfig, new: int = 0) -> list[int]:
+        """The sequence to be filled: template or prompt as tokens, masks where something is to be drawn. `new`: how
+        many masks, where c.length does not say how many positions."""
+        tok = self.tokenizer
+        check_canvas(c.length, prompt=c.prompt, template=c.template)
+        require(not (new and c.length), f"give only one of max_new_tokens={new} and sampling.length={c.length}")
+        require(not (new and c.template), "max_new_tokens has no meaning beside template: its holes say how many")
         if c.template:
             limit = None if c.stride > 0 else Limit(self.length)
-            tokens = parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
-        else:
-            total = c.length or self.length
-            check_length(total, self.length, c.stride)
-            # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
-            start = [tok.bos_id, *tok.encode(c.prompt)] if c.prompt or c.stop or causal else []
-            require(
-                len(start) < total,
-                f"the prompt has {len(start)} tokens, which leaves nothing to draw in sampling.length={total}",
-            )
-            tokens = start + [tok.mask_id] * (total - len(start))
-        avoided, placed = self.words(banned, required)
-        return Request(tokens, c, c.seed, avoided, placed, stop_id=tok.eos_id if c.stop else None)
+            return parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
+        # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
+        given = c.prompt or c.stop or self.model.config.causal
+        start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
+        total = len(start) + new if new else c.length or self.length
+        check_length(total, self.length, c.stride)
+        require(
+            len(start) < total,
+            f"the prompt has {len(start)} tokens, which leaves nothing to draw in sampling.length={total}",
+        )
+        return start + [tok.mask_id] * (total - len(start))
 
     def sampler_of(self, configured: str) -> str:
-        """The sampler for this model: the schema's default is for diffusion models; a causal one has a single other."""
-        default = configured == SamplingConfig.sampler
-        return "autoregressive" if default and self.model.config.causal else configured
+        """The sampler of that name, or without one the model's own."""
+        return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
 
     def words(self, banned: Words, required: Words) -> tuple[list[list[int]], list[list[int]]]:
         """Banned and required words as token sequences; a required one must not hold a banned one."""
@@ -204,13 +315,16 @@ class LanguageModel:
 
     def engine(self, slots: int) -> Engine | CausalEngine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
-        number is asked for: each engine has its own copy of the blocks."""
-        if self.kept_engine is not None and len(self.kept_engine.slots) != slots:
-            self.drop_engine()
-        if self.kept_engine is None:
-            tau = self.loaded.objective.tau
-            self.kept_engine = make_engine(self.model, self.schedule, slots, self.device, tau=tau)
-        return self.kept_engine
+        number is asked for: each engine has its own copy of the blocks. Who still reads from another one may."""
+        with self.lock:
+            if self.kept_engine is not None and len(self.kept_engine.slots) != slots:
+                self.drop_engine()
+            if self.kept_engine is None:
+                tau = self.loaded.objective.tau
+                engine = make_engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
+                engine.lock = self.lock
+                self.kept_engine = engine
+            return self.kept_engine
 
     def drop_engine(self) -> None:
         """Free the memory of the kept engine. It refers to itself: only the collector finds it."""
@@ -235,7 +349,8 @@ class LanguageModel:
         draws = accept("draws", draws, Count)
         tokens, given = self.encode("text", text), self.encode("context", context)
         noise, objective = self.loaded.noise, self.loaded.objective
-        return score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given)
+        with self.using_network():
+            return score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given)
 
     def encode(self, what: str, value: str | Sequence[int]) -> list[int]:
         """Token ids of a text, or those given."""
@@ -248,15 +363,46 @@ class LanguageModel:
         except TypeError:
             raise ValueError(wrong) from None
 
-    @torch.no_grad()
-    def log_probs(self, tokens_BL: Tensor) -> Tensor:
+    def log_probs(self, text: str | Sequence[int] | Tensor) -> Tensor:
         """Log-probabilities log p(x0 | canvas) at every position, or of the next token if causal: float32 [B, L, V]."""
-        return self.model.log_probs(tokens_BL.to(self.device), self.noise_level(tokens_BL))
+        tokens_BL = self.tokens(text)
+        with self.using_network():
+            return self.model.log_probs(tokens_BL, self.noise_level(tokens_BL))
 
-    @torch.no_grad()
-    def anchor_logits(self, tokens_BL: Tensor) -> Tensor:
+    def anchor_logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
         """Raw logits of the anchor network at every position: float32 [B, L, V]."""
-        return self.model.anchor_logits(tokens_BL.to(self.device), self.noise_level(tokens_BL))
+        tokens_BL = self.tokens(text)
+        with self.using_network():
+            return self.model.anchor_logits(tokens_BL, self.noise_level(tokens_BL))
+
+    def hidden(self, text: str | Sequence[int] | Tensor) -> Hidden:
+        """Final hidden states of both networks, as their heads read them: `denoiser_BLD` and `anchor_BLD` (None if the
+        model has no anchor network), [B, L, D]."""
+        tokens_BL = self.tokens(text)
+        with self.using_network():
+            return self.model(tokens_BL, self.noise_level(tokens_BL))
+
+    @contextlib.contextmanager
+    def using_network(self) -> Iterator[None]:
+        """Alone with the network, in the precision asked for, without gradients."""
+        with self.lock, torch.no_grad(), autocast(self.device, self.precision == "bf16"):
+            yield
+
+    def tokens(self, text: str | Sequence[int] | Tensor) -> Tensor:
+        """A text, which may have holes, after its begin-of-text token; or token ids, one sequence or [B, L] of one
+        length: int64 [B, L], on the model's device."""
+        if isinstance(text, str):
+            tok, start = self.tokenizer, [self.tokenizer.bos_id]
+            holes = LIKE_A_HOLE.search(accept("text", text, str))
+            found = parse_template(text, tok.encode, tok.mask_id, start) if holes else start + tok.encode(text)
+            tokens = torch.tensor(found)
+        else:
+            tokens = text if isinstance(text, Tensor) else torch.tensor(self.encode("text", text))
+        tokens_BL = tokens[None] if tokens.ndim == 1 else tokens
+        whole = tokens_BL.ndim == 2 and tokens_BL.numel() > 0 and not tokens_BL.is_floating_point()
+        require(whole, f"text must be one text or token ids [batch, length], got {text!r:.60}")
+        Limit(self.length).check(tokens_BL.shape[1], "the text")
+        return tokens_BL.to(self.device)
 
     def noise_level(self, tokens_BL: Tensor) -> Tensor:
         """The sigma_B at which as many masks are expected as each sequence has: what time-conditioned models read."""

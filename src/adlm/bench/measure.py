@@ -41,7 +41,7 @@ from adlm.models import Network, build_model
 from adlm.models.backends import peak_flops
 from adlm.models.network import count_flops
 from adlm.objectives import make_objective
-from adlm.samplers.base import make_sampler
+from adlm.samplers.base import make_sampler, with_sampler
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
 from adlm.training.batches import corrupted_batches, on_device
@@ -152,7 +152,7 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
 def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Time bench.steps network evaluations of a batch; to its end, where the sampler reads predictions and decides by
     them how many there are."""
-    s, schedule = cfg.sampling, make_schedule(cfg.noise)
+    s, schedule = with_sampler(cfg.sampling, cfg.objective), make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
@@ -192,7 +192,7 @@ def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) 
 @torch.inference_mode()
 def reference_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Time steps of the reference from the middle of the process."""
-    s, schedule = cfg.sampling, make_schedule(cfg.noise)
+    s, schedule = with_sampler(cfg.sampling, cfg.objective), make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     require(
         isinstance(plan, Scheduled),

@@ -262,7 +262,7 @@ def _tokenizer_json(pickled: Any) -> str:
     return text.decode("utf-8", "replace") if isinstance(text, bytes) else ""
 
 
-# ---- adlm import, adlm export ---------------------------------------------------------------------------------------
+# ---- adlm import, adlm convert --------------------------------------------------------------------------------------
 
 
 def tokenizer_of(release: Release, name: str = "", root: str = "") -> "Tokenizer":
@@ -442,8 +442,8 @@ def run_import(cfg: Config) -> dict[str, Any]:
     return info
 
 
-def run_export(cfg: Config) -> dict[str, Any]:
-    """`adlm export folder release.ckpt`: our exported folder in the release's layout."""
+def run_convert(cfg: Config) -> dict[str, Any]:
+    """`adlm convert folder release.ckpt`: our exported folder in the release's layout."""
     path = export_release(cfg.eval.checkpoint, cfg.out)
     print(f"{path}: {path.stat().st_size / 1e6:,.1f} MB")
     return {"file": str(path), "bytes": path.stat().st_size}

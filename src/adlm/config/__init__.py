@@ -17,7 +17,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,35 @@ OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-def load(argv: Sequence[str], world_size: int | None = None, run_folder: bool = True) -> Config:
+def load(
+    argv: Sequence[str],
+    world_size: int | None = None,
+    run_folder: bool = True,
+    check_key: Callable[[str], None] | None = None,
+) -> Config:
     """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
 
     `world_size` is the number of ranks that share the global batch; by default what torchrun says. `run_folder`: an
-    empty `out` becomes a folder below runs/ (not for commands that write beside a checkpoint, or nothing).
+    empty `out` becomes a folder below runs/ (not for commands that write beside a checkpoint, or nothing). `check_key`
+    is called with every key and group that was given, in today's names, and may refuse it.
     """
-    return _build(_today(argv), world_size, run_folder)
+    given = _today(argv)
+    cfg = _build(given, world_size, run_folder)
+    for key in given if check_key else ():
+        check_key(key)
+    return cfg
 
 
-def load_sweep(argv: Sequence[str]) -> tuple[Config, list[SamplingConfig]]:
+def load_sweep(
+    argv: Sequence[str], check_key: Callable[[str], None] | None = None
+) -> tuple[Config, list[SamplingConfig]]:
     """As `load`, but numbers and names of `sampling` may be lists (`sampling.steps=64,128`): every combination of them
     once, checked, in the order typed. The Config has the first."""
-    columns = [[(key, word) for word in _words(key, text)] for key, text in _today(argv).items()]
+    given = _today(argv)
+    columns = [[(key, word) for word in _words(key, text)] for key, text in given.items()]
     found = [_build(dict(line), None, run_folder=False) for line in itertools.product(*columns)]
+    for key in given if check_key else ():
+        check_key(key)
     settings: list[SamplingConfig] = []
     for cfg in found:
         if cfg.sampling not in settings:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from adlm import schema, schema_commands
-from adlm.errors import similar
-from adlm.rules import Choices, Rule
+from adlm.errors import require, similar
+from adlm.rules import Choices, Range, Rule
 from adlm.tables import CORPORA, GROUPS
 
 
@@ -33,6 +33,13 @@ class Key:
     def choices(self) -> tuple[str, ...] | None:
         """Names a closed setting may take; None where any value of its type is meant."""
         return self.rule.names if isinstance(self.rule, Choices) else None
+
+
+TRAINING = ("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track")
+"""Sections that say what is trained, on what, and how."""
+
+PER_REQUEST = ("n", "length", "prompt", "template", "banned", "required", "batch_size", "seed")
+"""Settings of `sampling` that a server has no default for: every request says them, or they are not its business."""
 
 
 @functools.cache
@@ -73,6 +80,31 @@ def group_choices(group: str) -> tuple[str, ...]:
 def group_help(group: str, name: str) -> str:
     """What a name of a group stands for, in one line."""
     return GROUPS[group].help(name) if name in GROUPS[group] else CORPORA.load(name).about
+
+
+def full_name(name: str, sections: Iterable[str]) -> str:
+    """`steps` -> `train.steps`: a group or a key as it is, or the end of a key that only one of the sections has."""
+    if name in GROUPS or name in keys():
+        return name
+    found = [key for key in keys() if key.rpartition(".")[0] in sections and key.rpartition(".")[2] == name]
+    if not found:
+        raise ValueError(f"unknown setting {name!r}{nearest(name, keys())}")
+    whole = f"give the whole name: **{{{found[0]!r}: ...}}"
+    require(len(found) == 1, f"{name} is the end of {' and '.join(found)}; {whole}")
+    return found[0]
+
+
+def default_text(key: Key) -> str:
+    """A default as it would be typed."""
+    return repr(key.default) if key.kind is str else str(key.default).lower()
+
+
+def allowed_text(key: Key) -> str:
+    """The values a key may take, unless its help already says them."""
+    if isinstance(key.rule, Range):
+        return f"[{key.rule}]"
+    unsaid = key.choices is not None and not all(name in key.help for name in key.choices)
+    return f"[{key.rule}]" if unsaid else ""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

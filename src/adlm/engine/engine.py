@@ -6,9 +6,10 @@ of its sampler. A step evaluates the next event of every slot, whatever step of 
 of different length do not share a call: the network has no notion of padding, so results never depend on neighbours.
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,7 +43,11 @@ S = TypeVar("S", bound=ActiveSequence)
 
 
 class BaseEngine(Generic[S]):
-    """A queue and a table of slots. Subclasses say how a slot is opened, stepped and read."""
+    """A queue and a table of slots. Subclasses say how a slot is opened, stepped and read.
+
+    `run` and `stream` may be used from any number of threads; `submit`, `cancel` and `step` are for one that owns the
+    engine.
+    """
 
     def __init__(self, model: Network, slots: int):
         require(slots >= 1, f"sampling.batch_size must be at least 1, got {slots}")
@@ -56,6 +61,9 @@ class BaseEngine(Generic[S]):
         """Sequences of iterators (`run`, `stream`) that are under way."""
         self.unread: list[Frame | Result] = []
         """What one iterator's step said of another one's sequences."""
+        self.abandoned: deque[int] = deque()
+        """Sequences of iterators that were given up, until somebody holds the lock."""
+        self.lock = threading.Lock()
 
     def check(self, request: Request) -> None:
         """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
@@ -87,11 +95,12 @@ class BaseEngine(Generic[S]):
         self.evaluate()
         return self.updates
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Results in the order they finish; requests are taken as slots become free, so there may be any number.
+    def run(self, requests: Iterable[Request], tick: Callable[[], None] = lambda: None) -> Iterator[Result]:
+        """Results in the order they finish; requests are taken as slots become free, so there may be any number. `tick`
+        is called after each step.
 
-        Iterators, `stream` too, may be read in turn: each step works for all of them. Sequences of an iterator that is
-        given up are dropped.
+        Iterators, `stream` too, may be read in turn, and in several threads: each step works for all of them.
+        Sequences of an iterator that is given up are dropped.
         """
         source, more, mine = iter(requests), True, set()
         try:
@@ -101,7 +110,9 @@ class BaseEngine(Generic[S]):
                     more = request is not None
                     if request is not None:
                         mine.add(self.submit_awaited(request))
-                for update in self.read(mine):
+                updates = self.read(mine)
+                tick()
+                for update in updates:
                     if isinstance(update, Result):
                         mine.remove(update.id)
                         yield update
@@ -120,21 +131,34 @@ class BaseEngine(Generic[S]):
             self.drop({id} if not ended else set())
 
     def submit_awaited(self, request: Request) -> int:
-        id = self.submit(request)
-        self.awaited.add(id)
-        return id
+        with self.lock:
+            id = self.submit(request)
+            self.awaited.add(id)
+            return id
 
     def read(self, ids: set[int]) -> list[Frame | Result]:
         """What is new of these sequences: what other iterators' steps have left, or else what a step says."""
-        if not any(u.id in ids for u in self.unread):
-            self.unread += [u for u in self.step() if u.id in self.awaited]
-        found = [u for u in self.unread if u.id in ids]
-        self.unread = [u for u in self.unread if u.id not in ids]
-        self.awaited -= {u.id for u in found if isinstance(u, Result)}
-        return found
+        with self.lock:
+            self.forget_abandoned()
+            if not any(u.id in ids for u in self.unread):
+                self.unread += [u for u in self.step() if u.id in self.awaited]
+            found = [u for u in self.unread if u.id in ids]
+            self.unread = [u for u in self.unread if u.id not in ids]
+            self.awaited -= {u.id for u in found if isinstance(u, Result)}
+            return found
 
     def drop(self, ids: set[int]) -> None:
-        """Forget sequences at once, without a Result."""
+        """Forget sequences without a Result: at once if the engine is idle, else before its next step. The garbage
+        collector may call this at any moment, even inside a step of the same thread, so it never waits."""
+        self.abandoned.extend(ids)
+        if ids and self.lock.acquire(blocking=False):
+            try:
+                self.forget_abandoned()
+            finally:
+                self.lock.release()
+
+    def forget_abandoned(self) -> None:
+        ids = {self.abandoned.popleft() for _ in range(len(self.abandoned))}
         if ids:
             self.cancelled |= ids
             self.drop_cancelled()

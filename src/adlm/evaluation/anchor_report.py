@@ -5,9 +5,7 @@ the marked text and the curves, and the same as JSON. The page of the demo shows
 (`anchors_section`).
 """
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from adlm.api import LanguageModel, load
+from adlm.api import LanguageModel
+from adlm.api.command import open_model, read_text
 from adlm.data.blocks import Blocks
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
@@ -39,10 +38,10 @@ EXAMPLES, HIDDEN, LISTED_OF_EACH = 3, 0.2, 6
 
 def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     """`adlm anchors CHECKPOINT TEXT`: the result is printed, written as a page and as JSON, and returned."""
-    lm = load(cfg.eval.checkpoint, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
+    lm = open_model(cfg)
     require(lm.model.anchor_head is not None, f"{cfg.eval.checkpoint} has no anchor network (model.anchored=false)")
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
-    tokens = lm.tokenizer.encode(read_text(args))
+    tokens = lm.tokenizer.encode(read_text(args, "adlm anchors CHECKPOINT 'some words'"))
     require(bool(tokens), "the text has no tokens")
     rule = for_texts(lm.loaded.objective)
     room = lm.length - 1  # beside the begin token
@@ -67,21 +66,6 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     write_atomically(path.with_suffix(".html"), report(lm, tokens, anchors, result))
     print(f"written to {path.with_suffix('.html')} and {path}")
     return result
-
-
-def read_text(args: Sequence[str]) -> str:
-    """The words of the command line, the file they name, or standard input."""
-    if not args or list(args) == ["-"]:
-        require(not sys.stdin.isatty(), "which text? adlm anchors CHECKPOINT 'some words', or @FILE, or < FILE")
-        return sys.stdin.read()
-    text = " ".join(args)
-    if text.startswith("@"):
-        require(Path(text[1:]).is_file(), f"{text}: there is no file {text[1:]!r}")
-        text = text[1:]
-    try:
-        return Path(text).read_text(encoding="utf-8") if len(text) < 4096 and Path(text).is_file() else text
-    except UnicodeDecodeError:
-        raise ValueError(f"{text} is not UTF-8 text") from None
 
 
 def token_readings(

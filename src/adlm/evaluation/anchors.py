@@ -22,6 +22,7 @@ from adlm.api import LanguageModel
 from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
+from adlm.io import progress
 from adlm.models import Network
 from adlm.objectives.anchors import anchor_rule
 from adlm.schema import ObjectiveConfig
@@ -168,13 +169,16 @@ def read_levels(
     """Hide every maskable position of every sequence of a text, `draws` times at each fraction, and read both
     networks. Every sequence begins with a token that is not of the text."""
     levels = [Level(fraction) for fraction in FRACTIONS]
-    for level in levels:
-        for number, tokens_L in enumerate(sequences):
-            special = [t in lm.tokenizer.special_ids for t in tokens_L.tolist()]
-            tokens_L, maskable_L = tokens_L.to(lm.device), ~torch.tensor(special, device=lm.device)
-            anchors_L = anchors_of(rule, tokens_L) & maskable_L
-            for draw in range(draws):
-                for hidden_L in windows(maskable_L, level.fraction, seed, number * draws + draw):
-                    readings = read_hidden(lm.model, lm.schedule, tokens_L, hidden_L)
-                    level.add(rule, tokens_L, anchors_L, readings, number * (lm.length - 1) - 1)
+    passes = sum(math.ceil(1 / level.fraction) for level in levels) * len(sequences) * draws
+    with progress("reading", passes) as advance:
+        for level in levels:
+            for number, tokens_L in enumerate(sequences):
+                special = [t in lm.tokenizer.special_ids for t in tokens_L.tolist()]
+                tokens_L, maskable_L = tokens_L.to(lm.device), ~torch.tensor(special, device=lm.device)
+                anchors_L = anchors_of(rule, tokens_L) & maskable_L
+                for draw in range(draws):
+                    for hidden_L in windows(maskable_L, level.fraction, seed, number * draws + draw):
+                        readings = read_hidden(lm.model, lm.schedule, tokens_L, hidden_L)
+                        level.add(rule, tokens_L, anchors_L, readings, number * (lm.length - 1) - 1)
+                        advance()
     return levels

@@ -30,7 +30,9 @@ from adlm.evaluation.evaluate_report import build_report, show
 from adlm.evaluation.judge import is_ours, locate
 from adlm.evaluation.measures import DEFINITIONS, Evaluation, entropy, judge_name, mauve_available, measure_all
 from adlm.evaluation.perplexity import open_checkpoint
-from adlm.evaluation.results import model_facts, progress, versions
+from adlm.evaluation.results import beside, model_facts, versions
+from adlm.io import progress
+from adlm.io.load import locate as locate_checkpoint
 from adlm.io.paths import writable_folder, write_atomically
 from adlm.reporting.html import watch
 from adlm.schema import Config, EvalConfig, SamplingConfig
@@ -66,7 +68,7 @@ def run_evaluate(cfg: Config, sweep: Sequence[SamplingConfig] = ()) -> dict[str,
     `sweep`: the settings to compare; by default only those of cfg.sampling.
     """
     e = cfg.eval
-    require(bool(e.checkpoint), "which model? adlm evaluate FOLDER (eval.checkpoint)")
+    require(locate_checkpoint(e.checkpoint).exists(), f"eval.checkpoint={e.checkpoint!r} does not exist")
     check_packages(e)
     folder = writable_folder("out", result_folder(cfg))
     with world(cfg.train) as ranks:
@@ -108,8 +110,8 @@ def result_folder(cfg: Config) -> Path:
     folder."""
     if cfg.out:
         return Path(cfg.out.removesuffix(".json"))
-    place = Path(cfg.eval.checkpoint)
-    return place / "evaluate" if place.is_dir() else place.with_name(f"{place.stem}-evaluate")
+    place = beside(cfg.eval.checkpoint)
+    return place / "evaluate" if not place.is_file() else place.with_name(f"{place.stem}-evaluate")
 
 
 def describe(cfg: Config, lm: LanguageModel, ranks: World) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
         for _ in draw(lm, few, list(range(min(size, len(mine)))), size):
             pass
     part = setting.path.with_suffix(f".part{ranks.rank}.jsonl")
-    with progress(f"samples {setting.label}", len(mine), ranks) as advance:
+    with progress(f"samples {setting.label}", len(mine), ranks.is_main) as advance:
         before = time.perf_counter()
         for text in draw(lm, setting.request, mine, size):
             now = time.perf_counter()

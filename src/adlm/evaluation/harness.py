@@ -19,11 +19,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lm_eval import models  # noqa: F401  # with ours alone in its registry, the harness would not look for its own
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
+
+try:
+    from lm_eval import models  # noqa: F401  # with ours alone in its registry, the harness would not look for its own
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ModuleNotFoundError as error:
+    missing = f"this needs the package {error.name}: pip install 'adlm[harness]'"
+    if __name__ == "__main__":
+        sys.exit(f"adlm: error: {missing}")
+    raise ModuleNotFoundError(missing, name=error.name) from None
 
 from adlm.api import LanguageModel, load
+from adlm.api.language_model import python_words
 from adlm.engine import Request
 from adlm.errors import require
 from adlm.rules import Count, accept
@@ -50,8 +58,9 @@ class Harness(LM):
         sampling.pop("max_batch_size", None)
         batch = str(sampling.pop("batch_size", ""))  # may be `auto`
         sampling = {"steps": 128, "batch_size": int(batch) if batch.isdigit() else 16, **sampling}
-        self.lm: LanguageModel = load(path, device or "auto", bool(ema))
-        self.settings: SamplingConfig = self.lm.request(**sampling).settings
+        self.lm: LanguageModel = load(path, usable(device), bool(ema))
+        with python_words():
+            self.settings: SamplingConfig = self.lm.request(**sampling).settings
 
     def get_model_info(self) -> dict[str, Any]:
         """What is written beside the results."""
@@ -152,6 +161,14 @@ class Harness(LM):
         return Request([*prompt, *[tok.mask_id] * room], config, seed, stop_id=tok.eos_id)
 
 
+def usable(device: str | None) -> str:
+    """The device to load to. The harness asks for cuda:0 where nobody named one: without a GPU that is the CPU."""
+    if device and device.startswith("cuda") and not torch.cuda.is_available():
+        print(f"adlm: note: no CUDA device is available for {device}; running on the CPU", file=sys.stderr)
+        return "cpu"
+    return device or "auto"
+
+
 def arguments(requests: Iterable[Any], label: str, quiet: bool) -> Iterator[tuple[Any, ...]]:
     from tqdm import tqdm
 
@@ -167,9 +184,13 @@ def before_stop(text: str, stops: str | Sequence[str]) -> str:
 
 
 def main() -> None:
+    """The harness's own command line; what a user got wrong is one line, as in `adlm`."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        sys.exit(f"adlm: error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.evaluation.results import progress
+from adlm.io import progress
 from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS
 from adlm.io.load import load_checkpoint
 from adlm.io.paths import path_of, write_atomically
@@ -200,7 +200,7 @@ def judge_samples(
     ranks.barrier()  # every rank reads before any rank writes
     mine = todo[ranks.rank :: ranks.size]
     opened = open_together(judge, bool(mine), rule, ranks)
-    with progress(f"judging {label}", len(mine), ranks) as advance:
+    with progress(f"judging {label}", len(mine), ranks.is_main) as advance:
         for c in mine:
             assert opened is not None
             texts = [rule.read(opened, tokens) for _, tokens in chunks[c]]
@@ -269,7 +269,7 @@ def locate(name: str) -> str:
             f"eval.judge={name!r} is a folder without a model: no {CONFIG}, no export/ and no checkpoints/",
         )
         return str(path)
-    looks_local = name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    looks_local = name.endswith((".gguf", "/")) or name.startswith((".", "/", "~")) or name.count("/") > 1
     require(not looks_local, f"eval.judge={name!r} does not exist")
     return name
 

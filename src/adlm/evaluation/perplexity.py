@@ -24,7 +24,8 @@ from adlm.diffusion.schedules import draw_times
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.evaluation.intervals import Estimate, summarise
-from adlm.evaluation.results import data_facts, model_facts, progress, result_path, versions, write_result
+from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
+from adlm.io import progress
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
 from adlm.objectives import Sequences, make_objective, sequence_bounds
@@ -43,7 +44,6 @@ NatsOf = Callable[[Sequences, int], Tensor]
 
 def run_ppl(cfg: Config) -> dict[str, Any]:
     """`adlm ppl CHECKPOINT`: the result is printed, written as JSON and returned."""
-    require(bool(cfg.eval.checkpoint), "which model? adlm ppl FOLDER (eval.checkpoint)")
     with world(cfg.train) as ranks:
         loaded = open_checkpoint(cfg, ranks)
         with ranks.main_first():
@@ -82,7 +82,10 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
         return data
     recorded = loaded.info.get("data_settings")
     if not recorded:
-        raise ValueError("the checkpoint does not say what it was trained on; name a corpus, e.g. data=wikitext103")
+        raise ValueError(
+            "the checkpoint does not say what it was trained on; name a corpus, e.g. data=pydocs (in the package) or"
+            " data=file data.path=my.txt"
+        )
     ignored = [
         f"data.{f.name}" for f in fields(DataConfig) if f.name not in BESIDE and getattr(data, f.name) != f.default
     ]
@@ -144,7 +147,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
     draws, phase_N = (1, None) if exact else (cfg.draws, phases(cfg.seed, n))
     values_ND = np.zeros((n, draws))
     mine = range(ranks.rank * size, n, ranks.size * size)
-    with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks) as advance:
+    with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks.is_main) as advance:
         for start in mine:
             indices = np.arange(start, min(start + size, n))
             batch = sequences_on(ranks.device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)

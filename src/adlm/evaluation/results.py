@@ -4,19 +4,16 @@ import contextlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
+from adlm.io.load import BOX, BOX_NAME, locate
 from adlm.io.paths import write_atomically
-from adlm.training.parallel import World
 from adlm.training.setup import parameter_count
 
 PACKAGES = (
@@ -60,7 +57,7 @@ def model_facts(loaded: Loaded, checkpoint: str, ema: bool) -> dict[str, Any]:
     """Which model this is: `checkpoint` and `ema` as the user gave them."""
     info = loaded.info
     return {
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint or BOX_NAME,
         "algo": info["algo"],
         "step": info.get("step"),
         "parameters": parameter_count(loaded.model),
@@ -75,8 +72,15 @@ def result_path(out: str, checkpoint: str, name: str) -> Path:
     """The file of a result: `out` if that is FILE.json; else `name` in the folder `out`, or beside the checkpoint."""
     if out.endswith(".json"):
         return Path(out)
-    place = Path(out or checkpoint)
-    return (place if out or place.is_dir() else place.parent) / name
+    place = Path(out) if out else beside(checkpoint)
+    return (place.parent if place.is_file() else place) / name
+
+
+def beside(checkpoint: str) -> Path:
+    """Where results of a checkpoint go: its own folder or file; of the model in the package, which may be read-only
+    and is replaced by the next version, runs/box here."""
+    place = locate(checkpoint)
+    return Path("runs") / BOX_NAME if place == BOX else place
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
@@ -85,13 +89,3 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
         write_atomically(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
         print(f"warning: {path} cannot be written ({error.strerror}); give out=FILE", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def progress(label: str, total: int, ranks: World) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal of the main rank; calling the result advances it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    shown = ranks.is_main and sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda: bar.update(task, advance=1)

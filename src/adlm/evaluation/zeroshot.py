@@ -38,7 +38,6 @@ PAPER_PARAMETERS = 293e6
 
 def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     """`adlm zeroshot CHECKPOINT [set ...]`: a table on the terminal, a JSON file, and the same as a dictionary."""
-    require(bool(cfg.eval.checkpoint), "which model? adlm zeroshot FOLDER [set ...] (eval.checkpoint)")
     names = [choose("zero-shot set", name, PAPER) for name in args] or list(PAPER)
     path = result_path(cfg.out, cfg.eval.checkpoint, "zeroshot.json")
     with world(cfg.train) as ranks:

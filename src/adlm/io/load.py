@@ -11,12 +11,20 @@ from adlm.io.export import CONFIG, Loaded, describe, load_folder, section
 from adlm.io.paths import path_of
 from adlm.models import build_model
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
-from adlm.training.checkpoint import read_weights
-from adlm.training.setup import parameter_count
 
 BOX = Path(__file__).parents[1] / "box"
 """The exported folder that ships inside the package."""
+BOX_NAME = "box"
+"""What it is called: `adlm ppl box`, `adlm.load("box")`."""
 DEMO = Path("runs/demo")
+
+
+def locate(checkpoint: str | Path) -> Path:
+    """The place of a checkpoint as users name it; `box`, unless something here has that name, is the model that ships
+    with the package, and so is no name at all."""
+    path = path_of(checkpoint)
+    unnamed = not str(checkpoint) or (str(checkpoint) == BOX_NAME and not path.exists())
+    return default_checkpoint() if unnamed else path
 
 
 def default_checkpoint() -> Path:
@@ -40,7 +48,7 @@ def load_checkpoint(
     checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help a release checkpoint that
     does not carry its own.
     """
-    path = path_of(path)
+    path = locate(path)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
     if path.is_file():
         loaded = load_release(path, ema, tokenizer, root)
@@ -59,6 +67,10 @@ def load_checkpoint(
 
 def load_newest(run: Path, ema: bool, device: torch.device | str) -> Loaded:
     """Load the newest valid checkpoint of a run, which may still be training."""
+    # Here and not above: torch.distributed.checkpoint takes a second to import, and an export does without.
+    from adlm.training.checkpoint import read_weights
+    from adlm.training.setup import parameter_count
+
     weights, state = read_weights(run, ema)
     saved, source = state["config"], str(run)
     cfg = Config(

@@ -7,8 +7,6 @@ won by a quarter on an H200 at length 1024), so it is timed once, forward and ba
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor.config
 import torch.nn.functional as F
 
 from adlm.schema import ModelConfig
@@ -62,11 +60,15 @@ def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: b
 def allow_variants() -> None:
     """Compiled forms (of training and inference, of first, middle and last blocks, of every shape) are counted by
     function, over all models of a process; beyond torch's limit of 8 a function just runs uncompiled."""
+    import torch._dynamo  # the compiler takes longer to import than the rest of torch: only where something is compiled
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
 
 
 def training_options(most: bool) -> dict[str, Any]:
     """`most`: try several kernels for each product."""
+    import torch._inductor.config
+
     options: dict[str, Any] = {"max_autotune": True} if most else {}
     # Sums along rows and along columns in one kernel (torch 2.11, CUDA): if the column sums are parts of one gradient,
     # as shift and scale of a modulation are, that gradient is never written. tests/plumbing/test_gpu.py has the case.

@@ -16,6 +16,8 @@ from adlm.schema import ModelConfig, ObjectiveConfig
 class Autoregressive(Objective):
     """Nothing is corrupted: the network reads the clean sequence."""
 
+    sampler = "autoregressive"
+
     @classmethod
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
         # not a rule of the command line: `adlm reason` has anchors in its own way, and plain models

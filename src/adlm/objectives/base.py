@@ -87,6 +87,8 @@ class Objective:
     """The head predicts the token at a mask (SUBS), so the bound can be estimated by numbers of masks, too."""
     learns_score: ClassVar[bool] = False
     """The head learns ratios of probabilities, which need not sum to one."""
+    sampler: ClassVar[str] = "mdlm"
+    """The sampler of models that were trained with it, unless sampling.sampler names one."""
 
     def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
         self.cfg, self.schedule, self.mask_id, self.seed = cfg, schedule, mask_id, seed

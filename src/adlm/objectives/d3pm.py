@@ -42,6 +42,7 @@ def d3pm_chunk(mask_id: int) -> ChunkLoss:
 class D3pm(Nelbo):
     bound_name = "d3pm"
     subs = False
+    sampler = "ddpm"
 
     def bound_term(self, noised: Noised) -> Term:
         alpha_s_B, alpha_t_B = noised.alpha_s_B, noised.alpha_t_B

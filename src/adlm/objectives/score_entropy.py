@@ -33,6 +33,7 @@ class ScoreEntropy(Nelbo):
     bound_name = "score_entropy"
     subs = False
     learns_score = True
+    sampler = "score"
 
     def bound_term(self, noised: Noised) -> Term:
         scored = noised.where(noised.masked_BL)

@@ -9,6 +9,7 @@ network evaluation.
 """
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from adlm import tables
 from adlm.diffusion.schedules import Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
-from adlm.schema import ModelConfig, SamplingConfig
+from adlm.objectives.base import Objective
+from adlm.schema import ModelConfig, ObjectiveConfig, SamplingConfig
 
 Positions = NDArray[np.int64]
 NOWHERE: Positions = np.empty(0, dtype=np.int64)
@@ -98,9 +100,16 @@ class Sampler:
         raise NotImplementedError
 
 
+def with_sampler(cfg: SamplingConfig, objective: ObjectiveConfig) -> SamplingConfig:
+    """The settings for a model trained with `objective`: where they name no sampler, the objective does. Everything
+    that draws from a model asks here."""
+    return replace(cfg, sampler=cfg.sampler or tables.OBJECTIVES.load(objective.name).sampler)
+
+
 def make_sampler(cfg: SamplingConfig, schedule: Schedule) -> Sampler:
-    """Build the sampler of sampling.sampler; settings that do not fit together are refused."""
-    kind: type[Sampler] = tables.SAMPLERS.load(cfg.sampler, "sampling.sampler")
+    """Build the sampler of sampling.sampler; settings that do not fit together are refused. An empty name is
+    masked diffusion's: this does not know the model (`with_sampler` does)."""
+    kind: type[Sampler] = tables.SAMPLERS.load(cfg.sampler or Objective.sampler, "sampling.sampler")
     cfg.check()
     require(
         not cfg.parity or kind.in_release,

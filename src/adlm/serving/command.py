@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from adlm.api import load
+from adlm.api import LanguageModel
+from adlm.api.language_model import load_any
 from adlm.errors import require
-from adlm.io.load import default_checkpoint
-from adlm.io.paths import path_of
+from adlm.io.load import BOX_NAME, locate
 from adlm.schema import Config
 from adlm.serving.app import make_app
 from adlm.serving.server import make_server
@@ -33,10 +33,10 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     check_defaults(cfg.sampling, cfg.serve.max_steps)
     if cfg.train.num_threads:
         torch.set_num_threads(cfg.train.num_threads)
-    paths = list(args or ()) or [cfg.eval.checkpoint or str(default_checkpoint())]
+    paths = list(args or ()) or [cfg.eval.checkpoint or BOX_NAME]
     listener = listen(cfg.serve.host, cfg.serve.port)  # first: a port in use must not cost the loading of models
     options = (cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
-    models = {name: load(path, *options) for name, path in names(paths).items()}
+    models = {name: LanguageModel(load_any(path, *options)) for name, path in names(paths).items()}
     service = Service(models, cfg.serve, cfg.sampling)
     key = cfg.serve.api_key or os.environ.get("ADLM_API_KEY", "")
     server = make_server(make_app(service, key), service)
@@ -65,7 +65,7 @@ def names(paths: list[str]) -> dict[str, str]:
     """Id -> path of each model: the last part of the path that says something, made unique."""
     found: dict[str, str] = {}
     for path in paths:
-        parts = [p for p in path_of(path).resolve().parts if p not in ("export", "checkpoints")]
+        parts = [p for p in locate(path).resolve().parts if p not in ("export", "checkpoints")]
         name = base = Path(parts[-1]).stem if path.endswith(".ckpt") else parts[-1]
         number = 1
         while name in found:

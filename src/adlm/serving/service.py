@@ -9,12 +9,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.types import Scope
 
 from adlm.api import LanguageModel
+from adlm.config.keys import PER_REQUEST
 from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Request
 from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
@@ -30,7 +31,7 @@ log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
 """Tokens drawn before a suffix, unless max_tokens says otherwise."""
-SERVER_DEFAULTS = [name for name in SETTINGS if name != "seed"]
+SERVER_DEFAULTS = [name for name in SETTINGS if name not in PER_REQUEST]
 """The sampling settings that are defaults of requests."""
 
 
@@ -178,20 +179,12 @@ class Served:
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:
-    """Refuse what `adlm serve` cannot take as a default of requests, in place of ignoring it."""
+    """Refuse defaults that no request could be answered with."""
     require(
         c.steps <= max_steps,
         f"sampling.steps={c.steps} is more than serve.max_steps={max_steps}:"
         " every request without steps would be refused",
     )
-    plain = asdict(SamplingConfig())
-    given = [
-        f"sampling.{name}"
-        for name, value in asdict(c).items()
-        if value != plain[name] and name not in (*SERVER_DEFAULTS, "stop")
-    ]
-    names = " and ".join(given)
-    require(not given, f"{names}: not for a server; requests say what is drawn, serve.slots how many texts at once")
 
 
 class Service:

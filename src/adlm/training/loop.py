@@ -20,6 +20,7 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.engine import Request, make_engine
 from adlm.io import export
 from adlm.models import build_model
+from adlm.samplers.base import with_sampler
 from adlm.schema import Config
 from adlm.training import setup
 from adlm.training.batches import corrupted_batches, on_device, validate
@@ -64,7 +65,8 @@ def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, s
     tokens = [tokenizer.mask_id] * min(cfg.sampling.length or cfg.model.length, cfg.model.length)
     if cfg.model.causal:
         tokens[0] = tokenizer.bos_id
-    (result,) = engine.run([Request(tokens, cfg.sampling, seed=cfg.sampling.seed + step)])
+    settings = with_sampler(cfg.sampling, cfg.objective)
+    (result,) = engine.run([Request(tokens, settings, seed=settings.seed + step)])
     return tokenizer.decode(result.tokens, skip_special=True)
 
 
