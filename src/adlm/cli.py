@@ -2,7 +2,7 @@
 
 One table of commands; each names the function that does the work, imported only when it is called, so that `--help`
 and a mistyped key are answered before torch is loaded. Exit status: 0; 1 bad input (one line on stderr; ADLM_DEBUG=1
-shows the traceback); 2 wrong usage; 130 interrupted.
+shows the traceback); 2 wrong usage; 128 + N stopped by signal N, training after it has saved (130 Ctrl-C, 143 SIGTERM).
 """
 
 import dataclasses
@@ -329,6 +329,8 @@ def _run(argv: list[str], strict: bool) -> int:
     result = _target(command)(cfg, **arguments)
     if "json" in flags and os.environ.get("RANK", "0") == "0":
         print(json.dumps(_plain(result)))
+    if isinstance(result, dict) and result.get("stopped_by"):
+        return 128 + result["stopped_by"]
     return result if isinstance(result, int) else 0
 
 

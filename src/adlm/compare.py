@@ -92,29 +92,31 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}
     missing = {name: run for name, run in runs.items() if name not in entries}
     say(f"{len(entries)} of {len(runs)} are done")
-    failed: list[str] = []
-    for entry in one_by_one(missing, cfg) if cfg.compare.jobs == 1 else side_by_side(missing, cfg.compare.jobs, failed):
+    failed, stopped, jobs = list[str](), list[int](), cfg.compare.jobs
+    for entry in one_by_one(missing, cfg, stopped) if jobs == 1 else side_by_side(missing, jobs, failed, stopped):
         entries[entry.name] = entry
         say(f"{entry.name}: {entry.estimate['nats_per_token']:.3f}; {len(entries)} of {len(runs)} are done")
         show(list(entries.values()), cfg, folder)
     document = show(list(entries.values()), cfg, folder, tell=True) if entries else {}
     require(not failed, "; ".join(failed))
-    return document
+    return document | {"stopped_by": stopped[0] if stopped else 0}
 
 
-def one_by_one(runs: dict[str, Config], cfg: Config) -> Iterator[Entry]:
-    """Train and measure, up to the first that a signal stops."""
+def one_by_one(runs: dict[str, Config], cfg: Config, stopped: list[int]) -> Iterator[Entry]:
+    """Train and measure, up to the first that a signal stops, which is added to `stopped`."""
     with world(cfg.train):  # ranks meet once for all runs
         for name, run in runs.items():
-            entry = finish(name, run)
+            entry = finish(name, run, stopped)
             if entry is None:
                 return
             yield entry
 
 
-def finish(name: str, run: Config) -> Entry | None:
-    """Train, measure and note one run; None if a signal stopped it."""
-    if not train(run).finished:
+def finish(name: str, run: Config, stopped: list[int]) -> Entry | None:
+    """Train, measure and note one run; None if a signal stopped it, which is added to `stopped`."""
+    result = train(run)
+    if not result.finished:
+        stopped.append(result.stopped_by)
         return None
     with world(run.train) as ranks:
         entry = measure_run(name, run, ranks)
@@ -123,11 +125,11 @@ def finish(name: str, run: Config) -> Entry | None:
     return entry
 
 
-def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Iterator[Entry]:
+def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str], stopped: list[int]) -> Iterator[Entry]:
     """Train and measure `jobs` runs at a time, in the order in which they end.
 
     A run that fails does not stop the others: what it said last is added to `failed`. A signal is passed on, so that
-    all of them save and stop.
+    all of them save and stop, and added to `stopped`.
     """
     waiting, running, stopping = list(runs), dict[Any, tuple[str, Any]](), False
     spawn = multiprocessing.get_context("spawn")  # a fork would share the state of a GPU
@@ -135,6 +137,7 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str]) -> Itera
         while waiting or running:
             if interruption.requested and not stopping:
                 stopping = True
+                stopped.append(interruption.number)
                 waiting.clear()
                 for _, process in running.values():
                     process.terminate()
@@ -165,7 +168,7 @@ def finish_quietly(name: str, run: Config) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        finish(name, run)
+        finish(name, run, [])
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None
 

@@ -188,9 +188,9 @@ class ObjectiveConfig:
 class DataConfig:
     name: Annotated[str, Choices(tables.CORPORA)] = "pydocs"
     """A name of the corpora table (`adlm data list`); `file` reads data.path."""
-    path: str = ""
+    path: Place = ""
     """Local file or folder in the corpus' published format; empty: the hub, or the embedded corpus."""
-    valid_path: str = ""
+    valid_path: Place = ""
     """Local file or folder of the validation split; empty: held out of `path`."""
     text_key: str = "text"
     """Field that holds the text (jsonl, csv, parquet); only used by data.name=file."""
@@ -205,13 +205,13 @@ class DataConfig:
     """Concatenate documents and cut them into sequences; False: one document a sequence, truncated and padded."""
     packing: Annotated[str, Choices(("stream", "release"))] = "stream"
     """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
-    cache_dir: str = ""
+    cache_dir: Place = ""
     """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
     num_proc: WholeNumber = 0
     """Threads that tokenise; 0: all cores."""
     max_sequences: WholeNumber = 0
     """Keep only this many sequences of each split (0: all), reading no further than needed."""
-    root: str = ""
+    root: Place = ""
     """Folder with local copies of the public data sets, looked up by corpus (zero-shot evaluation)."""
 
 

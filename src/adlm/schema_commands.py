@@ -137,9 +137,9 @@ class ReasonConfig:
     base: str = ""
     """Causal Hugging Face model to start from, by hub name (gpt2), folder or GGUF file; empty: our own stack (section
     model), from scratch."""
-    train_path: str = ""
+    train_path: Place = ""
     """Training examples in the task's published format; empty: generated (prosqa, prontoqa)."""
-    valid_path: str = ""
+    valid_path: Place = ""
     """Validation examples; empty: generated, or the last n_valid of train_path."""
     test_path: str = ""
     """Test files (several: separated by commas), asked beside the generated test set; empty: only that one."""

@@ -31,7 +31,7 @@ from adlm.engine import Request, Result
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
-from adlm.io.paths import writable_file
+from adlm.io.paths import claimed, writable_file
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
 from adlm.tables import SAMPLERS
@@ -57,7 +57,18 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
     lm = open_model(cfg)
     request = request_of(lm, c)
-    path = writable_file("out", Path(cfg.out)) if cfg.out else None
+    if not cfg.out:
+        return draw_missing(lm, request, c, None, watch)
+    path = writable_file("out", Path(cfg.out))
+    # two that read the file before either has written would both draw what is missing
+    with claimed(path, lambda _: f"out={cfg.out!r} is being written by another process; wait for it, or use another"):
+        return draw_missing(lm, request, c, path, watch)
+
+
+def draw_missing(
+    lm: LanguageModel, request: Request, c: SamplingConfig, path: Path | None, watch: bool
+) -> dict[str, Any]:
+    """Draw the texts that are not in the file yet."""
     identity = fingerprint(lm, replace(c, sampler=request.settings.sampler)) if path else ""
     have = read_samples(path, identity) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]

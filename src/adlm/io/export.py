@@ -76,6 +76,21 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
             (new / file).replace(folder / file)
 
 
+def is_export_of(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, info: dict[str, Any]) -> bool:
+    """Whether the folder is complete and valid, and holds these weights and this tokenizer with the settings and the
+    step of `info`."""
+    settings = ("format", "algo", "model", "noise", "objective", "vocab_size", "mask_id", "step")
+    try:
+        found = json.loads((folder / CONFIG).read_text())
+        if any(found[key] != info[key] for key in settings) or found[WEIGHTS_DIGEST] != digest(folder / WEIGHTS):
+            return False
+        stored, fingerprint = load_file(folder / WEIGHTS), load_tokenizer(str(folder / TOKENIZER)).fingerprint
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return False
+    same = stored.keys() == weights.keys() and all(torch.equal(x, weights[name].cpu()) for name, x in stored.items())
+    return same and fingerprint == tokenizer.fingerprint and (folder / CARD).is_file()
+
+
 def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
     """Load the model of an exported folder, ready for inference."""
     for name in (CONFIG, WEIGHTS, TOKENIZER):

@@ -1,14 +1,18 @@
 """A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release."""
 
+import contextlib
+import json
+import math
 from pathlib import Path
 
 import torch
 
 from adlm.compat.checkpoints import load_release
 from adlm.data.preparation import tokenizer_for
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
-from adlm.io.export import CONFIG, Loaded, describe, load_folder, section
-from adlm.io.paths import path_of
+from adlm.io.export import CONFIG, TOKENIZER, Loaded, describe, load_folder, section
+from adlm.io.paths import checkpoint_steps, path_of
 from adlm.models import build_model
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
@@ -44,9 +48,9 @@ def load_checkpoint(
 ) -> Loaded:
     """Load a model for inference, in float32.
 
-    A run folder gives its export if it has finished, else its newest valid checkpoint; `ema=False` always takes the
-    checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help a release checkpoint that
-    does not carry its own.
+    A run folder gives its export, or its newest valid checkpoint where that is newer (it may still be training);
+    `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help
+    a release checkpoint that does not carry its own.
     """
     path = locate(path)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
@@ -54,9 +58,18 @@ def load_checkpoint(
         loaded = load_release(path, ema, tokenizer, root)
         loaded.model.to(device)
         return loaded
-    if (path / "checkpoints").is_dir() and not (ema and (path / "export" / CONFIG).is_file()):
-        return load_newest(path, ema, device)
-    exported = path / "export" if (path / "export" / CONFIG).is_file() else path
+    if (path / CONFIG).is_file():
+        return load_folder(path, device)
+    exported = path / "export"
+    known = exported_step(exported) if ema else -1
+    if max(checkpoint_steps(path / "checkpoints"), default=-1) > known:
+        # Here and not above: torch.distributed.checkpoint takes a second to import, and an export does without.
+        from adlm.training.checkpoint import newest_step
+
+        newer = newest_step(path, known)
+        if newer is not None:
+            return load_newest(path, ema, device, newer)
+    require(not (path / "checkpoints").is_dir() or (exported / CONFIG).is_file(), f"{path} holds no checkpoint yet")
     require(
         (exported / CONFIG).is_file(),
         f"eval.checkpoint={str(path)!r} is neither a run folder nor an exported folder: it holds no {CONFIG},"
@@ -65,13 +78,26 @@ def load_checkpoint(
     return load_folder(exported, device)
 
 
-def load_newest(run: Path, ema: bool, device: torch.device | str) -> Loaded:
-    """Load the newest valid checkpoint of a run, which may still be training."""
-    # Here and not above: torch.distributed.checkpoint takes a second to import, and an export does without.
+def exported_step(folder: Path) -> float:
+    """The step of an export, as far as its run's checkpoints may be newer: that of a reasoning run is the best of them,
+    and stands for all; -1 if there is none."""
+    if not (folder / CONFIG).is_file():
+        return -1
+    if (folder / "reason.json").is_file():
+        return math.inf
+    try:
+        step = json.loads((folder / CONFIG).read_text())["step"]
+    except (ValueError, KeyError, TypeError):
+        return -1
+    return step if isinstance(step, int) else -1
+
+
+def load_newest(run: Path, ema: bool, device: torch.device | str, step: int) -> Loaded:
+    """Load a checkpoint of a run, which may still be training."""
     from adlm.training.checkpoint import read_weights
     from adlm.training.setup import parameter_count
 
-    weights, state = read_weights(run, ema)
+    weights, state = read_weights(run, ema, step)
     saved, source = state["config"], str(run)
     cfg = Config(
         algo=saved["algo"],
@@ -80,14 +106,24 @@ def load_newest(run: Path, ema: bool, device: torch.device | str) -> Loaded:
         objective=section(ObjectiveConfig, saved["objective"], source),
         data=section(DataConfig, saved["data"], source),
     )
-    tokenizer = tokenizer_for(cfg.data)
-    require(
-        tokenizer.fingerprint == state["tokenizer"],
-        f"{run} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives now",
-    )
+    tokenizer = tokenizer_of(run, cfg.data, state["tokenizer"])
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)
     model = model.to(device).eval().requires_grad_(False)
     model.freeze_bridge()
     info = describe(cfg, tokenizer, step=state["step"], parameters=parameter_count(model))
     return Loaded(model, tokenizer, cfg.noise, cfg.objective, info)
+
+
+def tokenizer_of(run: Path, cfg: DataConfig, fingerprint: str) -> Tokenizer:
+    """The tokenizer of a run: beside its export, which needs no data, or as its settings make it."""
+    with contextlib.suppress(ValueError, OSError):
+        kept = load_tokenizer(str(run / "export" / TOKENIZER))
+        if kept.fingerprint == fingerprint:
+            return kept
+    tokenizer = tokenizer_for(cfg)
+    require(
+        tokenizer.fingerprint == fingerprint,
+        f"{run} was trained with another tokenizer than data.tokenizer={cfg.tokenizer!r} gives now",
+    )
+    return tokenizer

@@ -5,14 +5,21 @@ Importing this module loads no torch: the command line needs it before it knows 
 
 import hashlib
 import os
-from collections.abc import Callable
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from adlm.errors import require
+from adlm.rules import Location, rules_of
 
 if TYPE_CHECKING:
     import torch
+
+DRAFT = re.compile(r"\.(?:.+\.|writable-)(?P<pid>\d+)")
+"""How a file is called while it is being written."""
 
 
 def expanded(text: str | os.PathLike[str]) -> str:
@@ -24,6 +31,27 @@ def expanded(text: str | os.PathLike[str]) -> str:
 
 def path_of(text: str | os.PathLike[str]) -> Path:
     return Path(expanded(text))
+
+
+def absolute_paths(section: type, values: Mapping[str, Any]) -> dict[str, str]:
+    """The paths among the values of a section of the schema, absolute: a run is read again from other folders."""
+    places = [name for name, rule in rules_of(section).items() if isinstance(rule, Location)]
+    return {name: os.path.abspath(expanded(values[name])) for name in places if values.get(name)}
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, oldest first. A folder that cannot be read (a disk that is not
+    mounted) is not one without checkpoints: a run that took it for that would start again."""
+    if not os.path.lexists(folder):
+        return []
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be read ({error.strerror}), so nobody knows which checkpoints it holds; make it readable,"
+            " or use another out="
+        ) from None
+    return sorted(int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit())
 
 
 def pick_device(name: str) -> "torch.device":
@@ -49,12 +77,50 @@ def writable_folder(key: str, folder: Path) -> Path:
     """Return the folder, made if need be; refuse one that cannot be written to before the work is done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()  # without a name, where the system can: a kill leaves nothing
+        sweep(folder)
     except OSError as error:
         raise ValueError(f"{key}={str(folder)!r} is not a writable folder: {error.strerror}") from None
     return folder
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed left half written in a folder (`.NAME.PID` of `write_atomically`)."""
+    for path in folder.iterdir():
+        if (match := DRAFT.fullmatch(path.name)) and path.is_file() and not is_running(int(match["pid"])):
+            path.unlink(missing_ok=True)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this number exists; yes where that cannot be asked (on Windows the question would kill)."""
+    try:
+        if os.name == "posix":
+            os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextmanager
+def claimed(path: Path, refusal: Callable[[str], str]) -> Iterator[IO[str]]:
+    """Hold a file, opened to append, for one process at a time; the system gives it back when the process dies.
+
+    `refusal`: what to say, from the text of the file, where another process holds it. Windows and some file systems
+    have no such locks; there nobody is refused.
+    """
+    with open(path, "a+", encoding="utf-8", errors="replace") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(refusal(file.read(100).strip())) from None
+        except (ImportError, OSError):
+            pass
+        yield file
 
 
 def writable_file(key: str, file: Path) -> Path:
@@ -73,7 +139,7 @@ def write_atomically(path: Path, content: str | Callable[[IO[bytes]], object]) -
     `content` is the text, or a function that writes to a binary file. The folder is made if need be.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # as DRAFT
     try:
         with open(draft, "wb") as file:
             if isinstance(content, str):

@@ -11,6 +11,7 @@ import torch
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io import export
+from adlm.io.paths import write_atomically
 from adlm.reasoning.examples import Example, written_answer
 from adlm.reasoning.methods import StagePlan, encode, lay_out, markers_of
 from adlm.reasoning.networks import (
@@ -165,7 +166,7 @@ def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts
         network.model.save_pretrained(folder)
         tokenizer.save(folder / export.TOKENIZER)
     settings = {"format": export.FORMAT, "reason": asdict(cfg.reason), "seed": cfg.seed, **facts}
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
+    write_atomically(folder / SETTINGS, json.dumps(settings, indent=1))
 
 
 def load_run(path: str, device: torch.device) -> LoadedRun:
@@ -188,7 +189,7 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
 
 
 def write_results(run: Path, results: dict[str, Any]) -> None:
-    (run / RESULTS).write_text(json.dumps(results, indent=1))
+    write_atomically(run / RESULTS, json.dumps(results, indent=1))
 
 
 def read_results(run: str | Path) -> dict[str, Any]:

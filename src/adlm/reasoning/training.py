@@ -6,6 +6,7 @@ on generated answers to the validation questions, within the last stage: before 
 promises (the first stage of all is plain chain of thought). One process; the models of these tasks are small.
 """
 
+import hashlib
 import math
 import random
 from dataclasses import replace
@@ -21,6 +22,7 @@ from adlm.errors import require
 from adlm.models.backends import choose_attention
 from adlm.reasoning import generators
 from adlm.reasoning.answers import Accuracy, Answerer, export_run, write_results
+from adlm.reasoning.examples import whole_text
 from adlm.reasoning.methods import (
     Encoded,
     StagePlan,
@@ -35,7 +37,7 @@ from adlm.reasoning.networks import OwnNetwork, ReasoningBatch, batch_loss, buil
 from adlm.reasoning.tasks import load_splits, task_of
 from adlm.schema import Config
 from adlm.training.batches import micro_batches
-from adlm.training.checkpoint import note
+from adlm.training.checkpoint import note, problem_of
 from adlm.training.metrics import plot_curves
 from adlm.training.optim import Updater, learning_rate_factor
 from adlm.training.parallel import Step, World, world
@@ -62,6 +64,8 @@ class ReasonResult(NamedTuple):
     tests: dict[str, dict[str, float | int]]
     stages: list[dict[str, Any]]
     """The last validation of every stage."""
+    stopped_by: int = 0
+    """The signal that stopped the run before its end; 0: none did."""
 
 
 class StageSchedule:
@@ -155,6 +159,13 @@ class ReasoningSetup:
         plan, batch_size = self.schedule.plans[stage], self.cfg.eval.batch_size
         return Answerer(self.network, self.tokenizer, self.task, plan, self.max_new_tokens, batch_size)
 
+    def fingerprints(self) -> dict[str, str]:
+        """What the questions of each split are."""
+        return {
+            split: hashlib.sha256("\n".join(map(whole_text, examples)).encode()).hexdigest()
+            for split, examples in (("train", self.splits.train), ("valid", self.splits.valid))
+        }
+
     def facts(self) -> dict[str, float | int | str]:
         """What the run is going to be, for its first lines and its results."""
         reason, splits = self.cfg.reason, self.splits
@@ -233,7 +244,12 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
             step_module = Step(setup.network, batch_loss)
             free = FREE[1:] if cfg.reason.fresh else FREE  # an epoch of fresh examples is one part in reason.epochs
             run.begin(
-                step_module, setup.tokenizer, show(setup.facts()), fixed=("model", "objective", "reason"), free=free
+                step_module,
+                setup.tokenizer,
+                show(setup.facts()),
+                data=setup.fingerprints(),
+                fixed=("model", "objective", "reason"),
+                free=free,
             )
 
             run.extra.setdefault("stages", [])
@@ -261,7 +277,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
             stage = schedule.stage(run.step - 1)
             if run.was_interrupted:
                 run.say_interrupted()
-                return ReasonResult(str(folder), run.step, False, stage, {}, {}, run.extra["stages"])
+                return ReasonResult(str(folder), run.step, False, stage, {}, {}, run.extra["stages"], run.stopped_by)
             return conclude(run, setup, stage, accuracy)
 
 
@@ -277,6 +293,19 @@ def validate(run: Run, setup: ReasoningSetup, stage: int) -> Accuracy:
     return accuracy
 
 
+def best_step(run: Run) -> int:
+    """The step of the best checkpoint; the last one of the run where there is no best (before the last stage), or where
+    its files are not what was written."""
+    step = run.best_step
+    if step is None or step == run.step or step not in run.checkpoints.steps():
+        return run.step
+    problem = problem_of(run.checkpoints.path(step))
+    if problem is None:
+        return step
+    note(f"warning: the best checkpoint, of step {step}, is corrupt ({problem}); the last, {run.step}, is tested")
+    return run.step
+
+
 def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | None) -> ReasonResult:
     """Ask the best network the test questions, and write it to the run folder. `accuracy`: of the last validation in
     this process."""
@@ -285,10 +314,10 @@ def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | N
     if not finished:
         left = f"{run.step} of {setup.schedule.steps}, in stage {stage}"
         note(f"reason.minutes={setup.cfg.reason.minutes} are over at step {left}")
-    # before the last stage there is no best; nor where it could not be written
-    tested = run.best_step if run.best_step in run.checkpoints.steps() else run.step
-    state = run.state()
-    run.checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
+    tested = best_step(run)
+    if tested != run.step:
+        state = run.state()
+        run.checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
     answerer, tests = setup.answerer(stage), {}
     with run.ema:
         if accuracy is None or tested != run.step:  # else these weights were the last to be validated

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import digest, sync_folder
+from adlm.io.paths import absolute_paths, checkpoint_steps, digest, path_of, sync_folder
 from adlm.migration import migrate
-from adlm.schema import CheckpointConfig, Config
+from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
 from adlm.training.optim import Ema, GradientGuard, state_of
 from adlm.training.parallel import Step, World
 
@@ -39,8 +40,9 @@ State = dict[str, dict[str, Tensor]]
 
 
 def note(message: str) -> None:
-    """Say something beside the log lines."""
-    print(f"adlm: {message}", file=sys.stderr, flush=True)
+    """Say something beside the log lines; to nobody, if the terminal is gone."""
+    with suppress(OSError):
+        print(f"adlm: {message}", file=sys.stderr, flush=True)
 
 
 def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard: GradientGuard) -> State:
@@ -69,7 +71,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*") if p.name[5:].isdigit())
+        return checkpoint_steps(self.folder)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -100,8 +102,7 @@ class Checkpoints:
 
         def clear() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for stale in self.folder.glob("partial-*"):
-                shutil.rmtree(stale, ignore_errors=True)
+            self.sweep()
 
         def complete() -> None:
             (partial / STATE).write_text(json.dumps(info, indent=1))
@@ -121,6 +122,11 @@ class Checkpoints:
                 f"checkpoint of step {info['step']} could not be written to {self.folder}"
                 f" ({free / 2**20:,.0f} MiB free): {brief(error)}"
             ) from None
+
+    def sweep(self) -> None:
+        """Remove what a kill left half written or half removed."""
+        for stale in self.folder.glob("partial-*"):
+            shutil.rmtree(stale, ignore_errors=True)
 
     def on_main(self, do: Callable[[], None]) -> None:
         """Something that only the main rank does. If it fails it has failed on all ranks: none is left waiting for the
@@ -154,7 +160,9 @@ class Checkpoints:
         every = self.cfg.milestone_every
         for step in self.steps()[: -self.cfg.keep]:
             if step != best_step and not (every and step % every == 0):
-                shutil.rmtree(self.path(step), ignore_errors=True)
+                with suppress(OSError):  # a checkpoint too many is no failure
+                    gone = self.path(step).rename(self.folder / f"partial-{self.path(step).name}")
+                    shutil.rmtree(gone, ignore_errors=True)
 
     # Reading
 
@@ -196,7 +204,10 @@ class Checkpoints:
             info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
             if info["config"]["reason"]["method"] == "acot":
                 info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
-        return info | {"config": migrated(info["config"], str(path))}
+        config = migrated(info["config"], str(path))
+        for name, section in (("data", DataConfig), ("reason", ReasonConfig)):  # relative in earlier versions
+            config[name] = config.get(name, {}) | absolute_paths(section, config.get(name, {}))
+        return info | {"config": config}
 
     def load(self, step: int, state: State) -> None:
         """Fill the tensors of `state` in place."""
@@ -223,11 +234,22 @@ def check_same_run(
     info: dict[str, Any],
     cfg: Config,
     tokenizer: Tokenizer,
+    data: Mapping[str, str] | None = None,
     fixed: Iterable[str] = ("model", "noise", "objective"),
     free: Iterable[str] = (),
 ) -> None:
-    """Refuse to continue a run with another model, tokenizer or order of data. `fixed`: sections that may not change,
+    """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
+    compared with that of the checkpoint (those of earlier versions have none). `fixed`: sections that may not change,
     but for the keys in `free`."""
+    then, now = info.get("data", {}).get("train"), (data or {}).get("train")
+    if then and now and then != now:  # before the tokenizer, which may have been trained on it
+        settings = "".join(f"; {change}" for change in changes(info, cfg, ("data",)))
+        exported = info["tokenizer"] == tokenizer.fingerprint and (path_of(cfg.out) / "export").is_dir()
+        weights = f" (with its weights: checkpoint.init_from={cfg.out}/export)" if exported else ""
+        raise ValueError(
+            f"out={cfg.out!r} was trained on other data: the content of the training data or how it is prepared has"
+            f" changed{settings}; put the data back, or use another out={weights}"
+        )
     if info["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
             f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
@@ -256,21 +278,38 @@ def value_of(settings: dict[str, Any], key: str, missing: Any = None) -> Any:
     return settings.get(section, {}).get(name, missing) if dot else settings.get(section, missing)
 
 
-def changes(info: dict[str, Any], cfg: Config) -> list[str]:
+def changes(info: dict[str, Any], cfg: Config, parts: Iterable[str] = ("data", "optim", "train")) -> list[str]:
     """What else is not as it was, for whoever resumes to read."""
     before, now = info["config"], asdict(cfg)
     return [
         f"{part}.{key} was {value}, is {now[part][key]}"
-        for part in ("data", "optim", "train")
+        for part in parts
         for key, value in before[part].items()
         if key in now[part] and now[part][key] != value
     ]
 
 
-def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights of the newest valid checkpoint of a run, in one process, without building its optimizer."""
-    checkpoints = Checkpoints(run, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
-    step = checkpoints.newest_valid()
+def of_run(run: Path) -> Checkpoints:
+    """The checkpoints of a run, for a reader in one process."""
+    return Checkpoints(run, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
+
+
+def newest_step(run: Path, newer_than: float) -> int | None:
+    """The step of the newest valid checkpoint of a run, if it is newer than a given step (-1: than none)."""
+    try:
+        found = of_run(run).newest_valid()
+    except ValueError:  # all of them are corrupt
+        if newer_than < 0:
+            raise
+        return None
+    return found if found is not None and found > newer_than else None
+
+
+def read_weights(run: Path, ema: bool, step: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights of the newest valid checkpoint of a run, in one process, without building its optimizer. `step`: of a
+    checkpoint that is known to be valid."""
+    checkpoints = of_run(run)
+    step = checkpoints.newest_valid() if step is None else step
     require(step is not None, f"{run} holds no checkpoint yet")
     assert step is not None
     metadata = dcp.FileSystemReader(checkpoints.path(step)).read_metadata().state_dict_metadata

@@ -6,6 +6,7 @@ step, example), so a resumed run repeats an uninterrupted one bit for bit, and t
 the order of sums. The host never waits for the device between log lines.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,12 +38,17 @@ class TrainResult(NamedTuple):
     """Bound on the validation split, nats per token (exact for causal models)."""
     valid_ppl: float | None
     finished: bool
+    stopped_by: int = 0
+    """The signal that stopped the run before its end; 0: none did."""
 
 
 def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
     """`adlm train`."""
     if not dry_run:
-        return train(cfg)._asdict()
+        result = train(cfg)
+        if result.finished and int(os.environ.get("RANK", 0)) == 0:
+            print(farewell(result))
+        return result._asdict()
     with world(cfg.train) as ranks:
         data = setup.prepare_data(cfg, ranks)
         flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
@@ -51,6 +57,16 @@ def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
         facts = setup.plan(cfg, model, data, flops, ranks)
         print(setup.show(facts), file=sys.stderr)
         return facts
+
+
+def farewell(result: TrainResult) -> str:
+    """Where the model is, how good it is, and what to do with it."""
+    ppl = "" if result.valid_ppl is None else f", validation perplexity {result.valid_ppl:,.2f}"
+    return (
+        f"\nModel: {result.run}/export (step {result.step}{ppl})\n\nTry next:\n"
+        f"  adlm sample {result.run}\n      draw texts from it\n"
+        f"  adlm serve {result.run}\n      a page that shows texts appear"
+    )
 
 
 def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, step: int) -> str:
@@ -82,7 +98,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             facts = setup.plan(cfg, model, data, flops, ranks)
             step_module = Step(model)
             wrapped = parallelise(step_module, cfg.train, ranks)
-            run.begin(step_module, data.tokenizer, setup.show(facts), flops)
+            run.begin(step_module, data.tokenizer, setup.show(facts), flops, data.fingerprints())
 
             if run.step == 0 and cfg.train.valid_every:
                 validate_ema(run, wrapped, objective, data)
@@ -118,7 +134,7 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             else:
                 export_run(run, facts)
             ppl = run.bound and perplexity(run.bound)
-            return TrainResult(str(folder), run.step, run.bound, ppl, finished=not run.was_interrupted)
+            return TrainResult(str(folder), run.step, run.bound, ppl, not run.was_interrupted, run.stopped_by)
 
 
 def validate_ema(run: Run, wrapped: torch.nn.Module, objective: setup.Objective, data: setup.Data) -> None:
@@ -130,17 +146,20 @@ def validate_ema(run: Run, wrapped: torch.nn.Module, objective: setup.Objective,
 
 
 def export_run(run: Run, facts: dict[str, Any]) -> None:
-    """The exported folder and the curves of a run that has ended; those of an earlier call are left alone."""
+    """The curves and the exported folder of a run that has ended. What an earlier call has left is kept where it is
+    that of these weights, and whole. The export comes last: where it is, the rest is."""
     assert run.log is not None
-    cfg, weights = run.cfg, run.ema.whole()
-    exported = run.was_finished and (run.folder / "export" / "config.json").exists()
-    if run.ranks.is_main and not exported:
+    cfg, weights, folder = run.cfg, run.ema.whole(), run.folder / "export"
+    if run.ranks.is_main:
         tokens = run.step * cfg.train.global_batch_size * cfg.model.length
         about = {"step": run.step, "tokens": tokens, "parameters": facts["parameters"], "valid_nll": run.bound}
         info = export.describe(cfg, run.tokenizer, **about, command=command_line())
-        export.save_folder(run.folder / "export", weights, run.tokenizer, info)
+        is_exported = export.is_export_of(folder, weights, run.tokenizer, info)
         run.log.close()
-        plot_curves(run.folder)
+        if not is_exported or not (run.folder / "curves.png").is_file():
+            plot_curves(run.folder)
+        if not is_exported:
+            export.save_folder(folder, weights, run.tokenizer, info)
     run.ranks.barrier()
 
 

@@ -9,13 +9,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from adlm.io.paths import write_atomically
@@ -35,7 +36,7 @@ class RunLog:
         self.active, self.run = active, run
         self.console = Console(stderr=True)
         self.progress: Progress | None = None
-        self.warned = False
+        self.warned = self.is_cut = False
         self.mirrors: list[Any] = []
         if not active:
             return
@@ -49,6 +50,7 @@ class RunLog:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
+                MofNCompleteColumn(),
                 TextColumn("{task.fields[line]}"),
                 TimeRemainingColumn(),
             )
@@ -63,8 +65,10 @@ class RunLog:
         event = {"kind": kind, "step": step, **values, "time": round(time.time(), 3)}
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(event) + "\n")
+                file.write("\n" * self.is_cut + json.dumps(event) + "\n")
+            self.is_cut = False
         except OSError as error:
+            self.is_cut = True  # perhaps: half a line may be on the disk, which the next one must not continue
             if not self.warned:
                 self.say(f"warning: {self.path} cannot be written ({error.strerror}); metrics are lost until it can")
             self.warned = True
@@ -87,14 +91,16 @@ class RunLog:
             self.progress.update(self.task, completed=step)
 
     def say(self, message: str) -> None:
-        """Print a line beside the live one."""
+        """Print a line beside the live one. A terminal that is gone (SIGHUP) must not keep a run from saving."""
         if self.active:
-            self.console.print(message, highlight=False, soft_wrap=True, markup=False)
+            with suppress(OSError):
+                self.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         """End the live line and the mirrors; what is said afterwards is plain text."""
         if self.progress:
-            self.progress.stop()
+            with suppress(OSError):
+                self.progress.stop()
         for mirror in self.mirrors:
             mirror.close()
         self.progress, self.mirrors = None, []
@@ -168,22 +174,29 @@ def short(value: float) -> str:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Drop events after `step`, and a last line that a kill cut short."""
+    """Drop events after `step`, and what is no event, such as a line that a kill or a full disk cut short."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text().splitlines():
+    kept = b"".join(line + b"\n" for line, event in events_in(path) if event["step"] <= step)
+    if kept != path.read_bytes():
+        write_atomically(path, lambda file: file.write(kept))
+
+
+def events_in(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a metrics file that are events, as they stand and as they read; whatever else is there is skipped:
+    the file is a record for people, and no reason to stop a run."""
+    for line in path.read_bytes().split(b"\n"):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             continue
-    write_atomically(path, "".join(kept))
+        if isinstance(event, dict) and type(event.get("step")) is int and isinstance(event.get("kind"), str):
+            yield line, event
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / METRICS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [event for _, event in events_in(path)] if path.is_file() else []
 
 
 def peak_memory_gib(device: torch.device, graphs: bool = False) -> float:
@@ -198,35 +211,45 @@ def peak_memory_gib(device: torch.device, graphs: bool = False) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 2**30
 
 
-def plot_curves(run: Path, quantity: str = "ppl", label: str = "perplexity (bound)") -> Path | None:
-    """curves.png: training terms and a validation quantity over steps; None without matplotlib or metrics."""
-    events = read_metrics(run)
-    train = [e for e in events if e["kind"] == "train"]
-    valid = [e for e in events if e["kind"] == "valid"]
+def plot_curves(run: Path, quantity: str = "nll", label: str = "nats per token") -> Path | None:
+    """curves.png: training terms and a validation quantity over steps; None without matplotlib or metrics. A picture
+    that cannot be drawn is no failure of the run."""
     try:
         import matplotlib
     except ImportError:
         return None
+    try:
+        events = read_metrics(run)
+        matplotlib.use("Agg")
+        return draw_curves(run / "curves.png", events, quantity, label)
+    except Exception as error:
+        reason = str(error).splitlines() or [type(error).__name__]
+        print(f"adlm: warning: {run / 'curves.png'} is not drawn: {reason[0]}", file=sys.stderr)
+        return None
+
+
+def draw_curves(path: Path, events: list[dict[str, Any]], quantity: str, label: str) -> Path | None:
+    """Training terms to the left, validation to the right; None if there is neither."""
+    train = [e for e in events if e["kind"] == "train"]
+    valid = [e for e in events if e["kind"] == "valid" and quantity in e]
     if not train and not valid:
         return None
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name in sorted({key for e in train for key in e} & {"nelbo", "nll", "anchor", "score_entropy", "d3pm"}):
+    names = sorted({key for e in train for key in e} & {"nelbo", "nll", "anchor", "score_entropy", "d3pm"})
+    for name in names:
         points = [(e["step"], e[name]) for e in train if name in e]
         left.plot(*zip(*points), label=name, linewidth=1)
     left.set(xlabel="optimizer step", ylabel="nats per token", title="training")
-    if train:
+    if names:
         left.legend()
     left.grid(alpha=0.3)
     if valid:
         right.plot([e["step"] for e in valid], [e[quantity] for e in valid], marker="o", markersize=3)
-        right.set_yscale("log" if quantity == "ppl" else "linear")
     right.set(xlabel="optimizer step", ylabel=label, title="validation")
-    right.grid(alpha=0.3, which="both")
-    path = run / "curves.png"
-    figure.savefig(path, dpi=110)
+    right.grid(alpha=0.3)
+    write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
     plt.close(figure)
     return path
 

@@ -254,14 +254,20 @@ def accumulating(wrapped: nn.Module, last: bool) -> Iterator[None]:
 
 
 class Interruption:
-    """SIGTERM and SIGINT ask the loop to save and stop; a second SIGINT stops at once."""
+    """SIGTERM, SIGINT and SIGHUP ask the loop to save and stop; a second SIGINT stops at once."""
+
+    number = 0
+    """The signal that asked; 0: none."""
 
     def __init__(self) -> None:
         self.requested = False
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is None or (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):  # nohup
+                continue
             try:
                 self.before[number] = signal.signal(number, self.receive)
             except ValueError:  # not the main thread: whoever owns it handles signals
@@ -271,7 +277,7 @@ class Interruption:
     def receive(self, number: int, frame: Any) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self.number = True, self.number or number
 
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self.before.items():

@@ -8,10 +8,12 @@ nowhere else between two steps.
 
 import math
 import os
+import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import writable_folder
-from adlm.schema import Config, as_yaml
+from adlm.io.paths import absolute_paths, claimed, path_of, writable_folder, write_atomically
+from adlm.schema import Config, DataConfig, ReasonConfig, as_yaml
+from adlm.tables import TOKENIZERS
 from adlm.training.checkpoint import Checkpoints, changes, check_same_run, note, tensors
 from adlm.training.metrics import LogWindow, RunLog
 from adlm.training.optim import Ema, GradientGuard, Updater
@@ -41,7 +44,7 @@ class Run:
 
     def __init__(self, cfg: Config, folder: Path, ranks: World, minutes: float = 0.0):
         """`minutes`: training ends when they are over (0: no limit)."""
-        self.cfg, self.folder, self.ranks, self.minutes = cfg, folder, ranks, minutes
+        self.cfg, self.folder, self.ranks, self.minutes = with_absolute_paths(cfg), folder, ranks, minutes
         self.interruption = Interruption()
         self.checkpoints = Checkpoints(folder, cfg.checkpoint, ranks)
         self.log: RunLog | None = None
@@ -79,31 +82,40 @@ class Run:
         tokenizer: Tokenizer,
         plan: str,
         flops_per_token: float | None = None,
+        data: Mapping[str, str] | None = None,
         fixed: tuple[str, ...] = ("model", "noise", "objective"),
         free: tuple[str, ...] = (),
     ) -> None:
         """Make what updates `module`, and continue from the checkpoint that was found, if any.
 
-        `plan` is said at the start of a new run. `fixed`: sections of the settings that may not change when a run
-        resumes, but for the keys in `free`.
+        `plan` is said at the start of a new run. `data`: a fingerprint of each split, so that a run does not resume on
+        other data. `fixed`: sections of the settings that may not change when a run resumes, but for the keys in
+        `free`.
         """
         cfg, ranks = self.cfg, self.ranks
-        self.module, self.tokenizer = module, tokenizer
+        self.module, self.tokenizer, self.data, changed = module, tokenizer, dict(data or {}), ""
         self.ema = Ema(module, cfg.optim.ema)
         self.guard = GradientGuard(cfg.train.spike_factor, ranks.device)
         self.updater = Updater(cfg.optim, module, self.ema, self.guard)
         self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
         if self.resumed_step is not None:
             info = self.checkpoints.read_info(self.resumed_step)
-            check_same_run(info, cfg, tokenizer, fixed, free)
-            plan = f"resuming {self.folder} at step {info['step']}" + "".join(f"; {c}" for c in changes(info, cfg))
+            check_same_run(info, cfg, tokenizer, data, fixed, free)
             self.restore(info)
+            changed = "".join(f"; {change}" for change in changes(info, cfg))
+            if info.get("data", self.data).get("valid") != self.data.get("valid"):
+                changed += "; the validation data has changed: bounds before and after do not compare"
+                self.best, self.best_step = math.inf, None
+            plan = f"resuming {self.folder} at step {info['step']}{changed}"
         self.log = RunLog(self.folder, cfg, self.resumed_step, active=ranks.is_main)
         self.was_finished = self.step >= cfg.train.steps
         if self.was_finished:
-            self.log.say(f"{self.folder} is finished: step {self.step} of train.steps={cfg.train.steps}")
+            self.log.say(
+                f"{self.folder} is finished: step {self.step} of train.steps={cfg.train.steps}; nothing is"
+                f" trained{changed}; to train on, give more train.steps, or another out="
+            )
         elif ranks.is_main:
-            (self.folder / "config.yaml").write_text(as_yaml(cfg))
+            write_atomically(self.folder / "config.yaml", as_yaml(cfg))
             self.log.say(plan)
             if module.compiled:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
@@ -207,6 +219,7 @@ class Run:
             "ema_n": self.ema.n,
             "window": self.window.state(),
             "tokenizer": self.tokenizer.fingerprint,
+            "data": self.data,
             "config": asdict(self.cfg),
         }
         if self.extra:
@@ -228,6 +241,12 @@ class Run:
         """A signal ended the run before its last step."""
         return self.stopped and self.step < self.cfg.train.steps
 
+    @property
+    def stopped_by(self) -> int:
+        """The signal that ended the run before its last step; 0: none did. A process that was asked by another one
+        takes it for SIGTERM."""
+        return (self.interruption.number or signal.SIGTERM) if self.was_interrupted else 0
+
     def say_interrupted(self) -> None:
         assert self.log is not None
         self.log.close()
@@ -235,30 +254,36 @@ class Run:
             note(f"stopped by a signal at step {self.step}; the same command resumes there")
 
 
+def with_absolute_paths(cfg: Config) -> Config:
+    """The settings as a run stores them: what it reads is found again from any folder."""
+    places = {
+        "data": absolute_paths(DataConfig, vars(cfg.data)),
+        "reason": absolute_paths(ReasonConfig, vars(cfg.reason)),
+    }
+    if (name := cfg.data.tokenizer) and name not in TOKENIZERS and path_of(name).exists():
+        places["data"]["tokenizer"] = str(path_of(name).absolute())
+    return replace(cfg, **{section: replace(getattr(cfg, section), **found) for section, found in places.items()})
+
+
 @contextmanager
 def claimed_run_folder(out: str, ranks: World) -> Iterator[Path]:
-    """The run folder, for one run at a time: two would write into each other's checkpoints. The system gives the claim
-    back when a process dies. A folder that stayed empty is removed."""
+    """The run folder, for one run at a time: two would write into each other's checkpoints. What a killed run left
+    half written is removed, and so is a folder that stayed empty."""
     folder = writable_folder("out", Path(out))
     if not ranks.is_main:
         yield folder
         return
     path = folder / ".claim"
-    with open(path, "a+") as file:
-        try:
-            import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(
-                f"out={out!r} is in use by process {file.read().strip() or '?'}; wait for it, or use another out="
-            ) from None
-        except (ImportError, OSError):  # a system or a file system without locks
-            pass
+    def refusal(process: str) -> str:
+        return f"out={out!r} is in use by process {process or '?'}; wait for it, or use another out="
+
+    with claimed(path, refusal) as file:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        for leftover in [*folder.glob(".export-*"), *folder.glob("checkpoints/partial-*")]:
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
             yield folder
         finally:

@@ -1,5 +1,7 @@
 """What stands before the first step: data, model, objective, and a word about what the run will cost."""
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,8 @@ from adlm.schema import Config, DataConfig
 from adlm.training.batches import micro_batches, sequences_on
 from adlm.training.parallel import World
 
+IDENTITY = ("origin", "packing", "max_sequences")
+"""Facts of prepared data by which a run knows its data again."""
 COUNTED_SEQUENCES = 256
 """Sequences corrupted once to see which fraction of positions goes through which head."""
 
@@ -28,6 +32,15 @@ class Data(NamedTuple):
     tokenizer: Tokenizer
     train: Blocks
     valid: Blocks
+
+    def fingerprints(self) -> dict[str, str]:
+        """What each split is, whatever tokenizer and length cut it: content, reader, what is held out, packing."""
+        return {
+            split: hashlib.sha256(
+                json.dumps([blocks.manifest.get(key) for key in IDENTITY], sort_keys=True).encode()
+            ).hexdigest()
+            for split, blocks in (("train", self.train), ("valid", self.valid))
+        }
 
 
 def prepare_data(cfg: Config, world: World) -> Data:
