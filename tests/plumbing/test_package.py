@@ -4,6 +4,7 @@ import email
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -32,6 +33,13 @@ command.ensure_finalized()
 files = command.get_outputs(include_bytecode=False)
 print(json.dumps([file.replace("\\\\", "/").removeprefix("build/lib/") for file in files]))
 """
+
+# A tiny training in the public release's words, beside the corpus of `overrides`.
+RELEASE_LINE = shlex.split(
+    "mode=train data=file data.path=corpus.jsonl data.tokenizer=bytes data.valid_fraction=0.1 data.cache_dir=cache"
+    " loader.global_batch_size=4 trainer.max_steps=1 train.valid_sequences=4"
+    " model.length=32 model.hidden_size=16 model.n_heads=2 model.n_blocks=2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +211,8 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path):
     run(adlm, "train", *overrides(home, train__steps=2), cwd=home)
     assert run(adlm, "sample", home / "run", "sampling.length=8", "sampling.steps=2", "--json", cwd=home)
     for shim in ("adlm_main", "main"):
-        line = ["mode=train", "--dry-run", f"data.path={home / 'corpus.jsonl'}", "data=file", "data.tokenizer=bytes"]
-        run(python, "-m", shim, *line, f"data.cache_dir={home / 'cache'}", cwd=home)
+        run(python, "-m", shim, *RELEASE_LINE, f"checkpointing.save_dir={home / shim}/", cwd=home)
+        assert (home / shim / "export" / "config.json").is_file()
     serve_once(adlm, home)
 
 
@@ -214,7 +222,7 @@ def serve_once(adlm: Path, home: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {key: value for key, value in ON_A_CPU.items() if key != "PYTHONPATH"}
-    line = [adlm, "serve", f"port={port}", "sampling.length=16", "sampling.steps=4"]
+    line = [adlm, "serve", f"port={port}", "sampling.steps=4"]
     with (home / "serve.log").open("w", encoding="utf-8") as log:
         server = subprocess.Popen(line, cwd=home, stdout=log, stderr=log, env=environment)
         try:
