@@ -7,6 +7,7 @@ shows the traceback); 2 wrong usage; 130 interrupted.
 
 import dataclasses
 import importlib
+import io
 import json
 import os
 import sys
@@ -195,6 +196,8 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a console with a code page cannot show every character
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # a reader that left is noticed here and not at interpreter exit

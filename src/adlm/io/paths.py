@@ -27,15 +27,17 @@ def path_of(text: str | os.PathLike[str]) -> Path:
 
 
 def pick_device(name: str) -> "torch.device":
-    """The device of train.device: auto, cpu, cuda (of this process: LOCAL_RANK) or cuda:N."""
+    """The device of train.device: auto, cpu, cuda (of this process: LOCAL_RANK), cuda:N or mps (Apple's GPUs)."""
     import torch
 
+    mps = torch.backends.mps.is_available()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda, cuda:N or mps") from None
+    require(device.type != "mps" or mps, f"train.device={name!r}, but no MPS device is available; use train.device=cpu")
     if device.type == "cuda":
         require(
             torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu"
@@ -50,7 +52,7 @@ def writable_folder(key: str, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("")
+        probe.touch()
         probe.unlink()
     except OSError as error:
         raise ValueError(f"{key}={str(folder)!r} is not a writable folder: {error.strerror}") from None
@@ -61,7 +63,7 @@ def writable_file(key: str, file: Path) -> Path:
     """Return the file, to append to, its folder made; refuse one that cannot be written before the work is done."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
+        file.open("ab").close()
     except OSError as error:
         raise ValueError(f"{key}={str(file)!r} cannot be written: {error.strerror}") from None
     return file
@@ -94,8 +96,11 @@ def digest(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder: a rename is only durable once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Flush a folder: a rename is only durable once its folder is. Windows opens no folders, and needs no flush."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -103,7 +103,7 @@ class Run:
         if self.was_finished:
             self.log.say(f"{self.folder} is finished: step {self.step} of train.steps={cfg.train.steps}")
         elif ranks.is_main:
-            (self.folder / "config.yaml").write_text(as_yaml(cfg))
+            (self.folder / "config.yaml").write_text(as_yaml(cfg), encoding="utf-8")
             self.log.say(plan)
             if module.compiled:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
@@ -244,7 +244,7 @@ def claimed_run_folder(out: str, ranks: World) -> Iterator[Path]:
         yield folder
         return
     path = folder / ".claim"
-    with open(path, "a+") as file:
+    with open(path, "a+", encoding="utf-8") as file:
         try:
             import fcntl
 
