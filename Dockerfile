@@ -9,6 +9,7 @@
 FROM python:3.11-slim
 
 # cpu: torch without CUDA; gpu: the ordinary wheels, which bring CUDA's libraries along (a driver is all the host needs).
+# The lock file has hashes of the ordinary wheels, and of one CPU build of torch only: the CPU variant checks versions alone.
 ARG VARIANT=cpu
 
 # The GPU variant compiles kernels when it starts.
@@ -18,14 +19,14 @@ RUN if [ "$VARIANT" = gpu ]; then \
     && pip install --no-cache-dir uv
 
 WORKDIR /srv
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
 COPY src ./src
 RUN case "$VARIANT" in \
-        cpu) backend="--torch-backend cpu" ;; \
+        cpu) backend="--torch-backend cpu --no-verify-hashes" ;; \
         gpu) backend="" ;; \
         *) echo "VARIANT must be cpu or gpu, got $VARIANT" >&2; exit 1 ;; \
     esac \
-    && uv pip install --system --no-cache $backend -c constraints.txt '.[serve]' \
+    && uv pip install --system --no-cache $backend -c requirements.lock '.[serve]' \
     && useradd --create-home adlm
 USER adlm
 

@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-UV     := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
+# Every package in the version of the lock file, its hash checked. To use a build of your own: UV_NO_VERIFY_HASHES=1
+UV     := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python \
+          -c requirements.lock --build-constraint requirements.lock
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-slow lint format clean
+.PHONY: help setup demo test test-slow lint format lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,18 +16,20 @@ help:
 	@echo "make test-slow  the tests that make test leaves out"
 	@echo "make lint       ruff and pyright"
 	@echo "make setup      the virtual environment in $(VENV), with everything for development"
+	@echo "make lock       derive requirements.lock from pyproject.toml and constraints.txt"
+	@echo "make dist       wheel and sdist in dist/"
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "adlm needs Python 3.11 or newer; PYTHON=$(PYTHON) is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet uv
+	$(BIN)/pip install --quiet -c constraints.txt uv
 
 # Two stamps: the demo needs far fewer packages than the tests.
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/uv
+$(VENV)/.demo: pyproject.toml requirements.lock | $(BIN)/uv
 	$(UV) -e '.[plot]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/uv
+$(VENV)/.dev: pyproject.toml requirements.lock | $(BIN)/uv
 	$(UV) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
 
@@ -48,6 +52,17 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Versions and hashes that still fit are kept; `rm requirements.lock` first takes the newest of everything. Hashes come from
+# the package index. When torch changes, add the hash of its CPU build (sha256sum torch-*+cpu*.whl) to its entry by hand:
+# that build is not in the index.
+lock: | $(BIN)/uv
+	env -u UV_FIND_LINKS $(BIN)/uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 \
+	  --generate-hashes -c constraints.txt --custom-compile-command "make lock" -o requirements.lock
+
+dist: $(VENV)/.dev
+	rm -rf build dist
+	$(BIN)/python -m build
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

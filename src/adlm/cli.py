@@ -8,6 +8,7 @@ shows the traceback); 2 wrong usage; 128 + N stopped by signal N, training after
 import dataclasses
 import functools
 import importlib
+import io
 import json
 import os
 import sys
@@ -245,6 +246,8 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None, strict: bool = True) -> int:
     """Run one command line and return its exit status. `strict`: keys that the command does not read are refused."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a console with a code page cannot show every character
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv), strict)
         sys.stdout.flush()  # a reader that left is noticed here and not at interpreter exit

@@ -164,7 +164,7 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str], stopped:
 def finish_quietly(name: str, run: Config) -> None:
     """Finish a run as a process of `side_by_side`: whatever is said goes to a file."""
     folder = writable_folder("out", Path(run.out))
-    with open(folder / LOG, "a") as log:
+    with open(folder / LOG, "a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
@@ -186,7 +186,7 @@ def shared_cores(jobs: int) -> Iterator[None]:
 
 
 def last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
@@ -237,7 +237,7 @@ def show(entries: list[Entry], cfg: Config, folder: Path, tell: bool = False) ->
 def read_entry(cfg: Config) -> Entry | None:
     """Read what an earlier call found for exactly these settings."""
     try:
-        entry = Entry(**json.loads((Path(cfg.out) / ENTRY).read_text()))
+        entry = Entry(**json.loads((Path(cfg.out) / ENTRY).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     return entry if entry.config == json.loads(json.dumps(asdict(cfg))) else None
@@ -427,7 +427,8 @@ def hardware() -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
         name = names[0] if names else name
     threads = torch.get_num_threads()
     return f"{name}, {threads} thread{'s' * (threads != 1)} of {os.cpu_count()}, torch {torch.__version__}"

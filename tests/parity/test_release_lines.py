@@ -29,7 +29,7 @@ def run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     texts = [f"Document {i} tells the story of number {i * i}, again and again." for i in range(200)]
     (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     line = f"{README_TRAIN} {TINY} data.path={folder / 'docs.jsonl'} checkpointing.save_dir={folder / 'adlm'}/"
-    env = {**os.environ, "ADLM_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "ADLM_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-u", "-m", "adlm_main", *shlex.split(line)]
     return folder, subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
@@ -69,7 +69,7 @@ def test_the_sampling_line_runs_and_writes_its_json(run):
         f"eval.gen_ppl_eval_model_name_or_path={folder / 'judge'} data.path={folder / 'docs.jsonl'} "
         "data.tokenizer=bytes eval.mauve=false"
     )
-    env = {**os.environ, "ADLM_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "ADLM_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-u", "-m", "adlm_main", *shlex.split(line)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -427,5 +427,5 @@ class LanguageModel:
         with tempfile.TemporaryDirectory() as folder:
             self.save(folder)
             card = Path(folder) / CARD
-            card.write_text(card.read_text().replace(PLACEHOLDER, name))
+            card.write_text(card.read_text(encoding="utf-8").replace(PLACEHOLDER, name), encoding="utf-8")
             hub.upload(Path(folder), name, private, f"model {name!r}", "lm.save(FOLDER) keeps it on this machine")

@@ -284,7 +284,7 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
     Console(stderr=True).print(table(name, on, results))
     print(json.dumps(line))
     if out:
-        with out.open("a") as file:
+        with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     return line
 

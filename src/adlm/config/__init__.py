@@ -295,8 +295,8 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
     )
     device, _, number = t.device.partition(":")
     require(
-        device in ("auto", "cpu", "cuda") and (not number or (device == "cuda" and number.isdigit())),
-        f"train.device={t.device!r} must be auto, cpu, cuda or cuda:N",
+        device in ("auto", "cpu", "cuda", "mps") and (not number or (device == "cuda" and number.isdigit())),
+        f"train.device={t.device!r} must be auto, cpu, cuda, cuda:N or mps",
     )
     if t.cuda_graphs:
         check_graphs(t, world_size)
@@ -304,7 +304,7 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
 
 def check_graphs(t: TrainConfig, world_size: int) -> None:
     on, needed = "train.cuda_graphs=true", t.global_batch_size // world_size
-    require(t.device != "cpu", f"{on} needs a GPU, not train.device=cpu")
+    require(t.device not in ("cpu", "mps"), f"{on} needs a GPU with CUDA, not train.device={t.device}")
     require(world_size == 1, f"{on} is for one process, not {world_size}")
     require(t.strategy != "fsdp", f"{on} needs whole weights in one place: train.strategy=ddp, not fsdp")
     require(not t.checkpoint_activations, f"{on} cannot record train.checkpoint_activations=true")

@@ -223,7 +223,7 @@ def locked(target: Path) -> Iterator[bool]:
 
     False where the file system has no locks.
     """
-    with open(target.with_name(target.name + ".lock"), "w") as file:
+    with open(target.with_name(target.name + ".lock"), "w", encoding="utf-8") as file:
         try:
             import fcntl
 

@@ -162,6 +162,7 @@ def _build(
             if writer.full:
                 break
         if not writer.written:
+            writer.close()  # Windows removes no open file
             shutil.rmtree(partial)
             raise ValueError(_too_short(source, shards, length))
         tokenizer.save(partial / "tokenizer.json")

@@ -141,7 +141,7 @@ def score_all(ev: Evaluation, sets: list[SequenceSet], entries: list[dict[str, A
 def judge_facts(path: Path, opened: Callable[[], Judge], ev: Evaluation) -> dict[str, Any]:
     """What is known of the judge; kept beside its scores, since a rerun may not need to open it."""
     if path.is_file():
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     if ev.results["failed"] or not ev.ranks.is_main:
         return {}
     facts = {"kind": "", **opened().facts, "context": opened().context, "precision": "fp32"}
@@ -254,7 +254,7 @@ def compare(ev: Evaluation, scored: dict[str, Scored], data: SequenceSet, sets: 
             write_atomically(path(of), json.dumps({"score": list(score), "cells": cells}))
     ranks.barrier()
     for of, entry in zip(sets, ev.results["settings"]):
-        found = json.loads(path(of).read_text())
+        found = json.loads(path(of).read_text(encoding="utf-8"))
         entry["metrics"]["mauve"] = found["score"]
         entry["mauve_cells"] = found["cells"]
 

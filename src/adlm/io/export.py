@@ -68,9 +68,11 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         new = Path(name)
         save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, new / WEIGHTS)
-        (new / CONFIG).write_text(json.dumps(info | {WEIGHTS_DIGEST: digest(new / WEIGHTS)}, indent=1))
+        (new / CONFIG).write_text(
+            json.dumps(info | {WEIGHTS_DIGEST: digest(new / WEIGHTS)}, indent=1), encoding="utf-8"
+        )
         tokenizer.save(new / TOKENIZER)
-        (new / CARD).write_text(card(info))
+        (new / CARD).write_text(card(info), encoding="utf-8")
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
         for file in (TOKENIZER, WEIGHTS, CARD, CONFIG):
             (new / file).replace(folder / file)
@@ -96,7 +98,7 @@ def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     for name in (CONFIG, WEIGHTS, TOKENIZER):
         require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
     try:
-        info = json.loads((folder / CONFIG).read_text())
+        info = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
     require(

@@ -55,15 +55,17 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def pick_device(name: str) -> "torch.device":
-    """The device of train.device: auto, cpu, cuda (of this process: LOCAL_RANK) or cuda:N."""
+    """The device of train.device: auto, cpu, cuda (of this process: LOCAL_RANK), cuda:N or mps (Apple's GPUs)."""
     import torch
 
+    mps = torch.backends.mps.is_available()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+        raise ValueError(f"train.device={name!r} is no device; use auto, cpu, cuda, cuda:N or mps") from None
+    require(device.type != "mps" or mps, f"train.device={name!r}, but no MPS device is available; use train.device=cpu")
     if device.type == "cuda":
         require(
             torch.cuda.is_available(), f"train.device={name!r}, but no CUDA device is available; use train.device=cpu"
@@ -127,7 +129,7 @@ def writable_file(key: str, file: Path) -> Path:
     """Return the file, to append to, its folder made; refuse one that cannot be written before the work is done."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
+        file.open("ab").close()
     except OSError as error:
         raise ValueError(f"{key}={str(file)!r} cannot be written: {error.strerror}") from None
     return file
@@ -160,8 +162,11 @@ def digest(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder: a rename is only durable once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Flush a folder: a rename is only durable once its folder is. Windows opens no folders, and needs no flush."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -173,7 +173,7 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
     """The exported network of a run folder (or of an export folder itself)."""
     folder = Path(path) / EXPORT if (Path(path) / EXPORT).is_dir() else Path(path)
     require((folder / SETTINGS).is_file(), f"{path} is not a finished reasoning run: {folder / SETTINGS} is missing")
-    settings = json.loads((folder / SETTINGS).read_text())
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     reason = export.section(ReasonConfig, settings["reason"], str(folder / SETTINGS))
     if reason.base:
         from transformers import AutoModelForCausalLM
@@ -196,6 +196,6 @@ def read_results(run: str | Path) -> dict[str, Any]:
     path = Path(run) / RESULTS
     require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None

@@ -105,7 +105,7 @@ class Checkpoints:
             self.sweep()
 
         def complete() -> None:
-            (partial / STATE).write_text(json.dumps(info, indent=1))
+            (partial / STATE).write_text(json.dumps(info, indent=1), encoding="utf-8")
             seal(partial)
             partial.rename(final)
             sync_folder(self.folder)
@@ -198,7 +198,7 @@ class Checkpoints:
     def read_info(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the tensors, as this version names it."""
         path = self.path(step) / STATE
-        info = json.loads(path.read_text())
+        info = json.loads(path.read_text(encoding="utf-8"))
         if "progress" in info:  # a reasoning run of an earlier version
             progress = info.pop("progress")
             info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
@@ -326,9 +326,9 @@ def seal(folder: Path) -> None:
     """Write the manifest and push everything to the disk."""
     files = sorted(p for p in folder.iterdir() if p.name != MANIFEST)
     entries = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in files}
-    (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=1), encoding="utf-8")
     for path in [*files, folder / MANIFEST]:
-        with path.open("rb") as file:
+        with path.open("r+b") as file:  # Windows flushes only what may be written
             os.fsync(file.fileno())
     sync_folder(folder)
 
@@ -336,7 +336,7 @@ def seal(folder: Path) -> None:
 def problem_of(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None if nothing."""
     try:
-        entries = json.loads((folder / MANIFEST).read_text())
+        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"{MANIFEST} is missing or unreadable"
     for name, entry in entries.items():

@@ -64,7 +64,7 @@ class RunLog:
             return
         event = {"kind": kind, "step": step, **values, "time": round(time.time(), 3)}
         try:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n" * self.is_cut + json.dumps(event) + "\n")
             self.is_cut = False
         except OSError as error:
@@ -160,7 +160,8 @@ class LogWindow:
         values["tokens_per_s"] = tokens / max(seconds, 1e-9)
         if self.mfu_per_speed is not None:
             values["mfu"] = values["tokens_per_s"] * self.mfu_per_speed
-        values["memory_gib"] = peak_memory_gib(self.ranks.device, self.graphs)
+        if memory := peak_memory_gib(self.ranks.device, self.graphs):
+            values["memory_gib"] = memory
         if skipped := int(guard.skipped.item()):
             values["skipped"] = skipped
         self.clear()
@@ -199,14 +200,16 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [event for _, event in events_in(path)] if path.is_file() else []
 
 
-def peak_memory_gib(device: torch.device, graphs: bool = False) -> float:
-    """Most memory this process has used: on the device, or resident on a CPU. `graphs`: CUDA graphs hold some of it,
-    which torch counts as reserved and not as allocated."""
+def peak_memory_gib(device: torch.device, graphs: bool = False) -> float | None:
+    """Most memory this process has used: on a CUDA device, otherwise resident on the host; None where the system does
+    not tell (Windows). `graphs`: CUDA graphs hold some of it, which torch counts as reserved and not as allocated."""
     if device.type == "cuda":
         used = torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated
         return used(device) / 2**30
-    import resource
-
+    try:
+        import resource
+    except ImportError:
+        return None
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 2**30
 
