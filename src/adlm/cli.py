@@ -101,7 +101,7 @@ COMMANDS: dict[str, Command] = {
         sections=("compare", "", "model", "data", "optim", "train", "eval"),
     ),
     "bench": Command(
-        "adlm.bench.command:run_bench",
+        "adlm.bench:run_bench",
         "train | sample: how fast this machine is, beside a reference implementation of the same",
         rest=True,
         out="file that the JSON line is appended to (empty: only printed)",

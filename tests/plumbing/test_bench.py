@@ -7,10 +7,9 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from adlm import bench as command
 from adlm import config
-from adlm.bench import command
-from adlm.bench.dense import dense_loss, dense_step, nucleus
-from adlm.bench.measure import measure_sample, measure_train, text_like
+from adlm.bench.measure import dense_loss, dense_step, measure_sample, measure_train, nucleus, text_like
 from adlm.diffusion.categorical import filter_logits
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import NoiseConfig, ObjectiveConfig

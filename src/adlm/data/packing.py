@@ -4,7 +4,7 @@ Documents travel as `Tokens(flat, lengths)`: all ids of a batch of documents in 
 There are three ways to pack them into sequences of length L, all pure functions on flat arrays:
   stream     the default. Every document is followed by EOS; the whole split is one stream, cut into pieces of L-2, each
              stored as [BOS] piece [EOS]. Only the last incomplete piece of the split is dropped (fewer than L-2
-             tokens in all); a short validation split of one's own text is padded instead. Where sequences begin depends on the documents alone, not on batches or resuming.
+             tokens in all). Where sequences begin depends on the documents alone, not on batches or resuming.
   release    as the public release with one process: the same, but the stream ends (and its incomplete piece is
              dropped) after every 1000 documents.
   unwrapped  one document a sequence: [BOS] document [EOS], truncated to L or padded on the right; its length is kept.
