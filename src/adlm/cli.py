@@ -47,6 +47,8 @@ class Command:
     """What `out` is, where that is no run folder (for --help); it then stays empty unless it is given."""
     sweeps: bool = False
     """Numbers and names of `sampling` may be lists; the settings they make are handed over as sweep=[...]."""
+    own_text: bool = False
+    """The settings fit the size of the text in data.path, and the machine (config/owntext.py)."""
     short: str = ""
     """Section whose keys may be typed without its name: `adlm serve port=8000`."""
     sections: tuple[str, ...] = ()
@@ -58,13 +60,19 @@ RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpo
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "adlm.demo:run_demo",
-        "train a nano model on this CPU in minutes, nothing downloaded, and write a report for the browser",
+        "train a nano model on this CPU in minutes, on the documentation inside Python or on your text (adlm demo"
+        " my.txt), nothing downloaded, and write a report for the browser",
+        words=("data.path",),
         defaults=("experiment=demo",),
+        own_text=True,
         sections=("train", "sampling"),
     ),
     "train": Command(
         "adlm.training.loop:run_train",
-        "train a model, or resume the run in `out`; under torchrun on many devices",
+        "train a model on your text (adlm train my.txt: a file or folder; sizes and schedules fit it and this machine)"
+        " or on data=NAME, or resume the run in `out`; under torchrun on many devices",
+        words=("data.path",),
+        own_text=True,
         flags={"dry-run": "print model, tokens and memory, then stop"},
         sections=("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track"),
     ),
@@ -268,7 +276,7 @@ def _run(argv: list[str]) -> int:
     if command.sweeps:
         cfg, arguments["sweep"] = config.load_sweep(line)
     else:
-        cfg = config.load(line, run_folder=not command.out)
+        cfg = config.load(line, run_folder=not command.out, own_text=command.own_text)
     if command.rest:
         arguments["args"] = rest
     if command.line:

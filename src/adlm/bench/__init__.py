@@ -1,4 +1,4 @@
-"""`adlm bench train | sample`: how fast this machine trains and samples, beside the reference implementation of the same.
+"""`adlm bench train | sample`: how fast this machine trains and samples, beside a reference implementation.
 
 A table for people, one JSON line for programs; measure.py has the optimizer step and the step of a sampler.
 """

@@ -246,7 +246,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-# ---- the reference implementation: every position, every logit, the bridge as the paper draws it ----------------------
+# ---- the reference implementation: every position, every logit, the bridge as the paper draws it --------------------
 
 
 def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
