@@ -57,6 +57,8 @@ class Command:
     """What `out` is, where that is no run folder (for --help); it then stays empty unless it is given."""
     sweeps: bool = False
     """Numbers and names of `sampling` may be lists; the settings they make are handed over as sweep=[...]."""
+    own_text: bool = False
+    """The settings fit the size of the text in data.path, and the machine (config/owntext.py)."""
     short: str = ""
     """Section whose keys may be typed without its name: `adlm serve port=8000`."""
     reads: tuple[str, ...] = ()
@@ -93,13 +95,19 @@ RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpo
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "adlm.demo:run_demo",
-        "train a nano model on this CPU in minutes, nothing downloaded, and write a report for the browser",
+        "train a nano model on this CPU in minutes, on the documentation inside Python or on your text (adlm demo"
+        " my.txt), nothing downloaded, and write a report for the browser",
+        words=("data.path",),
         defaults=("experiment=demo",),
+        own_text=True,
         reads=(*TRAINING, "sampling"),
     ),
     "train": Command(
         "adlm.training.loop:run_train",
-        "train a model, or resume the run in `out`; under torchrun on many devices",
+        "train a model on your text (adlm train my.txt: a file or folder; sizes and schedules fit it and this machine)"
+        " or on data=NAME, or resume the run in `out`; under torchrun on many devices",
+        words=("data.path",),
+        own_text=True,
         flags={"dry-run": "print model, tokens and memory, then stop"},
         reads=(*TRAINING, "sampling"),
     ),
@@ -144,7 +152,7 @@ COMMANDS: dict[str, Command] = {
         reads=("compare", *TRAINING, *BOUND),
     ),
     "bench": Command(
-        "adlm.bench.measure:run_bench",
+        "adlm.bench:run_bench",
         "train | sample: how fast this machine is, beside a reference implementation of the same",
         rest=True,
         out="file that the JSON line is appended to (empty: only printed)",
@@ -322,7 +330,7 @@ def _run(argv: list[str], strict: bool) -> int:
     if command.sweeps:
         cfg, arguments["sweep"] = config.load_sweep(line, refuse)
     else:
-        cfg = config.load(line, run_folder=not command.out, check_key=refuse)
+        cfg = config.load(line, run_folder=not command.out, check_key=refuse, own_text=command.own_text)
     if command.rest:
         arguments["args"] = rest
     if command.line:

@@ -7,10 +7,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from adlm import config
-from adlm.bench import measure
-from adlm.bench.dense import dense_loss, dense_step, nucleus
-from adlm.bench.measure import measure_sample, measure_train, text_like
+from adlm import bench, config
+from adlm.bench.measure import dense_loss, dense_step, measure_sample, measure_train, nucleus, text_like
 from adlm.diffusion.categorical import filter_logits
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import NoiseConfig, ObjectiveConfig
@@ -84,12 +82,12 @@ def test_the_reference_of_few_steps_of_time_and_of_other_losses():
 
 def test_the_command_prints_one_line_of_json(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        measure, "alone", lambda name, cfg, batch, which: measure.BENCHMARKS[name](copy.deepcopy(cfg), batch, which)
+        bench, "alone", lambda name, cfg, batch, which: bench.BENCHMARKS[name](copy.deepcopy(cfg), batch, which)
     )
     with pytest.raises(ValueError, match=r"out='.*' cannot be written: Is a directory"):
-        measure.run_bench(settings(f"out={tmp_path}"), ["train"])
+        bench.run_bench(settings(f"out={tmp_path}"), ["train"])
     assert not capsys.readouterr().err, "refused before anything is measured"
-    measure.run_bench(settings(f"out={tmp_path / 'new' / 'lines.jsonl'}"), ["train"])
+    bench.run_bench(settings(f"out={tmp_path / 'new' / 'lines.jsonl'}"), ["train"])
     captured = capsys.readouterr()
     line = json.loads(captured.out)
     assert line["rows"].keys() == {"2", "3"} and line["rows"]["3"]["speedup"] > 0
@@ -102,12 +100,12 @@ def test_out_of_memory_is_a_result_and_bad_words_are_refused(monkeypatch, capsys
         return {"failed": "out of memory"} if which == "dense" else BENCHMARK
 
     BENCHMARK = {"ms": 1.0, "tokens_per_s": 5.0, "peak_gib": 1.0}
-    monkeypatch.setattr(measure, "alone", measured)
-    line = measure.run_bench(settings("bench.batches=4"), ["train"])
+    monkeypatch.setattr(bench, "alone", measured)
+    line = bench.run_bench(settings("bench.batches=4"), ["train"])
     assert "speedup" not in line["rows"]["4"] and "out of memory" in capsys.readouterr().err
     with pytest.raises(ValueError, match="one word, train or sample; got none"):
-        measure.run_bench(settings(), [])
+        bench.run_bench(settings(), [])
     with pytest.raises(ValueError, match=r"benchmark.*'tran'.*train"):
-        measure.run_bench(settings(), ["tran"])
+        bench.run_bench(settings(), ["tran"])
     with pytest.raises(ValueError, match=r"bench.batches wants numbers of sequences"):
-        measure.run_bench(settings("bench.batches=0"), ["train"])
+        bench.run_bench(settings("bench.batches=0"), ["train"])

@@ -73,6 +73,22 @@ def test_parquet(tmp_path):
         list(read(path, "auto", "text"))
 
 
+@pytest.mark.parametrize("text", ["some words ", "é"])
+def test_a_corrupt_parquet_page_names_file_and_row(tmp_path, text):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [f"{text} {i}" for i in range(4000)]})
+    pq.write_table(table, path, row_group_size=1024, compression="snappy", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    at = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    data[at + 40 : at + 400] = b"\xff" * 360
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.parquet is corrupt after row 2048 \("):
+        list(read(path, "auto", "text"))
+
+
 def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     paragraphs = [f"Paragraph {i} " + "word " * 100 for i in range(400)]
     text = "\n\n".join(paragraphs)
@@ -133,6 +149,10 @@ def test_cut_character_at_the_end(tmp_path):
         ("a.jsonl", '{"text": "x"}\nnot json\n', "line 2 is not JSON"),
         ("a.jsonl", "3\n", "record 1 is not a JSON object"),
         ("a.jsonl", '{"text": null}\n', "is NoneType, not text"),
+        ("a.jsonl", '{"text": "x"}\n{"text": "a\\ud83d b"}\n', "record 2: field 'text' holds half of a character"),
+        ("a.json", '[{"text": ["x", "\\udc00"]}]', "record 1: field 'text' holds half of a character"),
+        ("a.jsonl", '{"text": "x"}\n{"text": ' + "[" * 200_000 + "\n", "line 2 is not JSON (nested too deeply)"),
+        ("a.jsonl", '{"text": "x", "n": ' + "1" * 5000 + "}\n", "line 1 is not JSON (Exceeds the limit"),
         ("a.csv", "id,body\n1,x\n", "row 2 has no field 'text' (data.text_key); it has id, body"),
         ("a.parquet", "nonsense", "is not a parquet file"),
         ("a.txt.gz", "not gzip", "is damaged or incomplete"),

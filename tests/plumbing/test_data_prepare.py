@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from adlm.data import blocks as storage
-from adlm.data import packing
+from adlm.data import packing, tokenizers
 from adlm.data import preparation as module
 from adlm.data.blocks import Blocks, Corrupt
 from adlm.data.preparation import prepare, run_data, tokenizer_for
-from adlm.data.tokenizers import load_tokenizer, raw_bytes, text8_characters, train_bpe
+from adlm.data.tokenizers import load_tokenizer, raw_bytes, text8_characters, train_bpe, word_piece
 from adlm.schema import Config, DataConfig
 
 BYTES = raw_bytes()
@@ -212,7 +212,7 @@ def test_goes_on_after_an_interruption(cfg, monkeypatch):
 
 KILLED = """
 import sys
-from adlm.data import packing
+from adlm.data import packing, tokenizers
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import load_tokenizer
 from adlm.schema import DataConfig
@@ -281,15 +281,33 @@ def refusal(cfg, tokenizer=BYTES, length=32, split="train"):
 
 
 def test_too_short_says_what_would_fit(cfg):
-    message = refusal(cfg, length=4096, split="valid")
-    tokens = sum(len(text.encode()) + 1 for text in texts(cfg)[36:])
-    assert f"has {tokens} tokens in 4 documents" in message
-    assert "one sequence of model.length=4096 needs 4094" in message
-    assert f"model.length={tokens + 2} would fit one; or hold out more than data.valid_fraction=0.1" in message
-    assert refusal(cfg, length=10**6).endswith("would fit one")
+    tokens = sum(len(text.encode()) + 1 for text in texts(cfg)[:36])
+    message = refusal(cfg, length=4096)
+    assert f"has {tokens} tokens in 36 documents" in message
+    assert f"one sequence of model.length=4096 needs 4094; model.length={tokens + 2} would fit one" in message
     assert not list(Path(cfg.cache_dir).glob("*.partial")), "nothing is left behind"
-    assert len(prepare(cfg, BYTES, tokens + 2, "valid")) == 1
+    assert len(prepare(cfg, BYTES, tokens + 2, "train")) == 1
     assert "too short for a sequence" in refusal(cfg, length=2)
+
+
+def test_a_validation_split_shorter_than_a_sequence_is_one_padded_sequence(cfg):
+    valid = prepare(cfg, BYTES, 4096, "valid")
+    ids = [i for text in texts(cfg)[36:] for i in [*text.encode(), BYTES.eos_id]]
+    assert valid[0].tolist() == [256, *ids, 257] + [BYTES.pad_id] * (4094 - len(ids))
+    masks = valid.attention_masks(np.array([0]))
+    assert len(valid) == 1 and masks is not None and masks.sum() == len(ids) + 2
+    assert prepare(cfg, BYTES, 32, "valid").lengths is None, "where a sequence is filled the rest is dropped"
+
+
+@pytest.mark.parametrize("size", [600, 2_000, 20_000, 40_000, 200_000])
+def test_any_text_has_a_validation_split_of_about_its_fraction(cfg, tmp_path, size):
+    text = " ".join(f"word{i}" for i in range(size // 8))[:size]
+    (tmp_path / "my.txt").write_text(text)
+    cfg = replace(cfg, path=str(tmp_path / "my.txt"))
+    parts = [list(module.resolve(cfg, split).documents(32)) for split in ("train", "valid")]
+    assert " ".join(parts[0] + parts[1]).split() == text.split(), "nothing is lost, no word is cut"
+    assert 0.05 < sum(map(len, parts[1])) / size < 0.2
+    assert len(prepare(cfg, BYTES, 32, "valid")) >= 1
 
 
 def test_release_packing_that_drops_everything(cfg, tmp_path):
@@ -303,8 +321,7 @@ def test_empty_and_single_documents(cfg, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     assert "empty.txt) holds no documents" in refusal(replace(cfg, path=str(empty)))
-    empty.write_text("just one document")
-    assert "nothing is held out by data.valid_fraction=0.1: give data.valid_path" in refusal(
+    assert "holds no documents; nothing is held out by data.valid_fraction=0.1" in refusal(
         replace(cfg, path=str(empty)), split="valid"
     )
 
@@ -322,6 +339,82 @@ def test_a_source_that_cannot_be_read_is_not_blamed_on_the_cache(cfg, monkeypatc
 
     monkeypatch.setattr("adlm.data.blocks.hashlib.file_digest", failing)
     assert refusal(cfg) == f"cannot read {cfg.path} (Input/output error)"
+
+
+def test_digests_of_a_folder_are_read_and_written_once_a_pass(cfg, tmp_path, monkeypatch):
+    (tmp_path / "many").mkdir()
+    for i in range(30):
+        (tmp_path / "many" / f"{i:02}.txt").write_text(f"Text number {i} of a folder.")
+    written = []
+    real = storage.write_atomically
+    monkeypatch.setattr(
+        storage, "write_atomically", lambda path, content: (written.append(path.name), real(path, content))
+    )
+    many = replace(cfg, path=str(tmp_path / "many"))
+    first = prepare(many, BYTES, 32, "train")
+    assert written.count("sources.json") == 1
+    assert len(json.loads((Path(cfg.cache_dir) / "sources.json").read_text())) == 30
+    (tmp_path / "many" / "07.txt").write_text("Another text.")
+    assert prepare(many, BYTES, 32, "train").fingerprint != first.fingerprint
+    (Path(cfg.cache_dir) / "sources.json").write_text("[1]")  # not ours: written anew
+    prepare(many, BYTES, 32, "valid")
+
+
+def test_a_corrupt_source_is_not_blamed_on_the_cache(cfg, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"some words {i}" for i in range(2000)]}), path, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[40:400] = b"\xff" * 360
+    path.write_bytes(data)
+    assert f"{path} is corrupt" in refusal(replace(cfg, path=str(path)))
+
+
+# ---- long documents --------------------------------------------------------------------------------------------------
+
+LONG = "Some words, 12 numbers;  two spaces\n\nand  blank lines, é and 漢字 too. " * 40 + "x" * 60 + " end"
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "word_piece"])
+def test_a_long_document_is_tokenised_in_pieces_with_the_same_result(cfg, tmp_path, monkeypatch, name):
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh", "so", "##me"])
+    )
+    tokenizer = {
+        "bytes": lambda: BYTES,
+        "bpe": lambda: train_bpe([LONG], 400),
+        "word_piece": lambda: word_piece(tmp_path / "vocab.txt"),
+    }[name]()
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("short", LONG, "end")))
+    cfg = replace(cfg, path=str(tmp_path / "a.jsonl"), valid_path=cfg.path)
+    whole = prepare(cfg, tokenizer, 32, "train")
+    monkeypatch.setattr(tokenizers, "LONGEST_TEXT", 100)
+    monkeypatch.setattr(packing, "SHARD_CHARACTERS", 700)
+    pieces = prepare(replace(cfg, cache_dir=cfg.cache_dir + "2"), tokenizer, 32, "train")
+    assert np.array_equal(whole.tokens, pieces.tokens)
+    assert pieces.manifest["documents"] == 3
+    parts = list(tokenizers.text_pieces(LONG))
+    assert "".join(parts) == LONG and max(map(len, parts)) <= 100 and len(parts) > 20
+    assert [*map(len, tokenizers.text_pieces("x" * 250))] == [100, 100, 50], "without a space: anywhere"
+
+
+def test_bpe_learns_the_same_from_pieces(monkeypatch):
+    whole = train_bpe([LONG], 350)
+    monkeypatch.setattr(tokenizers, "LONGEST_TEXT", 400)
+    assert train_bpe([LONG], 350).fingerprint == whole.fingerprint
+
+
+@pytest.mark.slow
+def test_one_document_of_50_mb_needs_little_memory(tmp_path):
+    line = "The quick brown fox jumps over the lazy dog number 1234 of a story that goes on.\n"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": line * 620_000}) + "\n")
+    code = (
+        "import resource, sys; from adlm import cli; "
+        f"cli.main(['data', 'prepare', 'train', 'data=file', 'data.path={tmp_path}/a.jsonl', 'data.tokenizer=bpe-512',"
+        f" 'data.cache_dir={tmp_path}/cache']); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout.splitlines()[-1]) < 1.5, "GiB"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -11,41 +11,31 @@ sample  Ours is the engine: positions first, head and draw only there, steps tha
         batch over T.
 """
 
-import copy
-import gc
 import itertools
-import json
-import multiprocessing
 import statistics
-import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo
-from rich.console import Console
-from rich.table import Table
+import torch.nn.functional as F
 from torch import Tensor
 
-from adlm.bench.dense import dense_loss, dense_step
 from adlm.data.loader import Batch
+from adlm.diffusion.absorbing import posterior
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Engine, Request
-from adlm.errors import choose, require
-from adlm.io.paths import pick_device, writable_file
+from adlm.errors import require
+from adlm.io.paths import pick_device
 from adlm.models import Network, build_model
 from adlm.models.backends import peak_flops
+from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.models.network import count_flops
-from adlm.objectives import make_objective
+from adlm.objectives import CorruptedBatch, make_objective
 from adlm.samplers.base import make_sampler, with_sampler
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import Config
 from adlm.training.batches import corrupted_batches, on_device
-from adlm.training.loop import command_line
 from adlm.training.metrics import peak_memory_gib
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
@@ -257,83 +247,69 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-# The command
-
-BENCHMARKS = {"train": measure_train, "sample": measure_sample}
-SPEED = {"train": "ms", "sample": "ms_per_step"}
+# ---- the reference implementation: every position, every logit, the bridge as the paper draws it --------------------
 
 
-def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
-    """`adlm bench train | sample`: the table goes to stderr, the JSON line to stdout and to the file `out`."""
-    require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
-    name = choose("benchmark", args[0], tuple(BENCHMARKS))
-    batches = [read_size(word) for word in cfg.bench.batches.split(",")]
-    out = writable_file("out", Path(cfg.out)) if cfg.out else None
-    results = {}
-    for batch in batches:
-        entry: dict[str, Any] = {}
-        for which in ("dense", "ours") if cfg.bench.dense else ("ours",):
-            print(f"{name}, {batch} sequences: {which}", file=sys.stderr, flush=True)
-            entry[which] = alone(name, cfg, batch, which)
-        if all(SPEED[name] in entry.get(which, ()) for which in ("dense", "ours")):
-            entry["speedup"] = entry["dense"][SPEED[name]] / entry["ours"][SPEED[name]]
-        results[str(batch)] = entry
-    device = pick_device(cfg.train.device)
-    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    line = {"benchmark": name, "device": on, "torch": torch.__version__, "command": command_line(), "rows": results}
-    Console(stderr=True).print(table(name, on, results))
-    print(json.dumps(line))
-    if out:
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-    return line
+def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Denoiser logits and anchor logits (or None), the anchor logits formed and projected back to the width."""
+    x = F.embedding(tokens_BL, model.embedding)
+    anchor_logits = None
+    if model.anchor is not None and model.anchor_head is not None and model.bridge is not None:
+        stream, normed = model.anchor(x, sigma_B)
+        anchor_logits = F.linear(normed, model.anchor_head.weight, model.anchor_head.bias)
+        x = model.bridge.from_logits(stream, anchor_logits)
+    hidden = model.denoiser(x, sigma_B).normed_BLD
+    return F.linear(hidden, model.head.weight, model.head.bias), anchor_logits
 
 
-def read_size(word: str) -> int:
-    """A number of sequences."""
-    fits = word.strip().isdigit() and int(word) > 0
-    require(fits, f"bench.batches wants numbers of sequences like 1,16,64; got {word!r}")
-    return int(word)
+def dense_loss(model: Network, task: CorruptedBatch) -> Tensor:
+    """The loss of a corrupted batch from all logits; weights are zero where there is no loss."""
+    z, V = task.tokens_BL, model.vocab_size
+    logits, anchor_logits = dense_logits(model, z, task.sigma_B)
+    total = torch.zeros((), device=z.device)
+    for name, term in task.terms.items():
+        require(
+            term.chunk_loss is cross_entropy_chunk,
+            f"the loss {name!r} has no reference implementation to compare with; use bench.dense=false",
+        )
+        values = logits if term.head == "denoiser" else anchor_logits
+        assert values is not None
+        values = values.float().view(-1, V)
+        if term.exclude is not None:
+            values = values.clone()
+            values[:, term.exclude] -= 1e6
+        at_N = (term.positions_N,)
+        weight = torch.zeros(z.numel(), device=z.device).index_put(at_N, term.weights_N)
+        target = torch.zeros(z.numel(), dtype=torch.long, device=z.device).index_put(at_N, term.targets_N)
+        log_p = values.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
+        total = total - term.scale * (log_p * weight).sum()
+    return total
 
 
-def alone(name: str, cfg: Config, batch: int, which: str) -> dict[str, Any]:
-    """Measure with nothing of an earlier measurement left in memory. Out of memory is a result.
-
-    On a GPU that takes emptying its memory, whose peak can be reset; on a CPU, where it cannot, a fresh process.
-    """
-    if pick_device(cfg.train.device).type == "cuda":
-        try:
-            return BENCHMARKS[name](copy.deepcopy(cfg), batch, which)
-        except torch.OutOfMemoryError:
-            return {"failed": "out of memory"}
-        finally:
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(BENCHMARKS[name], cfg, batch, which).result()
-        except BrokenProcessPool:
-            return {"failed": "the process died"}
+def nucleus(p: Tensor, top_p: float) -> Tensor:
+    """Nucleus filter: the smallest set of most probable tokens with at least top_p, renormalised; by sorting."""
+    ordered, token = p.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
+    kept = torch.zeros_like(p).scatter_(-1, token, ordered)
+    return kept / kept.sum(-1, keepdim=True)
 
 
-def table(name: str, on: str, results: dict[str, Any]) -> Table:
-    """The results as people read them."""
-    rate = "tokens_per_s" if name == "train" else "sequences_per_s"
-    out = Table(title=f"{name}, {on}")
-    figures = (SPEED[name].replace("_", " "), rate.replace("_per_", " / "), "peak GiB", "speedup")
-    for heading in ("sequences", "", *figures):
-        out.add_column(heading, justify="right")
-    for batch, entry in results.items():
-        for which in ("dense", "ours"):
-            if which not in entry:
-                continue
-            r = entry[which]
-            if "failed" in r:
-                out.add_row(batch, which, r["failed"], "", "", "")
-                continue
-            memory = f"{r['peak_gib']:.2f}" if "peak_gib" in r else ""
-            ratio = f"{entry['speedup']:.1f}x" if which == "ours" and "speedup" in entry else ""
-            out.add_row(batch, which, f"{r[SPEED[name]]:,.2f}", f"{r[rate]:,.4g}", memory, ratio)
-    return out
+def dense_step(
+    model: Network,
+    z_BL: Tensor,
+    alpha_s: float,
+    alpha_t: float,
+    sigma: float,
+    top_p: float,
+    noise: Tensor,
+    sigma_B: Tensor | None = None,
+) -> Tensor:
+    """One step of Eq. 6 as a loop takes it: distribution, nucleus filter and float64 noise at every position of every
+    sequence. `sigma` is Eq. 6's probability of masking again, sigma_B the noise level that a time-conditioned model is
+    conditioned on."""
+    logits, _ = dense_logits(model, z_BL, sigma_B)
+    logits = logits.float()
+    logits[..., model.mask_id] = -1e6
+    p = logits.softmax(-1) if top_p == 1 else nucleus(logits.softmax(-1), top_p)
+    q = posterior(z_BL, p, alpha_s, alpha_t, model.mask_id, sigma)
+    return (q.double() / (1e-10 - torch.log(noise + 1e-10))).argmax(-1)

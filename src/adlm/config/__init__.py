@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from adlm.compat.command_lines import RELEASE_KEYS, rewrite
+from adlm.config import owntext
 from adlm.config.keys import group_choices, keys, nearest
 from adlm.data import corpora
 from adlm.errors import choose, require
-from adlm.io.paths import expanded
+from adlm.io.paths import expanded, pick_device
 from adlm.migration import RENAMED, migrate
 from adlm.rules import Location, check_fields
 from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
@@ -42,15 +43,17 @@ def load(
     world_size: int | None = None,
     run_folder: bool = True,
     check_key: Callable[[str], None] | None = None,
+    own_text: bool = False,
 ) -> Config:
     """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
 
     `world_size` is the number of ranks that share the global batch; by default what torchrun says. `run_folder`: an
     empty `out` becomes a folder below runs/ (not for commands that write beside a checkpoint, or nothing). `check_key`
-    is called with every key and group that was given, in today's names, and may refuse it.
+    is called with every key and group that was given, in today's names, and may refuse it. `own_text`: data=file is
+    trained with settings that fit its size and this machine (owntext.py), and data.path alone means it.
     """
     given = _today(argv)
-    cfg = _build(given, world_size, run_folder)
+    cfg = _build(_fitted(given, world_size) if own_text else given, world_size, run_folder)
     for key in given if check_key else ():
         check_key(key)
     return cfg
@@ -105,7 +108,19 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _build(given: dict[str, str], world_size: int | None, run_folder: bool) -> Config:
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    ranks = _ranks(world_size)
+    cfg, chosen = _composed(given)
+    _derive(cfg, chosen, ranks, run_folder)
+    check(cfg, ranks)
+    return cfg
+
+
+def _ranks(world_size: int | None) -> int:
+    return int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+
+
+def _composed(given: dict[str, str]) -> tuple[Config, dict[str, str]]:
+    """What is given, on top of the groups; also which name of each group was taken. Only single values are checked."""
     groups: dict[str, str] = {}
     values: dict[str, Any] = {}
     for key, text in given.items():
@@ -119,9 +134,36 @@ def _build(given: dict[str, str], world_size: int | None, run_folder: bool) -> C
     composed, chosen = _compose(tuple(groups.items()))
     cfg = copy.deepcopy(composed)
     _assign(cfg, values)
-    _derive(cfg, chosen, ranks, run_folder)
-    check(cfg, ranks)
-    return cfg
+    check_values(cfg)
+    return cfg, chosen
+
+
+def _fitted(given: dict[str, str], world_size: int | None) -> dict[str, str]:
+    """`given` with settings that fit one's own text below it; unchanged for another corpus. An experiment has settings
+    of its own. A run that has begun keeps what was chosen then: text and machine may have changed since."""
+    if given.get("data.path") and not given.keys() & {"data", "data.name"}:
+        given = {"data": "file"} | given
+    if given.get("data", given.get("data.name")) != "file" or "experiment" in given:
+        return given
+    cfg, _ = _composed(given)  # a mistake is answered before the text is looked at
+    corpora.check(cfg.data)
+    size = owntext.text_bytes(cfg.data)
+    device = pick_device(cfg.train.device).type
+    given = {"out": owntext.run_folder(cfg.data.path)} | {k: v for k, v in given.items() if k != "out" or v}
+    began = Path(given["out"]) / "config.yaml"
+    saved = flatten(from_yaml(began)) if any(began.parent.glob("checkpoints/step-*")) and began.is_file() else {}
+    chosen: dict[str, str] = {}
+
+    def answer(more: dict[str, Any]) -> Config:
+        for key, value in more.items():
+            if not owntext.governed(key, given.keys() & GROUPS.keys()):
+                chosen[key] = str(saved.get(key, value))
+        return _composed(chosen | given)[0]
+
+    cfg = answer(owntext.shape(size, device, _ranks(world_size)))
+    cfg = answer(owntext.run_length(cfg, size, device))
+    answer(owntext.schedule(cfg, size))
+    return chosen | given
 
 
 def _read_value(key: str, text: str) -> Any:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,23 +198,34 @@ def cache_folder(cfg: DataConfig) -> Path:
     return path_of(cfg.cache_dir or os.environ.get("ADLM_CACHE", "") or "~/.cache/adlm")
 
 
-def sha256(path: Path, cache: Path) -> str:
-    """Digest of a file, remembered by (path, size, time of change): hashing a large corpus takes minutes."""
-    status = path.stat()
-    key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+def sha256(paths: Sequence[Path], cache: Path) -> list[str]:
+    """Digests of files, remembered by (path, size, time of change): hashing a large corpus takes minutes. The memory
+    is read and written once, also if hashing is interrupted: a corpus may be many thousand files."""
     memory = cache / "sources.json"
     known: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(memory.read_text(encoding="utf-8"))
-    if key not in known:
-        try:
-            with open(path, "rb") as file:
-                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:  # of the source, and no fault of the cache (`cache_errors`)
-            raise ValueError(f"cannot read {path} ({error.strerror or error})") from None
-        cache.mkdir(parents=True, exist_ok=True)
-        write_atomically(memory, json.dumps(known, indent=1))
-    return known[key]
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(memory.read_text(encoding="utf-8"))
+        known = {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
+    before, keys = len(known), []
+    try:
+        for path in paths:
+            status = path.stat()
+            key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+            if key not in known:
+                known[key] = _digest(path)
+            keys.append(key)
+    finally:
+        if len(known) > before:
+            write_atomically(memory, json.dumps(known, indent=1))
+    return [known[key] for key in keys]
+
+
+def _digest(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:  # of the source, and no fault of the cache (`cache_errors`)
+        raise ValueError(f"cannot read {path} ({error.strerror or error})") from None
 
 
 @contextlib.contextmanager

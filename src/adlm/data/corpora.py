@@ -52,6 +52,9 @@ class Corpus:
     """Overrides data.valid_fraction."""
     only: str = ""
     """Every split is this one (evaluation sets, and the halves of OpenWebText by name)."""
+    any_size: bool = False
+    """It may be small: the end of its last document is held out where whole documents would be too much, and a
+    validation split shorter than one sequence is one padded sequence."""
     crop: bool = False
     """Training sequences are stored twice as long; a random window is taken when they are read."""
 
@@ -124,6 +127,7 @@ FILE = Corpus(
     "your own text, jsonl, csv or parquet file or folder: data.path=, data.text_key=",
     needs_path=True,
     tokenizer="bpe-8192",
+    any_size=True,
 )
 PREPARED = Corpus("a folder written by `adlm data prepare`: data.path=, data.valid_path=", needs_path=True)
 CHECKPOINT = Corpus("the corpus that a checkpoint was trained on (evaluation only)")

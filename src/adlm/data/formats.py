@@ -178,7 +178,12 @@ def _parsed(line: str, path: Path, number: int) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} line {number} is not JSON ({error.msg} at column {error.colno})") from None
+        problem = f"{error.msg} at column {error.colno}"
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError as error:  # a number of thousands of digits
+        problem = str(error)
+    raise ValueError(f"{path} line {number} is not JSON ({problem})")
 
 
 def _object(record: Any, path: Path, number: int) -> dict[str, Any]:
@@ -191,9 +196,15 @@ def field(record: dict[str, Any], key: str, where: str) -> str:
     require(key in record, f"{where} has no field {key!r} (data.text_key); it has {', '.join(map(str, record))}")
     value: Any = record[key]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return "\n".join(value)
+        value = "\n".join(value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {key!r} (data.text_key) is {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can say it, no tokenizer can read it
+        raise ValueError(
+            f"{where}: field {key!r} holds half of a character (a lone surrogate) at character {error.start}"
+        ) from None
     return value
 
 
@@ -239,9 +250,18 @@ def parquet(path: Path, text_key: str) -> Iterator[str]:
         raise ValueError(f"{path} is not a parquet file ({str(error).splitlines()[0]})") from None
     columns = file.schema_arrow.names
     require(text_key in columns, f"{path} has no column {text_key!r} (data.text_key); it has {', '.join(columns)}")
-    batches = file.iter_batches(batch_size=1024, columns=[text_key])
-    for number, value in enumerate((value for batch in batches for value in batch.column(0).to_pylist()), 1):
-        yield field({text_key: value}, text_key, f"{path} row {number}")
+    number, batches = 0, file.iter_batches(batch_size=1024, columns=[text_key])
+    while True:
+        try:
+            batch = next(batches, None)
+            values = None if batch is None else batch.column(0).to_pylist()
+        except (OSError, ValueError, MemoryError) as error:  # pyarrow's own are one of these, or both
+            raise ValueError(f"{path} is corrupt after row {number} ({str(error).splitlines()[0]})") from None
+        if values is None:
+            return
+        for value in values:
+            number += 1
+            yield field({text_key: value}, text_key, f"{path} row {number}")
 
 
 def by_suffix(path: Path, text_key: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from adlm.data.tokenizers import Tokenizer
+from adlm.data.tokenizers import Tokenizer, text_pieces
 from adlm.errors import require
 from adlm.io.paths import write_atomically
 
@@ -70,15 +70,22 @@ def payload(length: int) -> int:
     return length - 2
 
 
-def stream(batches: Iterable[Tokens], length: int, bos: int, eos: int) -> Iterator[PackedSequences]:
-    """Sequences of the whole stream; yields as batches arrive, holding back less than one between them."""
+def stream(
+    batches: Iterable[Tokens], length: int, bos: int, eos: int, pad: int | None = None
+) -> Iterator[PackedSequences]:
+    """Sequences of the whole stream; yields as batches arrive, holding back less than one between them. With `pad` a
+    stream too short for one sequence becomes that one, padded on the right."""
     rest: np.ndarray | None = None
+    filled = False
     for batch in batches:
         ids = _with_eos(batch, eos)
         ids = ids if rest is None else np.concatenate([rest, ids])
         rows, rest = _cut(ids, length, bos, eos)
         if len(rows.tokens):
+            filled = True
             yield rows
+    if rest is not None and pad is not None and not filled:
+        yield from unwrapped([Tokens(rest, np.array([len(rest)]))], length, bos, eos, pad)
 
 
 def release(
@@ -211,9 +218,17 @@ class Shards:
         path = self.folder / f"{number:06d}.npz"
         if kept := _load_shard(path, len(texts)):
             return kept
-        batch = flatten(self.tokenizer.encode_batch(texts), self.dtype)
+        batch = self._encoded(texts)
         write_atomically(path, lambda file: np.savez(file, flat=batch.flat, lengths=batch.lengths))
         return batch
+
+    def _encoded(self, texts: list[str]) -> Tokens:
+        """The tokens of the documents; long ones in pieces (`text_pieces`), so that memory does not grow with them."""
+        pieces = [list(text_pieces(text)) for text in texts]
+        groups = grouped(piece for document in pieces for piece in document)
+        flat, lengths = _join([flatten(self.tokenizer.encode_batch(group), self.dtype) for group in groups])
+        counts = np.array([len(document) for document in pieces])
+        return Tokens(flat, np.add.reduceat(lengths, np.cumsum(counts) - counts))
 
 
 def _load_shard(path: Path, documents: int) -> Tokens | None:
@@ -228,7 +243,7 @@ def _load_shard(path: Path, documents: int) -> Tokens | None:
     return batch if len(batch.lengths) == documents and int(batch.lengths.sum()) == len(batch.flat) else None
 
 
-def grouped(documents: Iterator[str]) -> Iterator[list[str]]:
+def grouped(documents: Iterable[str]) -> Iterator[list[str]]:
     """Groups of a size that depends on the documents alone, so that a resumed run finds the same shards."""
     held: list[str] = []
     characters = 0

@@ -112,13 +112,17 @@ def _named(tokenizer: Tokenizer, name: str) -> Tokenizer:
 def _origin(cfg: DataConfig, source: Source) -> dict[str, Any]:
     """What the documents are: contents of files (not their names), or a hub revision, or a Python version."""
     if source.files:
-        contents: Any = [[path.stat().st_size, sha256(path, cache_folder(cfg))] for path in source.files]
+        digests = sha256(source.files, cache_folder(cfg))
+        contents: Any = [[path.stat().st_size, digest] for path, digest in zip(source.files, digests)]
     elif source.corpus.module:
         contents = importlib.import_module(source.corpus.module).identity()
     else:
         corpus = source.corpus
         contents = [corpus.hub, corpus.config, corpus.revision, corpus.splits[source.split]]
-    held_out = [source.part, source.valid_fraction, source.corpus.valid_documents] if source.part != "whole" else None
+    held_out: list[Any] | None = None
+    if source.part != "whole":
+        held_out = [source.part, source.valid_fraction, source.corpus.valid_documents]
+        held_out += ["any size"] if source.corpus.any_size else []
     return {
         "contents": contents,
         "split": source.split if source.corpus.form == "text8" else None,
@@ -157,7 +161,7 @@ def _build(
     writer = BlockWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
     with contextlib.closing(writer), Progress(f"preparing {source.name} {source.split}") as progress:
         shards = Shards(partial / "shards", tokenizer, progress)
-        for packed in _pack(shards.of(source.documents(stored)), cfg, tokenizer, stored):
+        for packed in _pack(shards.of(source.documents(stored)), cfg, source, tokenizer, stored):
             writer.write(packed)
             if writer.full:
                 break
@@ -201,13 +205,18 @@ def _ends(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[int, int]:
     return tokenizer.release_ends() if wants_release else (tokenizer.bos_id, tokenizer.eos_id)
 
 
-def _pack(batches: Iterable[Tokens], cfg: DataConfig, tokenizer: Tokenizer, length: int) -> Iterator[PackedSequences]:
+def _pack(
+    batches: Iterable[Tokens], cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int
+) -> Iterator[PackedSequences]:
     bos, eos = _ends(cfg, tokenizer)
+    # Never the mask: padding is not noise. EOS stands in where a vocabulary has no padding token.
+    pad = eos if tokenizer.pad_id is None else tokenizer.pad_id
     if not cfg.wrap:
-        # Never the mask: padding is not noise. EOS stands in where a vocabulary has no padding token.
-        pad = eos if tokenizer.pad_id is None else tokenizer.pad_id
         return packing.unwrapped(batches, length, bos, eos, pad)
-    return (packing.release if cfg.packing == "release" else packing.stream)(batches, length, bos, eos)
+    if cfg.packing == "release":
+        return packing.release(batches, length, bos, eos)
+    short = source.corpus.any_size and source.split != "train"
+    return packing.stream(batches, length, bos, eos, pad if short else None)
 
 
 def _too_short(source: Source, shards: Shards, length: int) -> str:

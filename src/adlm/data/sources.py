@@ -13,6 +13,9 @@ from adlm.io.paths import path_of
 from adlm.schema import DataConfig
 from adlm.tables import DETOKENIZERS
 
+# The last document of one's own text is cut to hold out its end only if it has more characters.
+LONG_DOCUMENT = 1024
+
 
 @dataclass(frozen=True)
 class Source:
@@ -30,13 +33,29 @@ class Source:
         """The detokenized documents of the split, in order. `length` (of a stored sequence) only matters to text8."""
         if self.corpus.form == "text8":
             return self._text8(length)
-        start, stop = 0, None
-        if self.part != "whole":
-            # A first pass to count: reading is far cheaper than tokenising.
-            total = sum(1 for _ in self._raw())
-            border = total - self.held_out(total)
-            start, stop = (0, border) if self.part == "train" else (border, None)
-        return map(DETOKENIZERS.load(self.corpus.detokenizer), itertools.islice(self._raw(), start, stop))
+        documents = self._raw() if self.part == "whole" else self._part()
+        return map(DETOKENIZERS.load(self.corpus.detokenizer), documents)
+
+    def _part(self) -> Iterator[str]:
+        """The training or the validation documents of unsplit ones: the last are held out, or the end of the last."""
+        # A first pass to count: reading is far cheaper than tokenising.
+        total = characters = last = 0
+        for document in self._raw():
+            total, last = total + 1, len(document)
+            characters += last
+        held, wanted = self.held_out(total), max(1, round(self.valid_fraction * characters))
+        is_too_much = total == 1 or (held == 1 and last > max(LONG_DOCUMENT, 2 * wanted))
+        if not (self.corpus.any_size and self.valid_fraction and is_too_much):
+            start, stop = (0, total - held) if self.part == "train" else (total - held, None)
+            yield from itertools.islice(self._raw(), start, stop)
+            return
+        documents = self._raw()
+        before = itertools.islice(documents, total - 1)
+        yield from before if self.part == "train" else itertools.islice(before, total - 1, None)
+        for document in documents:
+            at = max(document.rfind(space, 0, last - wanted + 1) for space in " \n")
+            at = at if at > 0 else last - wanted
+            yield from filter(None, [document[:at].rstrip() if self.part == "train" else document[at:].lstrip()])
 
     def held_out(self, total: int) -> int:
         """Documents at the end of `total` that are the validation split; the first is always left for training."""

@@ -24,6 +24,8 @@ from adlm.tables import TOKENIZERS
 MASK = "[MASK]"
 # The characters a bpe-N tokenizer is trained on: enough for any N in use, and training stays within memory.
 BPE_TRAINING_CHARACTERS = 100_000_000
+# A longer text is tokenised in pieces: the library takes some 140 bytes for a character.
+LONGEST_TEXT = 1 << 20
 # First match wins: what a tokenizer.json of another library may call its special tokens.
 ROLES = {
     "mask": (MASK, "<mask>", "<|mask|>", "<|mdm_mask|>"),
@@ -119,6 +121,25 @@ class Tokenizer:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, mask_id={self.mask_id})"
 
 
+def text_pieces(text: str) -> Iterator[str]:
+    """The text in pieces of at most LONGEST_TEXT characters, cut before a single space between two words, else before
+    such a line break, else anywhere. Byte-level BPE, WordPiece and bytes begin a word there in any case, so the tokens
+    are those of the whole text, but where a text has no such place."""
+    start, size = 0, LONGEST_TEXT
+    while len(text) - start > size:
+        at = start + size
+        for mark in (" ", "\n"):
+            found = text.rfind(mark, start + size // 2, at - 1)
+            while found > 0 and (text[found - 1].isspace() or text[found + 1].isspace()):
+                found = text.rfind(mark, start + size // 2, found)
+            if found > 0:
+                at = found
+                break
+        yield text[start:at]
+        start = at
+    yield text[start:]
+
+
 def load_tokenizer(name: str, documents: Iterable[str] | None = None, root: str | Path = "") -> Tokenizer:
     """The tokenizer called `name`: one of tables.TOKENIZERS, bpe-N, a tokenizer.json, a vocabulary file, or a folder.
 
@@ -194,9 +215,9 @@ def train_bpe(documents: Iterable[str], size: int, prefix_space: bool = False) -
 
 def _first_characters(documents: Iterable[str], limit: int) -> Iterator[str]:
     seen = 0
-    for document in documents:
-        yield document
-        seen += len(document)
+    for piece in (piece for document in documents for piece in text_pieces(document)):
+        yield piece
+        seen += len(piece)
         if seen >= limit:
             return
 

@@ -19,6 +19,9 @@ from adlm.objectives.base import rounded
 from adlm.schema import Config, TrainConfig
 from adlm.training.parallel import World
 
+FEWEST_VALIDATED = 16
+"""A bound of fewer noised sequences is mostly chance: one of them may have no mask at all."""
+
 
 def sequences_on(
     device: torch.device, tokens: np.ndarray, mask: np.ndarray | None, examples: np.ndarray, total: int
@@ -95,15 +98,16 @@ def padded_indices(n: int, rank: int, size: int, batch: int) -> np.ndarray:
 @torch.no_grad()
 def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: TrainConfig, ranks: World) -> float:
     """The bound on the first valid_sequences of the validation split, nats per token. The noise is the same every time,
-    so that curves are comparable."""
-    n = min(len(valid), cfg.valid_sequences or len(valid))
+    so that curves are comparable. A few sequences are read several times, at other times of the noise each."""
+    found = min(len(valid), cfg.valid_sequences or len(valid))
+    n = found if found >= FEWEST_VALIDATED else found * math.ceil(FEWEST_VALIDATED / found)
     batch = cfg.batch_size or cfg.global_batch_size // ranks.size
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     was_training = wrapped.training
     wrapped.eval()
     for indices in padded_indices(n, ranks.rank, ranks.size, batch):
         real, indices = indices >= 0, np.maximum(indices, 0)
-        tokens, mask = valid.rows(indices), valid.attention_masks(indices)
+        tokens, mask = valid.rows(indices % found), valid.attention_masks(indices % found)
         if not real.all():
             mask = (np.ones_like(tokens, dtype=bool) if mask is None else mask) & real[:, None]
         corrupted = objective.corrupt_for_bound(sequences_on(ranks.device, tokens, mask, indices, n), 0)

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import math
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,10 @@ IDENTITY = ("origin", "packing", "max_sequences")
 """Facts of prepared data by which a run knows its data again."""
 COUNTED_SEQUENCES = 256
 """Sequences corrupted once to see which fraction of positions goes through which head."""
+
+
+MOST_EPOCHS = 100
+"""A run that reads its text more often is warned about."""
 
 
 class Data(NamedTuple):
@@ -109,8 +115,9 @@ def parameter_count(model: Network) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, float | int | str]:
-    """What a run is going to be: printed by --dry-run and at the start. `flops`: of one token."""
+def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, Any]:
+    """What a run is going to be, and what of it cannot be meant: printed by --dry-run and at the start. `flops`: of one
+    token."""
     parameters = parameter_count(model)
     sequences = cfg.train.steps * cfg.train.global_batch_size
     tokens = sequences * cfg.model.length
@@ -124,7 +131,7 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
     if cfg.train.strategy == "fsdp":
         state //= world.size
     activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
-    return {
+    facts: dict[str, Any] = {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
         "parameters": parameters,
@@ -142,12 +149,45 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
         "precision": world.precision,
         "device": str(world.device),
     }
+    return facts | {"warnings": doubts(cfg, facts["epochs"], facts["memory_gib_estimate"], memory_gib(world.device))}
 
 
-def show(facts: dict[str, float | int | str]) -> str:
-    """The facts of a plan, one a line."""
+def doubts(cfg: Config, epochs: float, memory: float, available: float) -> list[str]:
+    """What cannot be meant, one line each. `memory` and `available` are GiB."""
+    steps, warmup, ema = cfg.train.steps, cfg.optim.warmup, cfg.optim.ema
+    found = []
+    if warmup >= steps:
+        fits = f"optim.warmup={max(1, steps // 40)} would fit"
+        found.append(f"optim.warmup={warmup} lasts as long as train.steps={steps}: the rate stays low; {fits}")
+    if ema and 1 / (1 - ema) > steps:
+        fits = f"optim.ema={max(0.5, 1 - 10 / steps):.4g} would fit"
+        found.append(f"optim.ema={ema:g} averages {1 / (1 - ema):,.0f} steps, more than train.steps={steps}; {fits}")
+    if memory > available:
+        less = "take a smaller model, or fewer sequences at once (train.batch_size)"
+        found.append(f"about {memory:,.0f} GiB are needed and the device has {available:,.0f}: {less}")
+    if epochs > MOST_EPOCHS:
+        less = f"train.steps={max(1, round(steps * MOST_EPOCHS / epochs)):,} are {MOST_EPOCHS} times"
+        found.append(f"train.steps={steps:,} read the text {epochs:,.0f} times; {less}")
+    return found
+
+
+def memory_gib(device: torch.device) -> float:
+    """Memory of the device, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (AttributeError, ValueError, OSError):  # a system that does not say
+        return math.inf
+
+
+def show(facts: dict[str, Any]) -> str:
+    """The facts of a plan, one a line, then its warnings."""
     lines = []
     for key, value in facts.items():
+        if key == "warnings":
+            lines += [f"warning: {doubt}" for doubt in value]
+            continue
         text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
         lines.append(f"  {key.replace('_', ' '):20} {text}")
     return "\n".join(lines)
