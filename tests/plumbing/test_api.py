@@ -174,7 +174,9 @@ def test_a_context_is_part_of_the_noise_level_of_what_is_scored(tmp_path, monkey
     timed = adlm.load(export(tmp_path / "timed", time_conditioning=True), "cpu")
     told, forward = [], type(timed.model).forward
     monkeypatch.setattr(
-        type(timed.model), "forward", lambda self, z, sigma, **k: (told.append((z, sigma)), forward(self, z, sigma, **k))[1]
+        type(timed.model),
+        "forward",
+        lambda self, z, sigma, **k: (told.append((z, sigma)), forward(self, z, sigma, **k))[1],
     )
     timed.score("abcdef", draws=64, context="xy")
     ((canvases, sigma),) = told

@@ -466,7 +466,9 @@ def test_required_words_are_placed_at_the_noise_level_of_the_canvas():
     engine = Engine(toy, slots=1)
     list(engine.run([request(1, [2, 1, 2, 2], required=[[0], [1]])]))
     placing = torch.cat(engine.evaluator.model.sigmas[:2]).double()
-    torch.testing.assert_close(placing, -torch.log(1 - (1 - 1e-3) * torch.tensor([3 / 4, 2 / 4]).double()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        placing, -torch.log(1 - (1 - 1e-3) * torch.tensor([3 / 4, 2 / 4]).double()), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "analytic", "score"])
