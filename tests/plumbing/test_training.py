@@ -394,6 +394,46 @@ def test_gradients_are_scaled_down_and_never_up(size, largest, left):
     assert optim.gradient_norm(update.parameters).item() == pytest.approx(left, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("everything", [False, True])
+def test_weight_decay_is_for_matrices(name, everything):
+    """Without a gradient a weight moves by its decay alone: norms, biases and modulations stay."""
+    model = tiny_model(time_conditioning=True)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    cfg = OptimConfig(name=name, lr=0.1, muon_lr=0.1, weight_decay=0.5, ema=0.0)
+    update = optim.Updater(cfg, model, decay_all=everything)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    update()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    stay = {n for n in before if "norm" in n or n.endswith("bias") or "modulation" in n}
+    assert {"denoiser.blocks.0.modulation.weight", "denoiser.modulation.weight", "head.bias"} <= stay
+    assert moved == (set(before) if everything else set(before) - stay)
+    for n in moved:
+        torch.testing.assert_close(dict(model.named_parameters())[n].detach(), 0.95 * before[n])
+
+
+def test_a_run_of_an_earlier_version_goes_on_decaying_everything(tmp_path):
+    """What decays is kept in the checkpoint. One that does not say is older, and resumes as it began."""
+    cfg, folder = run_config(tmp_path, optim__weight_decay=0.5, train__steps=9), tmp_path / "run"
+    folder.mkdir()
+
+    def resume(step: int) -> int:
+        with runs.Run(cfg, folder, ALONE) as run:
+            run.begin(Step(tiny_model()), load_tokenizer("bytes"), "")
+            run.step = step
+            run.save()
+            return len(run.updater.optimizers[0].param_groups)
+
+    assert [resume(step) for step in (1, 2)] == [2, 2]
+    newest = folder / "checkpoints" / "step-00000002"
+    info = json.loads((newest / checkpoint.STATE).read_text())
+    del info["decay_all"]
+    (newest / checkpoint.STATE).write_text(json.dumps(info))
+    checkpoint.seal(newest)
+    assert [resume(step) for step in (3, 4)] == [1, 1]
+
+
 def test_learning_rate():
     def rates(**options):
         return [optim.learning_rate_factor(OptimConfig(warmup=4, **options), step, 12) for step in (0, 2, 4, 8, 12)]
