@@ -606,8 +606,12 @@ def test_preparing_data_can_be_interrupted(tmp_path, monkeypatch):
         return prepare(*what)
 
     monkeypatch.setattr(loop.setup, "prepare_data", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        loop.train(run_config(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(run_config(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "run").exists()
 
 
