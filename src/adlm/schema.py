@@ -230,7 +230,8 @@ class OptimConfig:
     eps: Positive = 1e-8
     """AdamW."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices: norms, biases and modulations are left alone (reasoning tasks: of everything,
+    as published)."""
     clip: NotNegative = 1.0
     """Largest total gradient norm (0: no clipping)."""
     schedule: Annotated[str, Choices(("constant", "cosine", "linear"))] = "constant"

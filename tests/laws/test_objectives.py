@@ -326,6 +326,38 @@ def test_noise_belongs_to_the_example_not_to_the_batch():
     )
 
 
+def test_steps_have_times_of_their_own():
+    """Examples have the same numbers at every step: only the step makes their noise new."""
+    example = torch.arange(256)
+    first, second = (draw_times(0, step, example, 256) * 256 % 1 for step in (3, 4))  # within each slice
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.3
+    objective = make_objective(ObjectiveConfig(), NoiseConfig(), 10, seed=9)
+    x0 = random_tokens(8, 12, 10)
+    levels = [objective.corrupt(sequences_of(x0), step, 1.0).sigma_B for step in (3, 4)]
+    assert (levels[0] != levels[1]).all()
+
+
+def test_anchors_are_drawn_independently_of_the_masks():
+    """Of the masked and of the visible positions the same fraction is scored."""
+    cfg = ObjectiveConfig(gamma=1.0, gamma_warmup=0.0, anchor_rule="all", anchor_fraction=0.5)
+    objective, x0 = make_objective(cfg, NoiseConfig(), 10, seed=1), random_tokens(200, 12, 10)
+    batch = objective.corrupt(sequences_of(x0), 3, 1.0)
+    scored = torch.zeros(x0.numel()).index_fill_(0, batch.terms["anchor"].positions_N, 1.0)
+    masked = torch.zeros(x0.numel(), dtype=torch.bool).index_fill_(0, batch.terms["nelbo"].positions_N, True)
+    for kind in (masked, ~masked):
+        assert kind.sum() > 500
+        assert scored[kind].mean().item() == pytest.approx(0.5, abs=4.5 * 0.5 / math.sqrt(kind.sum()))
+
+
+def test_slices_follow_the_golden_ratio():
+    """Example i has the slice that is the rank of frac(i * golden ratio), so more examples never change the order."""
+    fraction = np.arange(64) * (math.sqrt(5) - 1) / 2 % 1
+    assert strata(64, "cpu").tolist() == (stats.rankdata(fraction) - 1).astype(int).tolist()
+    for total in (5, 40):
+        few, many = strata(total, "cpu"), strata(64, "cpu")[:total]
+        assert torch.equal(few.argsort(), many.argsort())
+
+
 def test_times_are_stratified_globally_and_nearly_so_in_every_stretch():
     total = 512
     order = strata(total, "cpu")

@@ -9,8 +9,9 @@ from score_form import analytic_last_step, score_from_probs
 
 from adlm.diffusion.categorical import filter_logits
 from adlm.diffusion.schedules import LogLinear
+from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.samplers import rates
-from adlm.samplers.base import make_sampler
+from adlm.samplers.base import Prediction, make_sampler
 from adlm.samplers.reading import Ordered, conf_remask
 from adlm.samplers.scheduled import Mdlm, Scheduled
 from adlm.schema import SamplingConfig
@@ -297,6 +298,56 @@ def test_the_network_is_conditioned_on_the_masks_it_sees(name, T):
     if name == "remdm-loop" and T == 40:
         held = (sampler.rates.remask > 0).nonzero().squeeze(1)
         assert sampler.t[held].tolist() == pytest.approx([0.1] * 20)
+
+
+def dense_remdm_conf(L: int, T: int, seed: int, pace: float) -> list[tuple]:
+    """remdm-conf step by step, as the paper writes it: (step, time, tokens the network sees, positions drawn). `pace`:
+    what reveals are multiplied with."""
+    seen, psi = [], {}  # psi: the probability that each visible token had when it was drawn
+
+    def coins(stream: Stream, step: int) -> list[float]:
+        return uniforms(seed, stream, step, torch.arange(L)).tolist()
+
+    for i in range(T):
+        t, s = (T - i) / T, (T - i - 1) / T
+        reveal, again = coins(Stream.REVEAL, i), coins(Stream.REMASK, i)
+        doubt = {l: np.exp(-p) for l, p in psi.items()}
+        eta = {l: sigma_max(1 - s, 1 - t) * w / sum(doubt.values()) for l, w in doubt.items()}
+        drawn = [l for l in range(L) if l not in psi and reveal[l] < pace * (t - s) / t]
+        if drawn:
+            seen.append((i, t, sorted(psi), drawn))
+        psi = {l: p for l, p in psi.items() if again[l] >= eta[l]}
+        psi |= {l: sureness(i, l) for l in drawn}
+    left = [l for l in range(L) if l not in psi]
+    return seen + ([(T, 0.0, sorted(psi), left)] if left else [])
+
+
+def sureness(step: int, position: int) -> float:
+    """What the network's probability of a drawn token shall be."""
+    return (0.02, 0.98)[(step + position) % 2]
+
+
+@pytest.mark.parametrize("pace", [1.0, 0.6])
+def test_remdm_conf_takes_the_trajectories_of_the_dense_loop(pace):
+    """Unsure tokens are masked again, sure ones stay. At a slower pace some are left, and filled at time 0."""
+    T, L, filled = 12, 9, 0
+    sampler = make_sampler(SamplingConfig(sampler="remdm-conf", steps=T), LogLinear())
+    assert isinstance(sampler, Scheduled)
+    sampler.rates = sampler.rates._replace(reveal=pace * sampler.rates.reveal)
+    for seed in range(30):
+        trajectory, visible, found, prediction = sampler.trajectory(np.arange(L), seed), set(), [], None
+        while True:
+            try:
+                e = next(trajectory) if prediction is None else trajectory.send(prediction)
+            except StopIteration:
+                break
+            visible -= set(e.mask.tolist())
+            found.append((e.step, pytest.approx(e.t), sorted(visible), e.draw.tolist()))
+            visible |= set(e.draw.tolist())
+            prediction = Prediction(probability=np.array([sureness(e.step, l) for l in e.draw.tolist()]))
+        assert found == dense_remdm_conf(L, T, seed, pace)
+        filled += found[-1][0] == T
+    assert (filled > 5) == (pace < 1)
 
 
 @pytest.mark.parametrize("T", [1, 2, 16])

@@ -6,6 +6,7 @@ import pickle
 import re
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,10 @@ SHAPES = {
 def exported(tmp_path):
     """A folder of ours with random weights; text8's 35 characters need no files."""
 
-    def make(kind: str, **changes) -> Path:
-        model_cfg, objective, noise = SHAPES[kind]
-        model_cfg = ModelConfig(**{**vars(model_cfg), **changes})
+    def make(kind: str, objective=None, noise=None, **changes) -> Path:
+        """`objective`, `noise`: settings of these sections that are not as in SHAPES; `changes`: of the model's."""
+        sections = zip(SHAPES[kind], (changes, objective or {}, noise or {}))
+        model_cfg, objective, noise = (replace(section, **other) for section, other in sections)
         tokenizer = load_tokenizer("text8")
         torch.manual_seed(0)
         model = build_model(model_cfg, tokenizer.vocab_size, tokenizer.mask_id)
@@ -170,6 +172,63 @@ def test_export_and_import_keep_every_weight_and_setting(exported, tmp_path, kin
         after.info["step"],
     )
     assert before.objective.tau == after.objective.tau or not before.model.config.anchored
+
+
+@pytest.mark.parametrize(
+    ("settings", "algo", "objective"),
+    [
+        ({"base_scaling_factor1": 1, "base_scaling_factor2": 4}, "adlm", {"gamma": 1.0, "gamma_warmup": 0.25}),
+        ({"base_scaling_factor1": 3, "base_scaling_factor2": 2}, "adlm", {"gamma": 3.0, "gamma_warmup": 1.0}),
+        ({"base_scaling_factor1": 0}, "adlm", {"gamma": 0.0, "gamma_warmup": 0.0}),
+        ({"training": {"sampling_eps": 0.02}}, "adlm", {"sampling_eps": 0.02, "gamma": 3e-3}),
+        (
+            {"enable_anchor_loss": False, "training": {"sampling_eps": 0}},
+            "two-stage",
+            {"sampling_eps": 0.0, "gamma": 0.0},
+        ),
+        ({"enable_anchor_loss": None}, "two-stage", {"gamma": 0.0}),
+    ],
+)
+def test_settings_of_the_objective_are_read_back(good, tmp_path, settings, algo, objective):
+    """Integers count as numbers, and the anchor loss is off unless its switch is true, as the release reads it."""
+    path = respoil(good, tmp_path / "x.ckpt", lambda tree: tree["hyper_parameters"]["config"].update(settings))
+    release = read_release(path)
+    assert release.algo == algo
+    assert {key: getattr(release.objective, key) for key in objective} == objective
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "sedd"])
+def test_the_smallest_time_survives_without_anchors(exported, tmp_path, kind):
+    path = export_release(exported(kind, objective={"sampling_eps": 0.01}), tmp_path / "x.ckpt")
+    assert read_release(path).objective.sampling_eps == 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "changes"),
+    [
+        ("adlm", "noise", {"eps": 1e-4}),
+        ("mdlm", "noise", {"eps": 0.0}),
+        ("adlm", "objective", {"anchor_rule": "all"}),
+        ("adlm", "objective", {"anchor_positions": "masked"}),
+        ("adlm", "objective", {"anchor_fraction": 0.5}),
+        ("adlm", "objective", {"gamma_end": 0.0}),
+        ("adlm", "objective", {"gamma_warmup": 0.0}),
+        ("mdlm", "objective", {"time_density": 2.0}),
+    ],
+)
+def test_settings_that_the_release_lacks_are_not_exported(exported, tmp_path, kind, section, changes):
+    (key,) = changes
+    with pytest.raises(ValueError, match=rf"the release has no .*{section}\.{key}="):
+        export_release(exported(kind, **{section: changes}), tmp_path / "x.ckpt")
+    assert not (tmp_path / "x.ckpt").exists()
+
+
+def test_settings_that_nothing_reads_do_not_stop_an_export(exported, tmp_path):
+    """A model without anchor loss has no anchor rule, and a geometric schedule no eps."""
+    unread = {"anchor_rule": "all", "anchor_positions": "masked", "gamma": 0.0, "gamma_warmup": 0.0}
+    export_release(exported("adlm", objective=unread), tmp_path / "two-stage.ckpt")
+    export_release(exported("mdlm", objective={"anchor_rule": "all"}), tmp_path / "mdlm.ckpt")
+    export_release(exported("adlm-time", noise={"eps": 0.5}), tmp_path / "time.ckpt")
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "replica"])

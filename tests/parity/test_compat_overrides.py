@@ -104,10 +104,13 @@ def test_release_defaults_without_a_key():
 @pytest.mark.parametrize(
     ("release", "ours"),
     [
-        ("base_scaling_factor1=0.03 base_scaling_factor2=0.5",
-         {"objective.gamma": 0.03, "objective.gamma_warmup": 0.06}),
-        ("base_scaling_factor1=0.03", {"objective.gamma": 0.03, "objective.gamma_warmup": 0.03}),
-        ("base_scaling_factor2=0", {"objective.gamma": 0.0}),
+        ("enable_anchor_loss=True base_scaling_factor1=0.03 base_scaling_factor2=0.5",
+         {"algo": "adlm", "objective.gamma": 0.03, "objective.gamma_warmup": 0.06}),
+        ("base_scaling_factor1=0.03 enable_anchor_loss=True", {"objective.gamma": 0.03}),
+        ("enable_anchor_loss=True base_scaling_factor1=2", {"objective.gamma": 2.0, "objective.gamma_warmup": 1.0}),
+        ("enable_anchor_loss=True base_scaling_factor2=0", {"objective.gamma": 0.0}),
+        ("algo=adlm base_scaling_factor1=0.03", {"algo": "adlm", "objective.gamma": 0.03}),
+        ("algo=mdlm base_scaling_factor1=0.03", {"algo": "mdlm"}),
         ("enable_anchor_loss=False", {"algo": "two-stage", "objective.gamma": 0.0}),
         ("eval.disable_ema=True", {"eval.ema": False}),
         ("trainer.precision=32", {"train.precision": "fp32"}),
@@ -134,6 +137,20 @@ def test_release_defaults_without_a_key():
 def test_single_names(release, ours):
     flat = config.flatten(config.load(release.split()))
     assert {key: flat[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize("switch", ["", "enable_anchor_loss=False", "enable_anchor_loss=True enable_anchor_loss=False"])
+@pytest.mark.parametrize("factors", ["base_scaling_factor1=3e-3", "base_scaling_factor1=1 base_scaling_factor2=1"])
+def test_scaling_factors_do_not_switch_the_anchor_loss_on(switch, factors, capsys):
+    """In the release they are read only where enable_anchor_loss is true, and it is false unless given: the ablation
+    without the loss has no loss, whatever its factor."""
+    for order in (f"{switch} {factors}", f"{factors} {switch}"):
+        for load in (lambda line: parse("adlm_main", line), lambda line: config.load(line.split())):
+            cfg = load(order)
+            assert (cfg.algo, cfg.objective.gamma, cfg.objective.gamma_warmup) == ("two-stage", 0, 0)
+            assert "base_scaling_factor1" in capsys.readouterr().err, "and it is said"
+    on = parse("adlm_main", f"{factors} enable_anchor_loss=True")
+    assert on.algo == "adlm" and on.objective.gamma > 0
 
 
 def test_what_means_nothing_here_is_accepted_with_a_reason(capsys):

@@ -142,6 +142,24 @@ def test_banned_tokens_and_phrases(model):
     ]
 
 
+def test_a_banned_phrase_may_not_end_the_sequence():
+    """Two positions: every phrase that comes out begins at the first and ends at the last."""
+    toy, phrase = ToyModel(4, 2, seed=3), [0, 1]
+    assert phrase in rows(Engine(toy), [request(s, [3, 3]) for s in range(60)])
+    assert phrase not in rows(Engine(toy), [request(s, [3, 3], banned=[phrase]) for s in range(60)])
+
+
+def test_a_required_word_is_judged_by_all_its_tokens(monkeypatch):
+    """Its first token fits best at position 0, the whole word at position 1."""
+    engine = Engine(ToyModel(4, 4), slots=1)
+    log_p = np.full((4, 2), -50.0)
+    log_p[0, 0], log_p[0, 1] = 0.0, 0.0
+    log_p[1, 0], log_p[2, 1] = -1.0, 0.0
+    monkeypatch.setattr(engine.evaluator, "word_log_probs", lambda tokens, words, t: log_p)
+    for row in rows(engine, [request(s, [3] * 4, required=[[2, 1]], banned=[[2]]) for s in range(10)]):
+        assert row[1:3] == [2, 1]
+
+
 def test_required_words_appear(model):
     word = [7, 3, 7]
     tokens = [M, M, 5, M, M, M, M, M, 5, M, M, M]
@@ -460,6 +478,15 @@ def test_noise_levels_count_the_masks_of_the_whole_sequence(parity):
     torch.testing.assert_close(told, torch.from_numpy(-np.log(1 - (1 - 1e-3) * expected)), rtol=1e-5, atol=1e-6)
 
 
+def test_left_to_right_hears_of_fewer_masks_from_token_to_token():
+    toy = ToyModel(3, 4)
+    toy.config.time_conditioning = True
+    engine = Engine(toy, slots=1)
+    list(engine.run([request(1, [2] * 4, sampler="autoregressive")]))
+    told, masked = torch.cat(engine.evaluator.model.sigmas).double(), torch.tensor([4, 3, 2, 1]).double() / 4
+    torch.testing.assert_close(told, -torch.log(1 - (1 - 1e-3) * masked), rtol=1e-5, atol=0)
+
+
 def test_required_words_are_placed_at_the_noise_level_of_the_canvas():
     toy = ToyModel(3, 4)
     toy.config.time_conditioning = True
@@ -484,6 +511,17 @@ def test_samplers_along_the_schedule_tell_its_noise_level(name, sampler):
     possible = schedule.sigma(torch.arange(9).double() / 8).clamp(max=-math.log(1e-9))
     assert len(told) > 2
     assert (told[:, None] - possible).abs().amin(1).max() < 1e-5
+
+
+def test_a_token_expected_just_tau_times_is_rare():
+    """As in training, where ties are anchors. The first position's token is expected exactly once."""
+    toy = ToyModel(4, 2)
+    with torch.no_grad():
+        toy.anchor_table.fill_(-1e4)
+        toy.anchor_table[:, 0, 0] = 0.0
+        toy.anchor_table[:, 1, 1:3] = 0.0
+    first = next(Engine(toy, tau=1).stream(request(1, [3, 3], sampler="anchor-first", steps=2, watch=True)))
+    assert isinstance(first, Frame) and first.drawn == [0]
 
 
 def test_rare_tokens_of_anchor_first_are_those_of_training():

@@ -1,6 +1,8 @@
 """Numbers about samples, by hand: entropy, distinct-n, shared n-grams, bootstrap coverage, MAUVE's area and limits."""
 
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,6 +83,19 @@ def test_area_is_that_of_the_package():
     assert area(p[None], p[None])[0] == pytest.approx(1)
     disjoint = area(np.array([[1.0, 0]]), np.array([[0, 1.0]]))[0]
     assert disjoint < 0.01
+
+
+def test_the_interval_of_mauve_is_two_standard_deviations_wide(monkeypatch):
+    """With given histograms: 1.96 times the spread of the score of texts drawn again, to both sides."""
+    p, q = np.arange(10, 0, -1) / 55, np.arange(1, 11) / 55
+    found = SimpleNamespace(p_hist=p, q_hist=q, mauve=float(area(p[None], q[None])[0]), num_buckets=10)
+    monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=lambda **settings: found))
+    (value, low, high), _ = mauve(np.zeros((200, 1)), np.zeros((300, 1)))
+    rng = np.random.default_rng(7)
+    again = area(rng.multinomial(200, p, size=4000) / 200, rng.multinomial(300, q, size=4000) / 300)
+    assert 0 < low < value < high < 1
+    assert (high - value) / again.std() == pytest.approx(1.96, rel=0.08)
+    assert value - low == pytest.approx(high - value)
 
 
 def test_mauve_of_equal_and_of_different_features():

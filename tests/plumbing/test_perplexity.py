@@ -284,6 +284,12 @@ def test_neighbour_variance_ignores_a_trend():
     assert neighbour_variance(noise + np.linspace(0, 50, 4000)) == pytest.approx(1, rel=0.1)
 
 
+def test_neighbour_variance_by_hand():
+    """Each difference of two has twice the variance; three values have two differences."""
+    assert neighbour_variance(np.array([1.0, 3.0, 2.0])) == (4 + 1) / 2 / 2
+    assert neighbour_variance(np.array([0.0, 2.0])) == 2
+
+
 def test_summary_of_rows_of_unequal_length():
     """A ratio of sums; and an exact likelihood has only the error over rows."""
     values, tokens = np.array([[2.0], [9.0], [4.0]]), np.array([1, 3, 2])

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from adlm.objectives.nelbo import Nelbo
 from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training import checkpoint, loop, metrics, optim
 from adlm.training import run as runs
-from adlm.training.batches import corrupt, corrupted_batches, on_device, padded_indices, shortened
+from adlm.training.batches import corrupt, corrupted_batches, on_device, padded_indices, shortened, validate
 from adlm.training.checkpoint import Checkpoints, problem_of, read_weights
 from adlm.training.metrics import LogWindow, read_metrics
 from adlm.training.parallel import Step, World, parallelise, world
@@ -73,6 +74,45 @@ def test_it_learns_and_leaves_a_complete_run_folder(uninterrupted):
     assert len(list((run / "checkpoints").iterdir())) <= 3
     info = json.loads((run / "export" / "config.json").read_text())
     assert info["step"] == 12 and info["valid_nll"] == pytest.approx(valid[-1])
+
+
+class Tokens(SimpleNamespace):
+    """Sequences without a file."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, indices):
+        return self.tokens[indices]
+
+    def attention_masks(self, indices):
+        return None
+
+
+def test_validation_has_no_dropout_and_repeats_itself():
+    """Twice the same number, that of the network as it is used; afterwards it trains on."""
+    module, cfg = Step(tiny_model(dropout=0.5)), TrainConfig(batch_size=4, valid_sequences=0)
+    objective, valid = (
+        make_objective(ObjectiveConfig(), NoiseConfig(), 10, 1),
+        Tokens(tokens=random_tokens(6, 12, 10).numpy()),
+    )
+    expected = validate(module.eval(), objective, valid, cfg, ALONE)
+    module.train()
+    assert [validate(module, objective, valid, cfg, ALONE) for _ in range(2)] == [expected, expected]
+    assert module.training and module.model.training
+
+
+def test_the_same_examples_are_dropped_out_anew_at_every_step(tmp_path, monkeypatch):
+    """Dropout belongs to step and example, as all noise: here the first batch comes again and again."""
+    seeds, seed, batches = [], torch.manual_seed, loop.Batches
+    monkeypatch.setattr(loop, "Batches", lambda *a, **k: [next(iter(batches(*a, **k)))] * 9)
+    monkeypatch.setattr(torch, "manual_seed", lambda number: (seeds.append(number), seed(number))[1])
+    monkeypatch.setattr(loop, "export_run", lambda *what: None)
+    settings = {"model__dropout": 0.1, "train__steps": 3, "train__valid_every": 0, "train__batch_size": 4}
+    monkeypatch.setattr(loop, "validate_ema", lambda *what: None)
+    loop.train(run_config(tmp_path, **settings))
+    of_steps = seeds[-6:]
+    assert len(seeds) == 7 and len(set(of_steps)) == 6, "two micro-batches in each of three steps"
 
 
 class Dies(Exception):
@@ -393,6 +433,56 @@ def test_gradients_are_scaled_down_and_never_up(size, largest, left):
     assert optim.gradient_norm(update.parameters).item() == pytest.approx(left, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("everything", [False, True])
+def test_weight_decay_is_for_matrices(name, everything):
+    """Without a gradient a weight moves by its decay alone: norms, biases and modulations stay."""
+    model = tiny_model(time_conditioning=True)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    cfg = OptimConfig(name=name, lr=0.1, muon_lr=0.1, weight_decay=0.5, ema=0.0)
+    update = optim.Updater(cfg, model, decay_all=everything)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    update()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    stay = {n for n in before if "norm" in n or n.endswith("bias") or "modulation" in n}
+    assert {"denoiser.blocks.0.modulation.weight", "denoiser.modulation.weight", "head.bias"} <= stay
+    assert moved == (set(before) if everything else set(before) - stay)
+    for n in moved:
+        torch.testing.assert_close(dict(model.named_parameters())[n].detach(), 0.95 * before[n])
+
+
+def test_a_run_of_an_earlier_version_goes_on_decaying_everything(tmp_path):
+    """What decays is kept in the checkpoint. One that does not say is older, and resumes as it began."""
+    cfg, folder = run_config(tmp_path, optim__weight_decay=0.5, train__steps=9), tmp_path / "run"
+    folder.mkdir()
+
+    def resume(step: int) -> int:
+        with runs.Run(cfg, folder, ALONE) as run:
+            run.begin(Step(tiny_model()), load_tokenizer("bytes"), "")
+            run.step = step
+            run.save()
+            return len(run.updater.optimizers[0].param_groups)
+
+    assert [resume(step) for step in (1, 2)] == [2, 2]
+    newest = folder / "checkpoints" / "step-00000002"
+    info = json.loads((newest / checkpoint.STATE).read_text())
+    del info["decay_all"]
+    (newest / checkpoint.STATE).write_text(json.dumps(info))
+    checkpoint.seal(newest)
+    assert [resume(step) for step in (3, 4)] == [1, 1]
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_modulation():
+    model = tiny_model(time_conditioning=True)
+    adamw, muon = optim.build_optimizers(OptimConfig(name="muon"), model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = {names[id(p)] for p in optim.parameters_of([muon])}
+    kinds = {name.split(".blocks.")[1].partition(".")[2] for name in taken}
+    assert kinds == {"qkv.weight", "attn_out.weight", "mlp_in.weight", "mlp_out.weight"}
+    assert taken | {names[id(p)] for p in optim.parameters_of([adamw])} == set(names.values())
+
+
 def test_learning_rate():
     def rates(**options):
         return [optim.learning_rate_factor(OptimConfig(warmup=4, **options), step, 12) for step in (0, 2, 4, 8, 12)]
@@ -565,8 +655,12 @@ def test_preparing_data_can_be_interrupted(tmp_path, monkeypatch):
         return prepare(*what)
 
     monkeypatch.setattr(loop.setup, "prepare_data", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        loop.train(run_config(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(run_config(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "run").exists()
 
 

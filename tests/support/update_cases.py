@@ -34,7 +34,7 @@ class Student:
     def __init__(self, cfg: OptimConfig, device: str, fused: bool):
         self.model = nn.ModuleDict({"model": Odd(torch.Generator().manual_seed(0))}).to(device)
         self.ema, self.guard = Ema(self.model, cfg.ema), GradientGuard(10.0, torch.device(device))
-        self.update = Updater(cfg, self.model, self.ema, self.guard)
+        self.update = Updater(cfg, self.model, self.ema, self.guard, decay_all=True)
         assert self.update.fused
         if not fused:
             self.update.fused = []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adlm.compat.command_lines import NOISES, OBJECTIVES, anchor_weight, check_expressible, release_settings
 from adlm.compat.pickles import Checkpoint, Inert, TensorRef, plain
 from adlm.data.corpora import ALIASES
 from adlm.errors import choose, require
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from adlm.data.tokenizers import Tokenizer
     from adlm.io.export import Loaded
 
-# The release's names of schedules -> ours. Its `linear` is a linear sigma, which is not ours.
-NOISES = {"loglinear": "loglinear", "geometric": "geometric", "cosine": "cosine", "cosinesqr": "cosine-squared"}
-OBJECTIVES = {"subs": "nelbo", "sedd": "score-entropy", "d3pm": "d3pm", "ar": "autoregressive"}
 ALGOS = {"subs": "mdlm", "sedd": "sedd", "d3pm": "d3pm", "ar": "ar"}
 
 # ---- names of parameters --------------------------------------------------------------------------------------------
@@ -156,6 +154,12 @@ def _mapping(tree: dict[str, Any], key: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _number(tree: dict[str, Any], key: str, default: float) -> float:
+    """The number under `key`, an integer or not; the default where the file has something else."""
+    found = tree.get(key)
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else default
+
+
 def _modern(name: Any) -> str:
     """Names as the current release writes them: without torch.compile's prefix, `denoiser` for the older `replica`."""
     name = str(name).replace("_orig_mod.", "")
@@ -214,24 +218,26 @@ def _objective_of(path: str | Path, model: ModelConfig, settings: dict[str, Any]
     kind = choose(f"{path}: parameterization", str(kind), OBJECTIVES)
     require((kind == "ar") == model.causal, f"{path}: parameterization={kind} does not fit the weights")
     T = settings.get("T") if type(settings.get("T")) is int else 0
+    eps = _number(_mapping(settings, "training"), "sampling_eps", ObjectiveConfig.sampling_eps)
+    require(0 <= eps < 1, f"{path}: training.sampling_eps={eps} must be in [0, 1)")
     if not model.anchored:
-        return ALGOS[kind], ObjectiveConfig(name=OBJECTIVES[kind], gamma=0.0, gamma_warmup=0.0, T=T or 0)
+        return ALGOS[kind], ObjectiveConfig(OBJECTIVES[kind], gamma=0.0, gamma_warmup=0.0, T=T or 0, sampling_eps=eps)
     require(kind == "subs", f"{path}: a two-stage model with parameterization={kind} is none of the release's")
-    if settings.get("enable_anchor_loss") is False:
-        return "two-stage", ObjectiveConfig(gamma=0.0, gamma_warmup=0.0)
-    gamma, slope = (settings.get(f"base_scaling_factor{i}") for i in (1, 2))
-    gamma = gamma if isinstance(gamma, float) and gamma > 0 else ObjectiveConfig.gamma
-    warmup = min(1.0, gamma / slope) if isinstance(slope, int | float) and slope > 0 else gamma
+    if settings and settings.get("enable_anchor_loss") is not True:  # the release's switch is off unless it is on
+        return "two-stage", ObjectiveConfig(gamma=0.0, gamma_warmup=0.0, sampling_eps=eps)
+    gamma, warmup = anchor_weight(
+        _number(settings, "base_scaling_factor1", 3e-3), _number(settings, "base_scaling_factor2", 1.0)
+    )
     tau = settings.get("threshold")
     tau = tau if type(tau) is int and tau > 0 else ObjectiveConfig.tau
-    return "adlm", ObjectiveConfig(gamma=gamma, gamma_warmup=warmup, tau=tau)
+    return "adlm", ObjectiveConfig(gamma=gamma, gamma_warmup=warmup, tau=tau, sampling_eps=eps)
 
 
 def _noise_of(path: str | Path, settings: dict[str, Any]) -> NoiseConfig:
     told = _mapping(settings, "noise")
     name = NOISES[choose(f"{path}: noise.type", str(told.get("type", "loglinear")), NOISES)]
-    numbers = {k: float(told[k]) for k in ("sigma_min", "sigma_max") if isinstance(told.get(k), int | float)}
-    return NoiseConfig(name=name, **numbers)
+    sigma_min, sigma_max = (_number(told, k, getattr(NoiseConfig, k)) for k in ("sigma_min", "sigma_max"))
+    return NoiseConfig(name=name, sigma_min=sigma_min, sigma_max=sigma_max)
 
 
 def _ema_weights(path: str | Path, tree: dict[str, Any], names: list[str]) -> list[Any]:
@@ -350,7 +356,9 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
     folder = Path(folder)
     loaded = load_folder(folder / "export" if (folder / "export").is_dir() else folder)  # a run folder holds one
     model, step = loaded.model.config, int(loaded.info.get("step") or 0)
-    _check_exportable(model)
+    check_expressible(model, loaded.noise, loaded.objective)
+    settings = release_settings(model, loaded.noise, loaded.objective)
+    settings["data"] = {"tokenizer_name_or_path": loaded.tokenizer.name, "train": loaded.info.get("data", "")}
     weights = loaded.model.state_dict()
     head_width = model.hidden_size // model.n_heads
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
@@ -372,7 +380,7 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
             }
         },
         "hparams_name": "kwargs",
-        "hyper_parameters": {"config": _release_settings(loaded)},
+        "hyper_parameters": {"config": settings},
         "ema": {
             "decay": 0.9999,
             "num_updates": step,
@@ -383,55 +391,6 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: torch.save(checkpoint, file))
     return path
-
-
-def _check_exportable(m: ModelConfig) -> None:
-    """The release has one block and two shapes of model: anything else has no name there."""
-    published = {"norm": "layernorm", "activation": "gelu", "qk_norm": False, "bias": True, "mlp_ratio": 4}
-    if m.anchored:
-        published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
-    published["adaln"] = not m.causal
-    for key, value in published.items():
-        require(
-            getattr(m, key) == value,
-            f"the release has no model with model.{key}={getattr(m, key)}, only {value}: nothing to export to",
-        )
-
-
-def _release_settings(loaded: "Loaded") -> dict[str, Any]:
-    m, o, n = loaded.model.config, loaded.objective, loaded.noise
-    kind = {ours: theirs for theirs, ours in OBJECTIVES.items()}.get(o.name, "subs")
-    noises = {ours: theirs for theirs, ours in NOISES.items()}
-    noise = noises[choose("noise.name", n.name, noises)]
-    return {
-        "mode": "train",
-        "diffusion": "absorbing_state",
-        "backbone": "ar" if m.causal else "dit",
-        "parameterization": kind,
-        "time_conditioning": m.time_conditioning,
-        "T": o.T,
-        "subs_masking": False,
-        "enable_anchor_loss": m.anchored and o.gamma > 0,
-        "threshold": o.tau,
-        "base_scaling_factor1": o.gamma,
-        "base_scaling_factor2": o.gamma / o.gamma_warmup if o.gamma_warmup > 0 else 1,
-        "model": {
-            "name": "small",
-            "type": "ddit",
-            "hidden_size": m.hidden_size,
-            "cond_dim": m.cond_dim,
-            "length": m.length,
-            "n_blocks": m.n_blocks,
-            "n_heads": m.n_heads,
-            "scale_by_sigma": True,
-            "dropout": m.dropout,
-            "tie_word_embeddings": False,
-            **({"causal": True} if m.causal else {}),
-        },
-        "noise": {"type": noise, "sigma_min": n.sigma_min, "sigma_max": n.sigma_max},
-        "data": {"tokenizer_name_or_path": loaded.tokenizer.name, "train": loaded.info.get("data", "")},
-        "training": {"ema": 0.9999, "sampling_eps": o.sampling_eps},
-    }
 
 
 def run_import(cfg: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The release's override names become ours, in argv, before anything is composed.
+"""The release's override names become ours, in argv, before anything is composed; and a model's settings the release's.
 
 One explicit table, `TRANSLATIONS`: every key of the public ADLM / MDLM / ReMDM command lines either turns into ours, or
 is accepted with a note that says why it means nothing here, or is refused with the way to say it. Keys that are in
@@ -7,21 +7,24 @@ neither world are left alone and refused by `adlm.config`. docs/configuration.md
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from adlm.data.corpora import ALIASES
-from adlm.errors import choose
+from adlm.errors import choose, require
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 Given = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Keys of the release that are read together; `becomes` says what they turn into, `note` why they are ignored."""
+    """Keys of the release that are read together; `becomes` says what they turn into, `note` why they are ignored on
+    this line, if they are."""
 
     keys: tuple[str, ...]
     becomes: str
     apply: Callable[[Given], list[str]]
-    note: str = ""
+    note: Callable[[Given], str] = lambda given: ""
 
 
 def _rename(old: str, new: str) -> Translation:
@@ -33,7 +36,7 @@ def _corpus(old: str, new: str) -> Translation:
 
 
 def _ignore(old: str, why: str) -> Translation:
-    return Translation((old,), f"ignored: {why}", lambda given: [], why)
+    return Translation((old,), f"ignored: {why}", lambda given: [], lambda given: why)
 
 
 def _values(old: str, table: dict[str, list[str]], becomes: str) -> Translation:
@@ -45,14 +48,25 @@ def _true(value: str) -> bool:
     return choose("value", value.lower(), ("true", "false")) == "true"
 
 
+def anchor_weight(factor1: float, factor2: float) -> tuple[float, float]:
+    """objective.gamma and gamma_warmup of the release's weight min(factor1, step / max_steps * factor2): it reaches
+    factor1 after factor1 / factor2 of the run."""
+    return (factor1, min(1.0, factor1 / factor2)) if factor1 > 0 and factor2 > 0 else (0.0, 0.0)
+
+
+def _anchor_loss(given: Given) -> bool:
+    """Whether the anchor loss is on: by the release's switch, which is off unless given; or by our name of an algorithm
+    that has one."""
+    switch = given.get("enable_anchor_loss")
+    return _true(switch) if switch is not None else given.get("algo") in ("adlm", "adlm-time", "a2r")
+
+
 def _gamma(given: Given) -> list[str]:
-    # The release's weight is min(factor1, step / max_steps * factor2): it reaches factor1 after factor1 / factor2
-    # of the run.
-    factor1 = _number(given, "base_scaling_factor1", 3e-3)
-    factor2 = _number(given, "base_scaling_factor2", 1.0)
-    if factor1 <= 0 or factor2 <= 0:
-        return ["objective.gamma=0", "objective.gamma_warmup=0"]
-    return [f"objective.gamma={factor1}", f"objective.gamma_warmup={min(1.0, factor1 / factor2)}"]
+    factors = _number(given, "base_scaling_factor1", 3e-3), _number(given, "base_scaling_factor2", 1.0)
+    if not _anchor_loss(given):
+        return [] if "enable_anchor_loss" in given or "algo" in given else ["algo=two-stage"]
+    gamma, warmup = anchor_weight(*factors)
+    return [f"objective.gamma={gamma}", f"objective.gamma_warmup={warmup}"]
 
 
 def _number(given: Given, key: str, default: float) -> float:
@@ -121,8 +135,10 @@ TRANSLATIONS: tuple[Translation, ...] = (
     ),
     Translation(
         ("base_scaling_factor1", "base_scaling_factor2"),
-        "`objective.gamma` = factor1, `objective.gamma_warmup` = factor1 / factor2",
+        "`objective.gamma` = factor1, `objective.gamma_warmup` = factor1 / factor2; without `enable_anchor_loss=true`"
+        " ignored, as in the release",
         _gamma,
+        lambda given: "" if _anchor_loss(given) else "without enable_anchor_loss=true there is no anchor loss",
     ),
     _rename("threshold", "objective.tau"),
     _values(
@@ -278,8 +294,8 @@ def rewrite(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if id(translation) not in done:
                 done.add(id(translation))
                 ours += translation.apply(given)
-            if translation.note:
-                notes.append(f"{key}={value} ignored: {translation.note}")
+            if note := translation.note(given):
+                notes.append(f"{key}={value} ignored: {note}")
         elif family is not None:
             notes.append(f"{key}={value} ignored: {IGNORED_PREFIXES[family]}")
         elif (key, value) in GROUP_NAMES:
@@ -314,3 +330,70 @@ def release_line(program: str, argv: Sequence[str]) -> list[str]:
     if "seed" in given:
         extra.append(f"sampling.seed={given['seed']}")
     return [command, *extra, *(text for text in argv if _split(text)[0] != "mode")]
+
+
+# A model of ours in the release's names
+
+# The release's names of schedules -> ours. Its `linear` is a linear sigma, which is not ours.
+NOISES = {"loglinear": "loglinear", "geometric": "geometric", "cosine": "cosine", "cosinesqr": "cosine-squared"}
+OBJECTIVES = {"subs": "nelbo", "sedd": "score-entropy", "d3pm": "d3pm", "ar": "autoregressive"}
+
+
+def check_expressible(m: ModelConfig, noise: NoiseConfig, objective: ObjectiveConfig) -> None:
+    """The release has one block, two shapes of model and one anchor loss: anything else has no name there."""
+    published = {"norm": "layernorm", "activation": "gelu", "qk_norm": False, "bias": True, "mlp_ratio": 4}
+    if m.anchored:
+        published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
+    published["adaln"] = not m.causal
+    trained: dict[str, Any] = {} if m.causal else {"time_density": 1.0}
+    if m.anchored and max(objective.gamma, objective.gamma_end) > 0:
+        trained |= {"anchor_rule": "count", "anchor_positions": "all", "anchor_fraction": 1.0, "gamma_end": -1.0}
+        require(
+            objective.gamma_warmup > 0,
+            "the release has no anchor loss with objective.gamma_warmup=0: its weight rises from 0",
+        )
+    masked = {} if m.causal or noise.name == "geometric" else {"eps": 1e-3}
+    for section, settings, expected in (
+        ("model", m, published), ("objective", objective, trained), ("noise", noise, masked)
+    ):  # fmt: skip
+        for key, value in expected.items():
+            given = getattr(settings, key)
+            require(
+                given == value,
+                f"the release has no model with {section}.{key}={given}, only {value}: nothing to export to",
+            )
+
+
+def release_settings(m: ModelConfig, n: NoiseConfig, o: ObjectiveConfig) -> dict[str, Any]:
+    """The release's settings of a model, as its checkpoints hold them."""
+    kind = {ours: theirs for theirs, ours in OBJECTIVES.items()}.get(o.name, "subs")
+    noises = {ours: theirs for theirs, ours in NOISES.items()}
+    noise = noises[choose("noise.name", n.name, noises)]
+    return {
+        "mode": "train",
+        "diffusion": "absorbing_state",
+        "backbone": "ar" if m.causal else "dit",
+        "parameterization": kind,
+        "time_conditioning": m.time_conditioning,
+        "T": o.T,
+        "subs_masking": False,
+        "enable_anchor_loss": m.anchored and o.gamma > 0,
+        "threshold": o.tau,
+        "base_scaling_factor1": o.gamma,
+        "base_scaling_factor2": o.gamma / o.gamma_warmup if o.gamma_warmup > 0 else 1,
+        "model": {
+            "name": "small",
+            "type": "ddit",
+            "hidden_size": m.hidden_size,
+            "cond_dim": m.cond_dim,
+            "length": m.length,
+            "n_blocks": m.n_blocks,
+            "n_heads": m.n_heads,
+            "scale_by_sigma": True,
+            "dropout": m.dropout,
+            "tie_word_embeddings": False,
+            **({"causal": True} if m.causal else {}),
+        },
+        "noise": {"type": noise, "sigma_min": n.sigma_min, "sigma_max": n.sigma_max},
+        "training": {"ema": 0.9999, "sampling_eps": o.sampling_eps},
+    }

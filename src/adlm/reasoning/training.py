@@ -201,7 +201,7 @@ def learn_stories(setup: ReasoningSetup) -> float:
     steps, size = cfg.reason.story_steps, cfg.train.global_batch_size
     require(task.has_stories, f"reason.story_steps={steps}: there are no stories for reason.task={cfg.reason.task}")
     module = Step(network, batch_loss)
-    update = Updater(cfg.optim, module)
+    update = Updater(cfg.optim, module, decay_all=True)
     network.train()
     loss, constant = float("nan"), replace(cfg.optim, schedule="constant")
     for step in range(steps):
@@ -243,6 +243,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
                 note(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end")
             step_module = Step(setup.network, batch_loss)
             free = FREE[1:] if cfg.reason.fresh else FREE  # an epoch of fresh examples is one part in reason.epochs
+            run.decay_all = True  # the published recipe of these tasks has one weight decay for all parameters
             run.begin(
                 step_module,
                 setup.tokenizer,

@@ -69,7 +69,7 @@ def setting(key: Key) -> tuple[Any, Any]:
     """Type and documentation of the field of a request that sets `key`."""
     marks: list[Any] = []
     if isinstance(key.rule, Range):
-        assert key.rule.also is None
+        # without the rule's `also`: a request that wants the default leaves the field out
         marks.append(Field(**limits(key.rule)))
     elif isinstance(key.rule, Choices):
         marks.append(OneOf(key.rule))

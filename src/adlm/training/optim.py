@@ -118,14 +118,24 @@ def is_block_matrix(name: str, parameter: Tensor) -> bool:
     return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
 
 
-def build_optimizers(cfg: OptimConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Matrices, except the modulation: what weight decay is for. Norms, biases and modulations have no scale to lose:
+    pulling them to zero switches something off."""
+    return parameter.ndim >= 2 and ".modulation." not in name
+
+
+def build_optimizers(cfg: OptimConfig, model: nn.Module, decay_all: bool = False) -> list[torch.optim.Optimizer]:
     """AdamW of all parameters; with optim.name=muon Muon takes the matrices of the blocks."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = [p for n, p in named if cfg.name == "muon" and is_block_matrix(n, p)]
     chosen = {id(p) for p in muon}
-    rest = [p for _, p in named if id(p) not in chosen]
+    alike = decay_all or cfg.weight_decay == 0
+    groups = {cfg.weight_decay: [p for n, p in named if id(p) not in chosen and (alike or is_decayed(n, p))]}
+    if not alike:
+        groups[0.0] = [p for n, p in named if id(p) not in chosen and not is_decayed(n, p)]
+    rest = [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, weight_decay=cfg.weight_decay, fused=True)
+        torch.optim.AdamW(rest, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, fused=True)
     ]
     if muon:
         optimizers.append(Muon(muon, cfg.muon_lr, MUON_MOMENTUM, cfg.weight_decay))
@@ -292,9 +302,17 @@ def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parame
 class Updater:
     """What a step does with its gradients: clip, judge, update, EMA, and forget them."""
 
-    def __init__(self, cfg: OptimConfig, module: nn.Module, ema: Ema | None = None, guard: GradientGuard | None = None):
-        """Without `ema` there is no EMA, without `guard` no update is skipped."""
-        self.optimizers, self.largest = build_optimizers(cfg, module), cfg.clip
+    def __init__(
+        self,
+        cfg: OptimConfig,
+        module: nn.Module,
+        ema: Ema | None = None,
+        guard: GradientGuard | None = None,
+        decay_all: bool = False,
+    ):
+        """Without `ema` there is no EMA, without `guard` no update is skipped. `decay_all`: weight decay of norms,
+        biases and modulations, too."""
+        self.optimizers, self.largest = build_optimizers(cfg, module, decay_all), cfg.clip
         self.ema, self.guard = ema or Ema(module, 0.0), guard
         self.parameters = list(module.parameters())
         self.fused: list[FusedAdamW | FusedMuon] = []

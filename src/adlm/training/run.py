@@ -56,6 +56,8 @@ class Run:
         """The last validation bound."""
         self.extra: dict[str, Any] = {}
         """What else a checkpoint holds for the loop that uses this run (JSON)."""
+        self.decay_all = False
+        """Weight decay of norms, biases and modulations, too; kept when a run resumes."""
         self.stopped = self.out_of_time = False
         self.resumed_step = self.checkpoints.newest_valid(set_aside=True) if cfg.checkpoint.resume else None
         """The step of the checkpoint that this run continues from; None: it is a new run."""
@@ -96,10 +98,12 @@ class Run:
         self.module, self.tokenizer, self.data, changed = module, tokenizer, dict(data or {}), ""
         self.ema = Ema(module, cfg.optim.ema)
         self.guard = GradientGuard(cfg.train.spike_factor, ranks.device)
-        self.updater = Updater(cfg.optim, module, self.ema, self.guard)
         self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
-        if self.resumed_step is not None:
-            info = self.checkpoints.read_info(self.resumed_step)
+        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step)
+        if info is not None:
+            self.decay_all = info.get("decay_all", True)  # earlier versions did, and did not say so
+        self.reset_optimizer()
+        if info is not None:
             check_same_run(info, cfg, tokenizer, data, fixed, free)
             self.restore(info)
             changed = "".join(f"; {change}" for change in changes(info, cfg))
@@ -151,8 +155,8 @@ class Run:
         self.is_time_to_sample = cfg.sample_every > 0 and step % cfg.sample_every == 0
 
     def reset_optimizer(self) -> None:
-        """Forget all moments."""
-        self.updater = Updater(self.cfg.optim, self.module, self.ema, self.guard)
+        """Start with fresh moments."""
+        self.updater = Updater(self.cfg.optim, self.module, self.ema, self.guard, decay_all=self.decay_all)
 
     @property
     def ends(self) -> bool:
@@ -217,6 +221,7 @@ class Run:
             "best_step": self.best_step,
             "bound": self.bound,
             "ema_n": self.ema.n,
+            "decay_all": self.decay_all,
             "window": self.window.state(),
             "tokenizer": self.tokenizer.fingerprint,
             "data": self.data,
