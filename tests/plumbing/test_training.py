@@ -144,7 +144,6 @@ def test_accumulation_and_micro_batches_change_only_rounding(tmp_path, uninterru
     np.testing.assert_allclose([e[2] for e in ours], [e[2] for e in whole], rtol=1e-5)
 
 
-LONG = ("train.steps=60", "train.valid_every=20", "checkpoint.every=5")
 
 
 def test_sequence_length_warmup(tmp_path, monkeypatch):
@@ -189,22 +188,6 @@ def test_shorter_sequences_hold_the_same_tokens_in_order():
     assert cut.examples.tolist() == [18, 19, 20, 21, 22, 23]
     assert cut.tokens.tolist() == tokens.reshape(6, 4).tolist() and cut.attention_mask is not None
     assert cut.attention_mask[4].tolist() == mask[1, 4:8].tolist()
-
-
-def test_sigterm_saves_and_exits_zero_and_the_same_command_resumes(tmp_path):
-    process = start(tmp_path, *LONG)
-    wait_for_step(tmp_path / "run", 7, process)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "stopped by a signal" in errors
-    process = start(tmp_path, *LONG)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0 and "resuming" in errors, errors
-    whole = tmp_path / "whole"
-    process = start(tmp_path, *LONG, f"out={whole}")
-    process.communicate(timeout=240)
-    assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.slow
