@@ -144,8 +144,6 @@ def test_accumulation_and_micro_batches_change_only_rounding(tmp_path, uninterru
     np.testing.assert_allclose([e[2] for e in ours], [e[2] for e in whole], rtol=1e-5)
 
 
-
-
 def test_sequence_length_warmup(tmp_path, monkeypatch):
     """The first half of the run reads the same tokens in shorter sequences, each with a time and noise of its own."""
     read: list[tuple[torch.Size, int]] = []
