@@ -100,9 +100,9 @@ def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):
 
 
 def test_a_signal_stops_the_whole_and_a_rerun_goes_on(compared, monkeypatch):
-    stopped = type("Result", (), {"finished": False})
+    stopped = type("Result", (), {"finished": False, "stopped_by": signal.SIGTERM})
     monkeypatch.setattr(compare, "train", lambda cfg: stopped)
-    assert cli.main([*line(compared), "mdlm", "two-stage", "ar"]) == 0
+    assert cli.main([*line(compared), "mdlm", "two-stage", "ar"]) == 143
     assert len(json.loads((compared / "run" / "table.json").read_text())["entries"]) == 2
 
 

@@ -21,7 +21,7 @@ from adlm.reasoning.training import ReasoningSetup, StageSchedule, learn_stories
 from adlm.schema import CheckpointConfig
 from adlm.tables import METHODS, TASKS
 from adlm.training import run as runs
-from adlm.training.checkpoint import Checkpoints
+from adlm.training.checkpoint import Checkpoints, read_weights
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import Interruption, World, world
 
@@ -271,6 +271,45 @@ def test_the_best_checkpoint_of_the_last_stage_is_kept(tmp_path, monkeypatch):
     assert [s["accuracy"] for s in result.stages] == [0.2, 0.4, 0.8, 0.7]
 
 
+@pytest.mark.parametrize("where", ["middle", "zip header"])
+def test_a_corrupt_best_checkpoint_is_not_exported(tmp_path, monkeypatch, capsys, where):
+    dictated = iter([0.9, 0.5])  # the best is not the last
+    real = Answerer.answer
+
+    def answer(self, examples, ranks):
+        accuracy, texts = real(self, examples, ranks)
+        value = next(dictated, 0.1)
+        return accuracy._replace(n=10, correct=round(10 * value)), texts
+
+    monkeypatch.setattr(Answerer, "answer", answer)
+    extra = ("method=no-cot", "reason.epochs=2", "reason.valid_every=1")
+    train(settings(tmp_path, *extra))
+    assert json.loads((tmp_path / "export" / "reason.json").read_text())["step"] == 3
+    (victim,) = (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp")
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2 if where == "middle" else 0] ^= 1
+    victim.write_bytes(data)
+    train(settings(tmp_path, *extra))
+    assert "the best checkpoint, of step 3, is corrupt" in capsys.readouterr().err
+    assert json.loads((tmp_path / "export" / "reason.json").read_text())["step"] == 6
+    exported = load_run(str(tmp_path), torch.device("cpu")).network.model.state_dict()
+    last, _ = read_weights(tmp_path, ema=True)
+    assert all(torch.equal(x, exported[name.removeprefix("model.")]) for name, x in last.items())
+
+
+def test_changed_questions_are_refused(tmp_path):
+    path = tmp_path / "train.json"
+    examples = [{"question": f"What is {n} + 1?", "steps": [f"{n} + 1"], "answer": str(n + 1)} for n in range(20)]
+    path.write_text(json.dumps(examples))
+    line = ("task=gsm8k", "method=no-cot", "reason.epochs=1", f"reason.train_path={path}", "reason.n_valid=4")
+    line += ("reason.n_train=0", "reason.n_test=0", "model.length=64")
+    train(settings(tmp_path / "run", *line))
+    examples[3]["question"] = "What is 7 + 1?"
+    path.write_text(json.dumps(examples))
+    with pytest.raises(ValueError, match="was trained on other data"):
+        train(settings(tmp_path / "run", *line))
+
+
 def test_another_run_is_not_continued(tmp_path):
     train(settings(tmp_path, "method=no-cot", "reason.epochs=1"))
     with pytest.raises(ValueError, match=r"reason\.method=no-cot"):
@@ -404,6 +443,23 @@ def test_tables():
     paper = config.load(["task=gsm8k", "method=acot", "algo=ar"])
     assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (25, 3, 2)
     assert not paper.reason.remove_steps
+
+
+def test_a_small_prosqa_of_an_earlier_version_is_not_set_beside_the_paper(tmp_path, capsys):
+    """Every shape of ProsQA was called prosqa then; its settings tell which it is."""
+    shape = {"hops": 2, "nodes": 6, "words": 8, "names": 4, "balanced": True, "terse": True}
+    facts = {"n": 10, "correct": 9, "accuracy": 0.9, "low": 0.6, "high": 1.0, "tokens": 3.0}
+    results = {"task": "prosqa", "method": "acot", "network": "own", "finished": True, "stage": 3, "valid": facts}
+    for name, settings_then in (("small", shape), ("whole", {}), ("other", shape | {"hops": 4})):
+        (tmp_path / name / "export").mkdir(parents=True)
+        (tmp_path / name / "results.json").write_text(json.dumps(results | {"tests": {}}))
+        told = {"reason": {"task": "prosqa", "method": "acot", **settings_then}}
+        (tmp_path / name / "export" / "reason.json").write_text(json.dumps(told))
+    assert cli.main(["reason", "table", *(str(tmp_path / name) for name in ("small", "whole", "other"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {name: next(x for x in lines if x.rstrip(" │").endswith(name)) for name in ("small", "whole", "other")}
+    assert "prosqa-2hop" in shown["small"] and "97.3" not in shown["small"]
+    assert "97.3" in shown["whole"] and "97.3" not in shown["other"]
 
 
 def test_settings_of_earlier_versions(tmp_path):

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 from marks import slow
-from runs import ON_A_CPU, overrides, read_lines, run_config, start, wait_for_step
+from runs import ON_A_CPU, read_lines, run_config, start, wait_for_step
 from safetensors.torch import load_file
 from tiny import random_tokens, tiny_model
 from torch import nn
 
-from adlm import cli, config
+from adlm import config
 from adlm.data.loader import Batch, read_ahead
 from adlm.data.tokenizers import load_tokenizer
 from adlm.objectives import Sequences, make_objective
@@ -185,9 +185,6 @@ def test_accumulation_and_micro_batches_change_only_rounding(tmp_path, uninterru
     np.testing.assert_allclose([e[2] for e in ours], [e[2] for e in whole], rtol=1e-5)
 
 
-LONG = ("train.steps=60", "train.valid_every=20", "checkpoint.every=5")
-
-
 def test_sequence_length_warmup(tmp_path, monkeypatch):
     """The first half of the run reads the same tokens in shorter sequences, each with a time and noise of its own."""
     read: list[tuple[torch.Size, int]] = []
@@ -230,20 +227,6 @@ def test_shorter_sequences_hold_the_same_tokens_in_order():
     assert cut.examples.tolist() == [18, 19, 20, 21, 22, 23]
     assert cut.tokens.tolist() == tokens.reshape(6, 4).tolist() and cut.attention_mask is not None
     assert cut.attention_mask[4].tolist() == mask[1, 4:8].tolist()
-
-
-def test_sigterm_saves_and_exits_zero_and_the_same_command_resumes(tmp_path, capsys):
-    process = start(tmp_path, *LONG)
-    wait_for_step(tmp_path / "run", 7, process)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "stopped by a signal" in errors
-    assert cli.main(["train", *overrides(tmp_path), *LONG]) == 0
-    assert "resuming" in capsys.readouterr().err
-    whole = tmp_path / "whole"
-    assert cli.main(["train", *overrides(tmp_path), *LONG, f"out={whole}"]) == 0
-    assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.slow

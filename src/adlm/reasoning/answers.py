@@ -193,9 +193,20 @@ def write_results(run: Path, results: dict[str, Any]) -> None:
 
 
 def read_results(run: str | Path) -> dict[str, Any]:
+    """results.json, with the task as it is called today: earlier versions called every shape of ProsQA prosqa, and what
+    tells them apart is in the settings of the export."""
     path = Path(run) / RESULTS
     require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    settings = Path(run) / EXPORT / SETTINGS
+    if settings.is_file():
+        try:
+            results["task"] = export.section(
+                ReasonConfig, json.loads(settings.read_text(encoding="utf-8"))["reason"]
+            ).task
+        except (ValueError, KeyError, TypeError):
+            results["task"] += " (of another version)"
+    return results

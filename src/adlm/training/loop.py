@@ -47,7 +47,7 @@ def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
     if not dry_run:
         result = train(cfg)
         if result.finished and int(os.environ.get("RANK", 0)) == 0:
-            print(farewell(result))
+            print(farewell(result, exact=cfg.model.causal))
         return result._asdict()
     with world(cfg.train) as ranks:
         data = setup.prepare_data(cfg, ranks)
@@ -59,9 +59,10 @@ def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
         return facts
 
 
-def farewell(result: TrainResult) -> str:
-    """Where the model is, how good it is, and what to do with it."""
-    ppl = "" if result.valid_ppl is None else f", validation perplexity {result.valid_ppl:,.2f}"
+def farewell(result: TrainResult, exact: bool) -> str:
+    """Where the model is, how good it is, and what to do with it. `exact`: its perplexity is no bound."""
+    at_most = "" if exact else " at most"
+    ppl = "" if result.valid_ppl is None else f", validation perplexity{at_most} {result.valid_ppl:,.2f}"
     return (
         f"\nModel: {result.run}/export (step {result.step}{ppl})\n\nTry next:\n"
         f"  adlm sample {result.run}\n      draw texts from it\n"
