@@ -41,7 +41,7 @@ def load(
     argv: Sequence[str],
     world_size: int | None = None,
     run_folder: bool = True,
-    check_key: Callable[[str], None] | None = None,
+    check_key: Callable[[str], None] = lambda key: None,
 ) -> Config:
     """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
 
@@ -51,20 +51,20 @@ def load(
     """
     given = _today(argv)
     cfg = _build(given, world_size, run_folder)
-    for key in given if check_key else ():
+    for key in given:
         check_key(key)
     return cfg
 
 
 def load_sweep(
-    argv: Sequence[str], check_key: Callable[[str], None] | None = None
+    argv: Sequence[str], check_key: Callable[[str], None] = lambda key: None
 ) -> tuple[Config, list[SamplingConfig]]:
     """As `load`, but numbers and names of `sampling` may be lists (`sampling.steps=64,128`): every combination of them
     once, checked, in the order typed. The Config has the first."""
     given = _today(argv)
     columns = [[(key, word) for word in _words(key, text)] for key, text in given.items()]
     found = [_build(dict(line), None, run_folder=False) for line in itertools.product(*columns)]
-    for key in given if check_key else ():
+    for key in given:
         check_key(key)
     settings: list[SamplingConfig] = []
     for cfg in found:
