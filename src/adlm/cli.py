@@ -326,7 +326,7 @@ def _run(argv: list[str], strict: bool) -> int:
     line = [*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
     # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
-    refuse = functools.partial(refuse_unread, name, command) if strict else None
+    refuse = functools.partial(refuse_unread, name, command) if strict else lambda key: None
     if command.sweeps:
         cfg, arguments["sweep"] = config.load_sweep(line, refuse)
     else:

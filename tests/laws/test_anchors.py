@@ -11,8 +11,8 @@ from documents import Document
 from exports import L, export
 
 from adlm import cli
+from adlm.api.command import read_text
 from adlm.evaluation import anchors
-from adlm.evaluation.anchor_report import read_text
 from adlm.evaluation.anchors import Guesses, Reading, read_levels, windows
 from adlm.objectives.anchors import describe_anchors, describe_rule, for_texts
 from adlm.schema import ObjectiveConfig
@@ -104,15 +104,16 @@ def test_a_text_is_marked_whatever_the_rule_of_training(tmp_path, rule):
 
 def test_text_comes_from_words_files_or_standard_input(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text("from a file")
-    assert read_text(["two", "words"]) == "two words"
-    assert read_text([str(tmp_path / "t.txt")]) == read_text([f"@{tmp_path / 't.txt'}"]) == "from a file"
+    assert read_text(["two", "words"], "adlm anchors") == "two words"
+    for word in (f"{tmp_path / 't.txt'}", f"@{tmp_path / 't.txt'}"):
+        assert read_text([word], "adlm anchors") == "from a file"
     monkeypatch.setattr(sys, "stdin", io.StringIO("typed"))
-    assert read_text([]) == "typed"
+    assert read_text([], "adlm anchors") == "typed"
     with pytest.raises(ValueError, match="there is no file"):
-        read_text(["@nowhere"])
+        read_text(["@nowhere"], "adlm anchors")
     (tmp_path / "bad").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match="not UTF-8"):
-        read_text([str(tmp_path / "bad")])
+        read_text([str(tmp_path / "bad")], "adlm anchors")
 
 
 def test_models_without_an_anchor_network_are_refused(tmp_path, capsys):

@@ -71,7 +71,7 @@ def product(base: SamplingConfig, **lists) -> list[SamplingConfig]:
 
 def test_each_setting_of_a_sweep_is_drawn_once(home, tmp_path):
     lm = load(home / "adlm", device="cpu")
-    base = SamplingConfig(top_p=0.9)
+    base = SamplingConfig(sampler="mdlm", top_p=0.9)
     sweep = product(base, sampler=["mdlm", "first-hitting"], steps=[4, 8], temperature=[0.5, 1.0])
     found = make_settings(lm, [*sweep, *sweep], tmp_path)
     assert [s.label for s in found] == [

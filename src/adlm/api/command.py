@@ -102,7 +102,8 @@ def draw_missing(
 def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
     words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in ("banned", "required")}
-    return lm.request(**(asdict(c) | words))
+    settings: dict[str, Any] = asdict(c) | words
+    return lm.request(**settings)
 
 
 def draw(

@@ -15,6 +15,7 @@ import gc
 import hashlib
 import operator
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,8 +47,9 @@ from adlm.schema import SamplingConfig, TrainConfig
 Words = Sequence[str]
 SETTINGS = get_type_hints(SamplingConfig, include_extras=True)
 """Fields of SamplingConfig, with the rules their values obey."""
-# How messages of the command line name what a Python argument says.
+# How messages of the command line name what a Python argument says; not inside of paths and texts.
 PYTHON_NAMES = {"sampling.": "", "train.device": "device", "eval.checkpoint": "source", "eval.ema": "ema"}
+KEYS = re.compile(r"(?<![\w/.'\"])(" + "|".join(map(re.escape, PYTHON_NAMES)) + ")")
 
 
 class StreamSettings(TypedDict, total=False):
@@ -113,10 +115,7 @@ def python_words() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        said = str(error)
-        for name, ours in PYTHON_NAMES.items():
-            said = said.replace(name, ours)
-        raise ValueError(said) from None
+        raise ValueError(KEYS.sub(lambda key: PYTHON_NAMES[key[0]], str(error))) from None
 
 
 def load(
@@ -241,7 +240,7 @@ class LanguageModel:
     def request(self, text: str = "", **settings: Any) -> Request:
         """What the engine is asked for; the arguments are those of `generate`, checked by the rules of the schema."""
         banned, required = settings.pop("banned", ()), settings.pop("required", ())
-        new = accept("max_new_tokens", settings.pop("max_new_tokens", 0), SETTINGS["length"])
+        new = accept("max_new_tokens", settings.pop("max_new_tokens"), Count) if "max_new_tokens" in settings else 0
         if text := accept("text", text, str):
             kind = "template" if LIKE_A_HOLE.search(text) else "prompt"
             named = [name for name in ("prompt", "template") if settings.get(name)]

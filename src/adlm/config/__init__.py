@@ -42,7 +42,7 @@ def load(
     argv: Sequence[str],
     world_size: int | None = None,
     run_folder: bool = True,
-    check_key: Callable[[str], None] | None = None,
+    check_key: Callable[[str], None] = lambda key: None,
     own_text: bool = False,
 ) -> Config:
     """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
@@ -54,20 +54,20 @@ def load(
     """
     given = _today(argv)
     cfg = _build(_fitted(given, world_size) if own_text else given, world_size, run_folder)
-    for key in given if check_key else ():
+    for key in given:
         check_key(key)
     return cfg
 
 
 def load_sweep(
-    argv: Sequence[str], check_key: Callable[[str], None] | None = None
+    argv: Sequence[str], check_key: Callable[[str], None] = lambda key: None
 ) -> tuple[Config, list[SamplingConfig]]:
     """As `load`, but numbers and names of `sampling` may be lists (`sampling.steps=64,128`): every combination of them
     once, checked, in the order typed. The Config has the first."""
     given = _today(argv)
     columns = [[(key, word) for word in _words(key, text)] for key, text in given.items()]
     found = [_build(dict(line), None, run_folder=False) for line in itertools.product(*columns)]
-    for key in given if check_key else ():
+    for key in given:
         check_key(key)
     settings: list[SamplingConfig] = []
     for cfg in found:
