@@ -92,6 +92,28 @@ def test_the_metadata_says_who_what_and_under_which_licences(packed):
     assert "![" not in page
 
 
+def test_the_version_is_the_same_everywhere():
+    version = PROJECT["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)[1] == version  # type: ignore[index]
+
+
+def test_links_between_the_pages_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            if "://" in target:
+                continue
+            to = page.parent / path if path else page
+            assert to.exists(), f"{page.name}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.+)$", to.read_text(encoding="utf-8"), re.M)
+                slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+                assert anchor in slugs, f"{page.name}: {target}"
+    assert len(pages) > 10
+
+
 def test_every_import_is_declared():
     """Whatever src imports is the standard library, ours, or named in pyproject.toml."""
     extras = [name for names in PROJECT["optional-dependencies"].values() for name in names]

@@ -11,10 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ON_A_CPU, overrides
+from exports import export
+from pretend_mps import pretend_mps
+from runs import ON_A_CPU, overrides, read_lines
 
+import adlm
 from adlm import cli, config
 from adlm.io.paths import pick_device
+from adlm.schema import TrainConfig
+from adlm.training.parallel import world
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 POSIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog"}
@@ -170,3 +175,41 @@ def test_mps_is_a_device_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no MPS device"):
         pick_device("mps")
+
+
+@pytest.fixture
+def mps(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pretend_mps():
+        yield
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_mps_draws_and_scores_as_the_cpu_does(causal, tmp_path, mps):
+    """Without float64 on the device: MPS has none."""
+    folder = export(tmp_path / "model", time_conditioning=not causal, causal=causal)
+    host, device = (adlm.load(folder, device=name) for name in ("cpu", "mps"))
+    assert device.device.type == "mps"
+    ways = [{"sampler": "remdm-conf", "top_p": 0.9}, {"sampler": "anchor-first"}, {"guidance": 1.0, "prompt": "The "}]
+    for way in [{"top_k": 5}] if causal else ways:
+        texts = [[g.tokens for g in lm.generate(n=2, steps=4, length=12, **way)] for lm in (host, device)]
+        assert texts[0] == texts[1]
+    assert host.score("a text").nll == device.score("a text").nll
+
+
+def test_mps_trains_and_measures_as_the_cpu_does(tmp_path, mps, capsys):
+    found = []
+    for device in ("cpu", "mps"):
+        run = tmp_path / device
+        line = overrides(tmp_path, train__steps=2, train__valid_every=2, train__device=device, out=run)
+        assert cli.main(["train", *line, "checkpoint.every=1"]) == 0
+        assert cli.main(["ppl", str(run), f"train.device={device}", f"data.cache_dir={tmp_path / 'cache'}"]) == 0
+        measured = json.loads((run / "ppl-file.json").read_text(encoding="utf-8"))["continuous"]
+        found.append((read_lines(run)[-1]["nll"], measured))
+    assert found[0] == found[1]
+
+
+def test_mps_is_for_one_process(mps, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="mps is for one process"), world(TrainConfig(device="mps")):
+        pass

@@ -37,7 +37,7 @@ from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, 
 from adlm.errors import choose, require
 from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
 from adlm.io.load import BOX_NAME, load_checkpoint
-from adlm.io.paths import path_of, pick_device
+from adlm.io.paths import float64_device, path_of, pick_device
 from adlm.models.network import Hidden
 from adlm.objectives import Objective
 from adlm.rules import Count, accept, rules_of
@@ -405,8 +405,8 @@ class LanguageModel:
 
     def noise_level(self, tokens_BL: Tensor) -> Tensor:
         """The sigma_B at which as many masks are expected as each sequence has: what time-conditioned models read."""
-        masked_B = (tokens_BL == self.model.mask_id).float().mean(-1).to(self.device)
-        return noise_level(masked_B, self.schedule)
+        masked_B = (tokens_BL == self.model.mask_id).float().mean(-1).to(float64_device(self.device))
+        return noise_level(masked_B, self.schedule).to(self.device)
 
     # Keeping
 

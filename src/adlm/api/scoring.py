@@ -17,6 +17,7 @@ import torch
 
 from adlm.diffusion.schedules import diluted
 from adlm.errors import require
+from adlm.io.paths import float64_device
 from adlm.models import Network
 from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
@@ -89,7 +90,7 @@ def score_tokens(
 def position_nats(model: Network, part: ScoredSequence, objective: Objective, draws: int) -> np.ndarray:
     """Nats of every position of the sequence in every draw: [draws, positions]."""
     causal = model.config.causal
-    device = next(model.parameters()).device
+    device = float64_device(next(model.parameters()).device)
     tokens_L = torch.tensor([*part.given, *part.scored], device=device)
     found = np.zeros((draws, len(tokens_L)))
     at_once = max(1, TOKENS_AT_ONCE // len(tokens_L))

@@ -32,6 +32,8 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
     """`adlm bench train | sample`: the table goes to stderr, the JSON line to stdout and to the file `out`."""
     require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
     name = choose("benchmark", args[0], tuple(BENCHMARKS))
+    device = pick_device(cfg.train.device)
+    require(device.type != "mps", "adlm bench measures CUDA devices and CPUs; use train.device=cpu")
     batches = [read_size(word) for word in cfg.bench.batches.split(",")]
     out = writable_file("out", Path(cfg.out)) if cfg.out else None
     results = {}
@@ -43,7 +45,6 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
         if all(SPEED[name] in entry.get(which, ()) for which in ("dense", "ours")):
             entry["speedup"] = entry["dense"][SPEED[name]] / entry["ours"][SPEED[name]]
         results[str(batch)] = entry
-    device = pick_device(cfg.train.device)
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     line = {"benchmark": name, "device": on, "torch": torch.__version__, "command": command_line(), "rows": results}
     Console(stderr=True).print(table(name, on, results))

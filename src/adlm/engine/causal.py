@@ -17,6 +17,7 @@ from adlm.engine.graphs import Graphs
 from adlm.engine.prepare import autocast, prepare
 from adlm.engine.request import Frame, Request
 from adlm.errors import require
+from adlm.io.paths import float64_device
 from adlm.models import Cache, Network
 from adlm.models.transformer import LayerCache
 
@@ -43,16 +44,17 @@ class CausalEngine(BaseEngine[Continuation]):
     def __init__(self, model: Network, slots: int = 16, device: str | torch.device = "cpu", precision: str = "auto"):
         require(model.config.causal, "CausalEngine needs a causal model (model.causal=true)")
         super().__init__(model, slots)
-        self.device = torch.device(device)
-        self.network, self.bf16 = prepare(model, self.device, precision)
+        self.network_device = torch.device(device)
+        self.device = float64_device(self.network_device)  # of draws
+        self.network, self.bf16 = prepare(model, self.network_device, precision)
         dtype = torch.bfloat16 if self.bf16 else None
         self.cache = self.network.make_cache(slots, model.config.length, dtype)
         plain = Graphs(on=False)
         self.drawer = Drawer(self.head, slots, model.vocab_size, model.mask_id, plain, self.device)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
-        with autocast(self.device, self.bf16):
-            return self.network.head(hidden_ND)
+        with autocast(self.network_device, self.bf16):
+            return self.network.head(hidden_ND.to(self.network_device)).to(self.device)
 
     def check(self, request: Request) -> None:
         super().check(request)
@@ -71,8 +73,8 @@ class CausalEngine(BaseEngine[Continuation]):
         self.drawer.ban(i, [w[0] for w in request.banned if len(w) == 1])
         self.slots[i] = Continuation(id, request, written=prompt, length=len(request.tokens))
         if len(prompt) > 1:  # the last token is read together with the last tokens of the others
-            with torch.inference_mode(), autocast(self.device, self.bf16):
-                tokens = torch.tensor([prompt[:-1]], device=self.device)
+            with torch.inference_mode(), autocast(self.network_device, self.bf16):
+                tokens = torch.tensor([prompt[:-1]], device=self.network_device)
                 self.network(tokens, cache=slot_view(self.cache, i))
 
     def tokens(self, i: int) -> list[int]:
@@ -90,7 +92,7 @@ class CausalEngine(BaseEngine[Continuation]):
         last[group], seen[group] = [t.written[-1] for t in texts], [len(t.written) - 1 for t in texts]
         # Idle slots read token 0 at position 0: what they write there is overwritten when a sequence moves in.
         self.cache.seen_B.copy_(torch.from_numpy(seen))
-        drawn = self.draw(torch.from_numpy(last).to(self.device), group, texts).tolist()
+        drawn = self.draw(torch.from_numpy(last).to(self.network_device), group, texts).tolist()
         for i, text, token in zip(group, texts, drawn):
             text.nfe += 1
             text.written.append(token)
@@ -109,8 +111,8 @@ class CausalEngine(BaseEngine[Continuation]):
         draws = Draws.of(settings, [np.array([len(t.written)]) for t in texts])
         phrases, sizes = self.phrase_bans(group, texts), self.drawer.sizes(len(texts))
         ints, floats = torch.from_numpy(draws.ints).to(self.device), torch.from_numpy(draws.floats).to(self.device)
-        with autocast(self.device, self.bf16):
-            hidden_SD = self.network(last_S[:, None], cache=self.cache).denoiser_BLD[:, 0]
+        with autocast(self.network_device, self.bf16):
+            hidden_SD = self.network(last_S[:, None], cache=self.cache).denoiser_BLD[:, 0].to(self.device)
         for slot, token in phrases:
             self.drawer.banned_SV[slot, token] = True
         h_ND = hidden_SD[ints[SLOT]]

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule, noise_level
-from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Draws, Filters, pieces, widen
+from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Draws, Filters, Head, pieces, widen
 from adlm.engine.graphs import Fixed, Graphs, Uploads
 from adlm.engine.prepare import autocast, compile_blocks, prepare
 from adlm.errors import choose
+from adlm.io.paths import float64_device
 from adlm.models import Network
 from adlm.models.backends import choose_attention
 from adlm.models.network import at_least_float32
@@ -65,9 +66,10 @@ class Evaluator:
     ):
         """`tau`: occurrences up to which a token is rare, where a sampler reads anchors."""
         choose("compile", compile, ("auto", "true", "graphs", "false"))
-        self.device = torch.device(device)
+        self.network_device = torch.device(device)
+        self.device = float64_device(self.network_device)  # of canvases and draws
         cuda = self.device.type == "cuda"
-        self.model, self.bf16 = prepare(model, self.device, precision)
+        self.model, self.bf16 = prepare(model, self.network_device, precision)
         self.length, self.mask_id = model.config.length, model.mask_id
         self.time_conditioned = model.config.time_conditioning
         self.schedule, self.tau = schedule, tau
@@ -88,14 +90,19 @@ class Evaluator:
         self.write_draws = self.graphs.capture(self.draw)
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        with autocast(self.device, self.bf16):
+        tokens_BL, sigma_B = tokens_BL.to(self.network_device), sigma_B.to(self.network_device)
+        at_BQ = None if at_BQ is None else at_BQ.to(self.network_device)
+        with autocast(self.network_device, self.bf16):
             h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at_BQ=at_BQ)
-        return h.denoiser_BLD, h.anchor_BLD
+        return h.denoiser_BLD.to(self.device), None if h.anchor_BLD is None else h.anchor_BLD.to(self.device)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Logits, in bf16 where the network is; what follows them is not."""
-        with autocast(self.device, self.bf16):
-            return self.model.head(hidden_ND)
+        return self.logits(self.model.head, hidden_ND)
+
+    def logits(self, head: Head, hidden_ND: Tensor) -> Tensor:
+        with autocast(self.network_device, self.bf16):
+            return head(hidden_ND.to(self.network_device)).to(self.device)
 
     # The two halves of an evaluation, each one graph launch. Both may be repeated: they read no state they change.
 
@@ -228,9 +235,8 @@ class Evaluator:
             found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, floats, guided)[:N])
         if "anchor" in reads:
             assert anchor_BLD is not None
-            with autocast(self.device, self.bf16):
-                sequence_N = torch.from_numpy(call.source[0]).to(self.device)
-                found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, sequence_N, ints[:, :N])
+            sequence_N = torch.from_numpy(call.source[0]).to(self.device)
+            found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, sequence_N, ints[:, :N])
         return Prediction(**found)
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
@@ -255,7 +261,7 @@ class Evaluator:
         h_ND = anchor_BLD[sequence_N, ints[POSITION]]
 
         def probabilities(a: int) -> Tensor:
-            logits = head(h_ND[a : a + most]).float()
+            logits = self.logits(head, h_ND[a : a + most]).float()
             return logits.masked_fill(self.drawer.banned_SV[ints[SLOT, a : a + most]], -torch.inf).softmax(-1)
 
         counts_BV = torch.zeros(tokens_BL.shape[0], head.out_features, device=self.device)

@@ -165,7 +165,7 @@ def score_texts(judge: Judge, texts: Sequence[JudgedText], batch_size: int) -> S
         flat_M = (text_M * tokens_BL.shape[1] + position_M).to(judge.device)
         targets_M = tokens_BL[text_M, position_M + 1].to(judge.device)
         parts = [nll(f, t) for f, t in zip(flat_M.split(POSITIONS_AT_ONCE), targets_M.split(POSITIONS_AT_ONCE))]
-        nats_M = torch.cat(parts).double().cpu() if parts else torch.zeros(0, dtype=torch.float64)
+        nats_M = torch.cat(parts).cpu().double() if parts else torch.zeros(0, dtype=torch.float64)
         totals_B = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, text_M, nats_M)
         for b, i in enumerate(batch):
             nats_N[i] = totals_B[b].item()

@@ -142,7 +142,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
 
     `exact`, the likelihood of a causal model, has no noise; the first token of a sequence is given, not scored.
     """
-    n, exact = min(len(blocks), cfg.sequences or len(blocks)), name == "exact"
+    n, exact, device = min(len(blocks), cfg.sequences or len(blocks)), name == "exact", ranks.float64_device
     size = cfg.batch_size or max(1, BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"]) // blocks.length)
     draws, phase_N = (1, None) if exact else (cfg.draws, phases(cfg.seed, n))
     values_ND = np.zeros((n, draws))
@@ -150,15 +150,15 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
     with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks.is_main) as advance:
         for start in mine:
             indices = np.arange(start, min(start + size, n))
-            batch = sequences_on(ranks.device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+            batch = sequences_on(device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
             for d in range(draws):
                 if phase_N is not None:
-                    batch = batch._replace(times_B=(d + phase_N[torch.from_numpy(indices)].to(ranks.device)) / draws)
+                    batch = batch._replace(times_B=(d + phase_N[torch.from_numpy(indices)].to(device)) / draws)
                 with ranks.autocast():
                     values_ND[indices, d] = nats_of(batch, noise_counter(cfg.seed, d)).cpu().numpy()
                 advance()
     # Every rank holds its own sequences and zeros: the sum is exact.
-    values_ND = ranks.sum(torch.from_numpy(values_ND).to(ranks.device)).cpu().numpy()
+    values_ND = ranks.sum(torch.from_numpy(values_ND).to(device)).cpu().numpy()
     return summarise(values_ND, token_counts(blocks, n) - exact, None if phase_N is None else phase_N.numpy())
 
 

@@ -75,6 +75,13 @@ def pick_device(name: str) -> "torch.device":
     return device
 
 
+def float64_device(device: "torch.device") -> "torch.device":
+    """Where the float64 numbers of a device are computed: there, or on the CPU beside Apple's GPUs, which have none."""
+    import torch
+
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def writable_folder(key: str, folder: Path) -> Path:
     """Return the folder, made if need be; refuse one that cannot be written to before the work is done."""
     try:

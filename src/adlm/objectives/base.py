@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adlm import tables
 from adlm.diffusion.schedules import Schedule, make_schedule
+from adlm.io.paths import float64_device
 from adlm.models import Hidden, Network, linear_cross_entropy, linear_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
 from adlm.objectives.anchors import AnchorRule, anchor_rule
@@ -130,6 +131,26 @@ class Heads(Protocol):
     def anchor_head(self) -> Any: ...
 
 
+def put(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; the copy to a GPU does not make the host wait."""
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
+
+
+def on_device(corrupted: CorruptedBatch, device: torch.device) -> CorruptedBatch:
+    """A corrupted batch with all its tensors on the device."""
+    terms = {
+        name: term._replace(
+            positions_N=put(term.positions_N, device),
+            targets_N=put(term.targets_N, device),
+            weights_N=put(term.weights_N, device),
+        )
+        for name, term in corrupted.terms.items()
+    }
+    sigma_B, read_M = (None if x is None else put(x, device) for x in (corrupted.sigma_B, corrupted.read_M))
+    return corrupted._replace(tokens_BL=put(corrupted.tokens_BL, device), sigma_B=sigma_B, read_M=read_M, terms=terms)
+
+
 def loss(model: Network, batch: CorruptedBatch) -> LossOutput:
     """Run the network once and sum every term of the batch."""
     at_N = read_positions(batch)
@@ -161,6 +182,7 @@ def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: boo
 @torch.no_grad()
 def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
     """The loss of every position of a validation batch in nats, float64 [B, L]; 0 where nothing is scored."""
+    batch = on_device(batch, next(model.parameters()).device)
     (term,) = batch.terms.values()
     at_N = read_positions(batch)
     hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N)
@@ -172,8 +194,10 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
         exclude=term.exclude,
         chunk_loss=term.chunk_loss,
     )
-    losses = torch.zeros(batch.tokens_BL.numel(), dtype=torch.float64, device=losses_N.device)
-    return losses.index_copy_(0, term.positions_N, losses_N.double()).view_as(batch.tokens_BL)
+    device = float64_device(losses_N.device)
+    losses = torch.zeros(batch.tokens_BL.shape, dtype=torch.float64, device=device)
+    losses.view(-1).index_copy_(0, term.positions_N.to(device), losses_N.to(device).double())
+    return losses
 
 
 def sequence_bounds(model: Network, batch: CorruptedBatch) -> Tensor:

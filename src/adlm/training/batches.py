@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adlm.data.blocks import Blocks
 from adlm.data.loader import Batch, read_ahead
 from adlm.objectives import CorruptedBatch, Objective, Sequences
-from adlm.objectives.base import rounded
+from adlm.objectives.base import on_device, put, rounded
 from adlm.schema import Config, TrainConfig
 from adlm.training.parallel import World
 
@@ -29,11 +29,6 @@ def sequences_on(
     """Clean sequences as tensors of a device."""
     tokens_BL, example_B = (put(torch.from_numpy(x), device) for x in (tokens, examples))
     return Sequences(tokens_BL, example_B, total, None if mask is None else put(torch.from_numpy(mask), device))
-
-
-def put(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; the copy to a GPU does not make the host wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def micro_batches(cfg: TrainConfig, ranks: World) -> int:
@@ -73,20 +68,6 @@ def corrupted_batches(
     return read_ahead(steps) if ranks.device.type == "cuda" else steps
 
 
-def on_device(corrupted: CorruptedBatch, device: torch.device) -> CorruptedBatch:
-    """A corrupted batch with all its tensors on the device."""
-    terms = {
-        name: term._replace(
-            positions_N=put(term.positions_N, device),
-            targets_N=put(term.targets_N, device),
-            weights_N=put(term.weights_N, device),
-        )
-        for name, term in corrupted.terms.items()
-    }
-    sigma_B, read_M = (None if x is None else put(x, device) for x in (corrupted.sigma_B, corrupted.read_M))
-    return corrupted._replace(tokens_BL=put(corrupted.tokens_BL, device), sigma_B=sigma_B, read_M=read_M, terms=terms)
-
-
 def padded_indices(n: int, rank: int, size: int, batch: int) -> np.ndarray:
     """Sequences of one rank: [batches, batch], -1 where there is none; the same number of batches on every rank."""
     batches = math.ceil(n / (size * batch))
@@ -102,7 +83,7 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
     found = min(len(valid), cfg.valid_sequences or len(valid))
     n = found if found >= FEWEST_VALIDATED else found * math.ceil(FEWEST_VALIDATED / found)
     batch = cfg.batch_size or cfg.global_batch_size // ranks.size
-    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=ranks.float64_device)
     was_training = wrapped.training
     wrapped.eval()
     for indices in padded_indices(n, ranks.rank, ranks.size, batch):
@@ -110,12 +91,12 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
         tokens, mask = valid.rows(indices % found), valid.attention_masks(indices % found)
         if not real.all():
             mask = (np.ones_like(tokens, dtype=bool) if mask is None else mask) & real[:, None]
-        corrupted = objective.corrupt_for_bound(sequences_on(ranks.device, tokens, mask, indices, n), 0)
+        corrupted = objective.corrupt_for_bound(sequences_on(sums.device, tokens, mask, indices, n), 0)
         with ranks.autocast():
-            output = wrapped(corrupted)
+            output = wrapped(on_device(corrupted, ranks.device))
         (bound,) = output.terms.values()
         sums += torch.stack(
-            [bound.double(), torch.tensor(float(output.count), dtype=torch.float64, device=bound.device)]
+            [bound.to(sums.device).double(), torch.tensor(float(output.count), dtype=torch.float64, device=sums.device)]
         )
     wrapped.train(was_training)
     if hasattr(wrapped, "reshard"):

@@ -110,7 +110,8 @@ def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
             batches = iter(()) if run.was_finished else iter(stream)
             for batch, corrupted in corrupted_batches(objective, batches, run.step, cfg, ranks):
                 tokens = sum(micro_batch.count for micro_batch in corrupted)
-                count = ranks.sum(torch.full((), float(tokens), dtype=torch.float64, device=ranks.device)).float()
+                exact = torch.full((), float(tokens), dtype=torch.float64, device=ranks.float64_device)
+                count = ranks.sum(exact).float()
                 for i, micro_batch in enumerate(on_device(part, ranks.device) for part in corrupted):
                     if cfg.model.dropout:
                         first = int(batch.examples[i * len(batch.examples) // len(corrupted)])

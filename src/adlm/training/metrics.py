@@ -132,7 +132,8 @@ class LogWindow:
         names = sorted(self.terms)
         if not names:
             return {"terms": {}, "count": 0.0}
-        sums = self.ranks.sum(torch.stack([self.terms[name].double() for name in names])).tolist()
+        terms = torch.stack([self.terms[name] for name in names]).to(self.ranks.float64_device).double()
+        sums = self.ranks.sum(terms).tolist()
         return {"terms": dict(zip(names, sums)), "count": float(self.count)}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import require
-from adlm.io.paths import pick_device
+from adlm.io.paths import float64_device, pick_device
 from adlm.models import Network
 from adlm.models.backends import allow_variants, choose_attention, training_options
 from adlm.models.network import Hidden
@@ -83,6 +83,10 @@ class World:
             if self.is_main:
                 store.set(word, "done")
 
+    @property
+    def float64_device(self) -> torch.device:
+        return float64_device(self.device)
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
@@ -101,6 +105,8 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     # Compiled gradients as autograd's own, outside autocast: what the forward pass kept in float32 stays in float32.
     if hasattr(torch._functorch.config, "backward_pass_autocast"):  # not in every version of torch
         torch._functorch.config.backward_pass_autocast = "off"
+    alone = size == 1 and cfg.strategy == "ddp"
+    require(alone or device.type != "mps", "train.device=mps is for one process; use train.device=cpu, or no torchrun")
     joins = (size > 1 or cfg.strategy == "fsdp") and not dist.is_initialized()
     if joins:
         for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
