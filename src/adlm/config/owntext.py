@@ -76,6 +76,11 @@ def estimated_tokens(size: float, entries: int) -> float:
     return size * 3 / (entries.bit_length() - 1)
 
 
+def held_out_fraction(size: float) -> float:
+    """100 KB of text, but at least 1% and at most 10% of it."""
+    return round(min(0.1, max(0.01, 1e5 / size)), 4)
+
+
 def run_folder(path: str) -> str:
     """runs/NAME of the text's file or folder."""
     name = formats.plain_name(Path(os.path.abspath(path)))
@@ -92,7 +97,7 @@ def shape(size: float, device: str, ranks: int) -> dict[str, Any]:
     return {
         "recipe": "quick",
         "data.tokenizer": f"bpe-{entries}",
-        "data.valid_fraction": round(min(0.1, max(0.01, 1e5 / size)), 4),
+        "data.valid_fraction": held_out_fraction(size),
         "model.hidden_size": chosen.hidden_size,
         "model.n_heads": chosen.n_heads,
         "model.n_blocks": chosen.n_blocks,
@@ -128,8 +133,8 @@ def schedule(cfg: Config, size: float) -> dict[str, Any]:
         "train.log_every": max(1, steps // 40),
         "train.valid_every": max(1, steps // 8),
         "checkpoint.every": max(1, min(1000, steps // 2)),
-        # of a text that is longer than the run, no more is tokenised than is read (8 bytes are more than a token)
-        "data.max_sequences": read if read * cfg.model.length * 8 < size else 0,
+        # of a large text no more is tokenised than is read (8 bytes are more than a token)
+        "data.max_sequences": read if max(2e7, read * cfg.model.length * 8) < size else 0,
     }
 
 
