@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adlm import config as config
     from adlm.api import Generation, LanguageModel, Partial, Score, load
+    from adlm.finetuning import finetune
 
-__all__ = ["Generation", "LanguageModel", "Partial", "Score", "load"]
+__all__ = ["Generation", "LanguageModel", "Partial", "Score", "finetune", "load"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "finetune":
+        return importlib.import_module("adlm.finetuning").finetune
     if name in __all__:
         from adlm import api
 
