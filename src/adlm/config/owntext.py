@@ -4,7 +4,7 @@
 
 Three questions, each asked when the answer to the one before it is known: what shape has the model (`shape`), how long
 is the run (`run_length`), and what follows from its length (`schedule`). What is typed wins over every answer, and
-later answers follow it. The figures in the tables come from the runs in docs/results.md and docs/training.md.
+later answers follow it. Rates are those of experiment/demo.yaml (128 wide) and of docs/training.md (wider).
 """
 
 import os
@@ -23,7 +23,7 @@ EPOCHS = 40
 
 
 @dataclass(frozen=True)
-class Shape:
+class TextSize:
     """A model and its rates, for texts up to a size."""
 
     text_bytes: float
@@ -44,13 +44,13 @@ class Shape:
 
 SHAPES = {
     "cpu": (
-        Shape(4e6, 128, 4, 2, 128, 16, 1_600_000, 5e-3, 1e-2, 4096),
-        Shape(float("inf"), 256, 4, 4, 128, 16, 3_000_000, 2e-3, 6e-3, 8192),
+        TextSize(4e6, 128, 4, 2, 128, 16, 1_600_000, 5e-3, 1e-2, 4096),
+        TextSize(float("inf"), 256, 4, 4, 128, 16, 3_000_000, 2e-3, 6e-3, 8192),
     ),
     "cuda": (
-        Shape(1e6, 256, 4, 4, 256, 16, 16_000_000, 2e-3, 6e-3, 4096),
-        Shape(64e6, 512, 8, 8, 512, 32, 100_000_000, 1e-3, 4e-3, 16_384),
-        Shape(float("inf"), 768, 12, 12, 1024, 32, 400_000_000, 6e-4, 2e-3, 32_768),
+        TextSize(1e6, 256, 4, 4, 256, 16, 16_000_000, 2e-3, 6e-3, 4096),
+        TextSize(64e6, 512, 8, 8, 512, 32, 100_000_000, 1e-3, 4e-3, 16_384),
+        TextSize(float("inf"), 768, 12, 12, 1024, 32, 400_000_000, 6e-4, 2e-3, 32_768),
     ),
 }
 
