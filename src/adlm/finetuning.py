@@ -17,6 +17,7 @@ from adlm.config import owntext
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
 from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, wishes
+from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import bits_per_byte, measure
 from adlm.io.export import CONFIG, TOKENIZER, Loaded, save_folder
@@ -75,8 +76,10 @@ def finetune(
 def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
     """`adlm finetune TEXT`: train, measure before and after, write report.html, say what to try next."""
     start = path_of(cfg.checkpoint.init_from or default_checkpoint())
+    require(start.exists(), f"checkpoint.init_from={str(start)!r} does not exist")
     loaded = load_checkpoint(start, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
     cfg = settings_for(loaded, start, line)
+    print(f"Fine-tuning {start} on {text_name(cfg)}: {cfg.train.steps} steps on this machine")
     result = train(cfg)
     if not result.finished:
         return result._asdict()
@@ -123,6 +126,9 @@ def next_commands(run: Path) -> list[tuple[str, str]]:
 def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     """The settings of the run: network, noise, objective and tokenizer of the start, the rest as it fits the text and
     the machine. What was typed wins; a run that has begun keeps what was chosen then."""
+    for group in ("model", "noise", "algo", "recipe", "experiment"):
+        typed = any(word.lstrip("+").startswith(f"{group}=") for word in line)
+        require(not typed, f"{group}= cannot be set here: adlm finetune keeps network and objective of its start")
     typed = config.load(line, run_folder=False)
     out = typed.out or owntext.run_folder(typed.data.path) + "-finetuned"
     size, device = owntext.text_bytes(typed.data), pick_device(typed.train.device).type

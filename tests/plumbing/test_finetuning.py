@@ -66,9 +66,19 @@ def test_finetuning_from_python(tmp_path, line):
     assert result.lm.generate(steps=2, length=8)[0].text is not None
 
 
-def test_a_text_is_needed(capsys):
-    assert cli.main(["finetune"]) == 1
-    assert "data.name=file needs data.path" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "data.name=file needs data.path"),
+        (["no.txt"], "data.path='no.txt' does not exist"),
+        (["no.txt", "init_from=nowhere"], "checkpoint.init_from='nowhere' does not exist"),
+        (["no.txt", "model=tiny"], "model= cannot be set here: adlm finetune keeps network and objective of its start"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("adlm.finetuning.default_checkpoint", lambda: export(tmp_path / "model"))
+    assert cli.main(["finetune", *words]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_what_is_typed_wins_and_schedules_follow(tmp_path, line):
