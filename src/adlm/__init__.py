@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from adlm import config as config
     from adlm.api import Generation, LanguageModel, Partial, Score, load
     from adlm.api.command import train
+    from adlm.finetuning import finetune
 
     __version__: str
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 NAMES = {
     "load": "adlm.api:load",
     "train": "adlm.api.command:train",
+    "finetune": "adlm.finetuning:finetune",
     "LanguageModel": "adlm.api:LanguageModel",
     "Generation": "adlm.api:Generation",
     "Partial": "adlm.api:Partial",
@@ -28,7 +30,7 @@ NAMES = {
     "config": "adlm.config:",
     "__version__": "importlib.metadata:version",
 }
-__all__ = ["Generation", "LanguageModel", "Partial", "Score", "config", "load", "train"]
+__all__ = ["Generation", "LanguageModel", "Partial", "Score", "config", "finetune", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:

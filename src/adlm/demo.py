@@ -1,16 +1,19 @@
 """`adlm demo`: the whole package in a few minutes on a CPU, with nothing downloaded.
 
-Trains a nano ADLM on the documentation inside Python (experiment/demo.yaml), validates it, and writes a report that
-opens in a browser. A second call finds the run folder and rebuilds the report.
+Trains a nano ADLM on the documentation inside Python (experiment/demo.yaml) or on a text of the user's
+(`adlm demo my.txt`), validates it, and writes a report that opens in a browser. A second call finds the run folder and
+rebuilds the report. finetuning.py builds its report from the same parts.
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from adlm.api import LanguageModel, load
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
+from adlm.data.tokenizers import Tokenizer
 from adlm.evaluation.anchor_report import anchors_section
 from adlm.io.paths import write_atomically
 from adlm.reporting.chart import Series, line_chart
@@ -29,16 +32,15 @@ from adlm.reporting.html import (
     tiles,
     watch,
 )
-from adlm.schema import Config, SamplingConfig, as_yaml
+from adlm.schema import Config, as_yaml
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
 
-# What the report shows being written: label -> template or prompt. Masks are holes, [MASK:3] is three of them.
-SAMPLES: dict[str, dict[str, str]] = {
-    "Written from nothing": {},
-    "Continuing a prompt": {"prompt": "Return a new "},
-    "Filling holes": {"template": "If the[MASK:6] is not[MASK:6], an[MASK:4] exception is raised."},
-}
+HOW = "Every position starts as a mask; the sampler {sampler} reveals a few at each step, in any order."
+# Held-out sequences that prompts are taken from.
+HELD_OUT_READ = 8
+Wishes = dict[str, dict[str, str]]
+"""What a report shows being written: label -> prompt or template. [MASK:3] are three holes."""
 
 
 def run_demo(cfg: Config) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     if trained:
         print(f"{run} is trained already: rebuilding its report (remove the folder to start again)")
     else:
-        print(f"Training {cfg.algo} on {cfg.data.name}: {cfg.train.steps} steps on this machine, a few minutes")
+        print(f"Training {cfg.algo} on {text_name(cfg)}: {cfg.train.steps} steps on this machine, a few minutes")
     result = train(cfg)
     if not result.finished:
         return result._asdict()
@@ -56,7 +58,7 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     facts = summary(cfg, read_metrics(run))
     valid = prepare(cfg.data, lm.tokenizer, cfg.model.length, "valid")
     path = run / "report.html"
-    write_atomically(path, build_report(cfg, lm, valid, facts, read_metrics(run)))
+    write_atomically(path, build_report(cfg, lm, valid, facts))
     print(f"\nValidation perplexity {facts['first_ppl']:,.0f} -> {facts['last_ppl']:,.1f} (an upper bound)")
     print(f"Report: {path.resolve().as_uri()}\n\nTry next:")
     for command, what in next_commands(run):
@@ -70,10 +72,7 @@ def next_commands(run: Path) -> list[tuple[str, str]]:
         (f"adlm sample {run}", "draw texts from the model you just trained"),
         (f"adlm ppl {run} eval.draws=8", "its perplexity with a confidence interval"),
         ("adlm serve", "a page that shows texts appear; with the model that comes with the package"),
-        (
-            "adlm train experiment=demo data=file data.path=YOUR.txt out=runs/mine",
-            "the same model on your own text",
-        ),
+        ("adlm finetune YOUR.txt", "the model that comes with the package, taught your own text, with a report"),
     ]
 
 
@@ -97,71 +96,114 @@ def summary(cfg: Config, events: list[dict[str, Any]]) -> dict[str, float | int]
     }
 
 
-def build_report(
-    cfg: Config, lm: LanguageModel, valid: Blocks, facts: dict[str, Any], events: list[dict[str, Any]]
-) -> str:
-    """The page: numbers, samples, curves, anchors, settings."""
-    info = lm.info
-    minutes, seconds = divmod(round(facts["training_seconds"]), 60)
-    head = tiles(
-        {
-            "Validation perplexity": Html(f"{facts['last_ppl']:,.1f}<br><small>from {facts['first_ppl']:,.0f}</small>"),
-            "Bits per token": Html(
-                f"{facts['valid_nll'] / math.log(2):.2f}<br><small>{facts['valid_nll']:.3f} nats</small>"
-            ),
-            "Training time": Html(f"{minutes} min {seconds:02d} s<br><small>{facts['steps']:,} steps</small>"),
-            "Tokens per second": Html(f"{facts['tokens_per_s']:,}<br><small>{facts['tokens']:,} in all</small>"),
-            "Parameters": Html(f"{info['parameters']:,}<br><small>vocabulary {info['vocab_size']:,}</small>"),
-        }
+def build_report(cfg: Config, lm: LanguageModel, valid: Blocks, facts: dict[str, Any]) -> str:
+    """The page of the demo."""
+    head = {
+        "Validation perplexity": Html(f"{facts['last_ppl']:,.1f}<br><small>from {facts['first_ppl']:,.0f}</small>"),
+        "Bits per token": Html(
+            f"{facts['valid_nll'] / math.log(2):.2f}<br><small>{facts['valid_nll']:.3f} nats</small>"
+        ),
+    }
+    samples = section(
+        "Samples",
+        *(part for label, wish in wishes(lm.tokenizer, valid).items() for part in player(cfg, lm, label, wish)),
+        lead=f"{HOW.format(sampler=cfg.sampling.sampler)} After minutes of training expect the sound of the text rather"
+        " than its sense.",
     )
-    return page(
+    return report_page(
         "An anchored diffusion language model, trained here",
+        f"{cfg.algo.upper()} on {text_name(cfg)}: text appears from masks in any order; the tokens that matter most,"
+        " the anchors, are predicted by a network of their own.",
+        tiles(head | run_tiles(facts, lm)),
+        samples,
+        cfg,
+        lm,
+        valid,
+        next_commands(Path(cfg.out)),
+    )
+
+
+def report_page(
+    title: str,
+    subtitle: str,
+    head: Html,
+    samples: Html,
+    cfg: Config,
+    lm: LanguageModel,
+    valid: Blocks,
+    commands: list[tuple[str, str]],
+) -> str:
+    """A page about a run of training: numbers, samples, curves, anchors, settings, what to try next."""
+    return page(
+        title,
         head,
-        samples_section(cfg.sampling, lm),
+        samples,
         section(
             "Learning",
-            columns(*curves(events)),
+            columns(*curves(read_metrics(Path(cfg.out)))),
             lead="Loss of the training batches, and perplexity on text held out of training. Both come from the"
             " variational bound: the true values are at most this high.",
         ),
-        anchors_section(lm.loaded, valid) if lm.model.config.anchored else "",
+        anchors_section(lm.loaded, valid) if lm.model.config.anchored and not lm.model.config.causal else "",
         configuration(cfg),
-        section(
-            "Try next", table((), [(tag("code", command), what) for command, what in next_commands(Path(cfg.out))])
-        ),
+        section("Try next", table((), [(tag("code", command), what) for command, what in commands])),
         reveal_script(),
-        subtitle=f"{cfg.algo.upper()} on {cfg.data.name}: text appears from masks in any order; the tokens"
-        " that matter most, the anchors, are predicted by a network of their own.",
+        subtitle=subtitle,
     )
 
 
-def samples_section(cfg: SamplingConfig, lm: LanguageModel) -> Html:
-    """Texts being written, step by step."""
+def text_name(cfg: Config) -> str:
+    """The corpus as a reader knows it: the name of the file, or of the corpus."""
+    return Path(cfg.data.path).name if cfg.data.name == "file" else cfg.data.name
+
+
+def run_tiles(facts: dict[str, Any], lm: LanguageModel) -> dict[str, Html]:
+    """What every run has: time, speed and size."""
+    minutes, seconds = divmod(round(facts["training_seconds"]), 60)
+    return {
+        "Training time": Html(f"{minutes} min {seconds:02d} s<br><small>{facts['steps']:,} steps</small>"),
+        "Tokens per second": Html(f"{facts['tokens_per_s']:,}<br><small>{facts['tokens']:,} in all</small>"),
+        "Parameters": Html(f"{lm.info['parameters']:,}<br><small>vocabulary {lm.info['vocab_size']:,}</small>"),
+    }
+
+
+def wishes(tokenizer: Tokenizer, valid: Blocks) -> Wishes:
+    """What to write: something from nothing, the beginning of a held-out sentence, and another one with a hole."""
+    texts = (tokenizer.decode(valid[i], skip_special=True) for i in range(min(HELD_OUT_READ, len(valid))))
+    pieces = re.split(r"(?<=[.!?])\s+|\n+", " ".join(texts))
+    found = [words for piece in pieces[1:] if 8 <= len(words := piece.split()) <= 24] or [pieces[0].split()[:24]]
+    begun, holed = found[0], found[min(1, len(found) - 1)]
+    wanted: Wishes = {"Written from nothing": {}}
+    if len(begun) >= 2:
+        wanted["Continuing a prompt"] = {"prompt": " ".join(begun[: max(1, min(5, len(begun) // 2))])}
+    if len(holed) >= 3:
+        third = len(holed) // 3
+        hidden = len(tokenizer.encode(" " + " ".join(holed[third:-third])))
+        wanted["Filling a hole"] = {"template": f"{' '.join(holed[:third])}[MASK:{hidden}] {' '.join(holed[-third:])}"}
+    return wanted
+
+
+def player(cfg: Config, lm: LanguageModel, label: str, wish: dict[str, str]) -> list[Html]:
+    """One text being written, step by step, under its label."""
+    s = cfg.sampling
     chosen: dict[str, Any] = {
-        "sampler": cfg.sampler, "steps": cfg.steps, "temperature": cfg.temperature, "top_p": cfg.top_p, "eta": cfg.eta,
+        "sampler": lm.sampler_of(s.sampler), "steps": s.steps, "temperature": s.temperature, "top_p": s.top_p,
+        "eta": s.eta, "seed": s.seed, "length": 0 if "template" in wish else s.length,
     }  # fmt: skip
-    players = []
-    for number, (label, wish) in enumerate(SAMPLES.items()):
-        try:
-            snapshots, text = watch(lm, lm.request(**wish, seed=cfg.seed + number, **chosen))
-        except ValueError as problem:  # settings of the reader's own, such as sequences too short for the template
-            players += [tag("h3", label), paragraph(f"Left out: {problem}")]
-            continue
-        facts = f"{text.nfe} network evaluations, {text.seconds:.1f} s, seed {text.seed}"
-        players += [tag("h3", label), reveal(snapshots, label), paragraph(tag("small", facts))]
-    return section(
-        "Samples",
-        *players,
-        lead=f"Every position starts as a mask; the sampler {lm.sampler_of(cfg.sampler)} reveals a few at each step, in"
-        " any order. After minutes of training expect the sound of documentation rather than its sense.",
-    )
+    try:
+        snapshots, text = watch(lm, lm.request(**wish, **chosen))
+    except ValueError as problem:  # settings of the reader's own, such as sequences too short for the template
+        return [tag("h3", label), paragraph(f"Left out: {problem}")]
+    facts = f"{text.nfe} network evaluations, {text.seconds:.1f} s, seed {text.seed}"
+    return [tag("h3", label), reveal(snapshots, label), paragraph(tag("small", facts))]
 
 
 def curves(events: list[dict[str, Any]]) -> list[Html]:
     """Training loss and validation perplexity over steps."""
     train = [e for e in events if e["kind"] == "train"]
     valid = [e for e in events if e["kind"] == "valid"]
-    losses = [Series("bound", [(e["step"], e["nelbo"]) for e in train if "nelbo" in e])]
+    names = {key for e in train for key in e} & {"nelbo", "nll", "score_entropy", "d3pm"}
+    losses = [Series("bound", [(e["step"], e[name]) for e in train if name in e]) for name in sorted(names)]
     if any("anchor" in e for e in train):
         losses.append(Series("anchor term", [(e["step"], e["anchor"]) for e in train if "anchor" in e]))
     ppl = Series("validation", [(e["step"], e["ppl"]) for e in valid], marks=True)

@@ -56,6 +56,7 @@ TOY = (
     f"data.valid_path={HERE / 'valid.txt'}",
     "data.tokenizer=text8",
     "data.num_proc=1",
+    "recipe=published",
     "model=nano",
     "model.hidden_size=32",
     "model.n_heads=2",

@@ -13,7 +13,7 @@ LAYERS = [
     "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths",
     "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config", "engine", "io.export",
     "training", "compat.pickles", "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
-    "serving", "bench", "demo", "compare", "cli", "__main__",
+    "serving", "bench", "demo", "finetuning", "compare", "cli", "__main__",
 ]  # fmt: skip
 BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema", "io.paths", "data"}
 # What may be imported at the top of a module; the rest is optional and imported where used.

@@ -14,7 +14,8 @@ from tiny import random_tokens, tiny_model
 
 import adlm
 from adlm import cli, config
-from adlm.data.preparation import prepare
+from adlm.data.preparation import prepare, tokenizer_for
+from adlm.demo import wishes
 from adlm.diffusion.schedules import LogLinear
 from adlm.evaluation.anchor_report import anchors_section, hide
 from adlm.evaluation.anchors import guesses, read_hidden
@@ -77,6 +78,22 @@ def test_the_report_shows_anchors_by_a_rule_that_a_text_can_answer(ran, rule, wo
     loaded = lm.loaded._replace(objective=replace(lm.loaded.objective, anchor_rule=rule))
     text = str(anchors_section(loaded, prepare(data, lm.tokenizer, 64, "valid")))
     assert words in text and text.count("Held-out text") == 3
+
+
+def test_prompts_come_from_the_held_out_text(tmp_path):
+    sentence = "The cat number {i} sat on the old red mat and slept."
+    text = " ".join(sentence.format(i=i) for i in range(300))
+    (tmp_path / "my.txt").write_text(text)
+    line = ["experiment=demo", f"data.path={tmp_path / 'my.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    cfg = config.load(line, own_text=True)
+    assert cfg.data.name == "file" and cfg.out == "runs/demo"
+    tokenizer = tokenizer_for(cfg.data)
+    found = wishes(tokenizer, prepare(cfg.data, tokenizer, cfg.model.length, "valid"))
+    prompt, template = found["Continuing a prompt"]["prompt"], found["Filling a hole"]["template"]
+    assert re.fullmatch(r"The cat number \d+ sat", prompt) and prompt in text
+    begin, holes, end = re.fullmatch(r"(.*)\[MASK:(\d+)\](.*)", template).groups()  # pyright: ignore
+    held_out = next(s for s in re.findall(r"The cat[^.]*\.", text) if s.startswith(begin + " "))
+    assert held_out.endswith(end) and int(holes) == len(tokenizer.encode(held_out[len(begin) : -len(end)]))
 
 
 def test_the_experiment_is_what_the_issue_asks_for():

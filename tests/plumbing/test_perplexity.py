@@ -19,6 +19,7 @@ from torch import nn
 
 from adlm import cli, config
 from adlm.compat.checkpoints import export_release
+from adlm.data.preparation import prepare
 from adlm.data.tokenizers import raw_bytes, train_bpe
 from adlm.evaluation import perplexity
 from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
@@ -377,6 +378,15 @@ def test_raw_weights_and_another_corpus(trained, tmp_path, capsys):
     assert result["weights"] == "raw" and result["continuous"]["rows"] == 5
     assert result["exact-count"]["monte_carlo_error_nats"] > 0
     assert "upper bound" in capsys.readouterr().out
+
+
+def test_a_file_is_scored_whole(trained, tmp_path):
+    """Not the part of it that training on it would hold out."""
+    text = write_corpus(tmp_path / "other.jsonl", documents=20, seed=9)
+    loaded = load_checkpoint(trained / "run")
+    cfg = config.load(["data=file", f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"])
+    blocks = prepare(perplexity.own_data(loaded, cfg.data), loaded.tokenizer, 32, "valid")
+    assert blocks.manifest["documents"] == 20
 
 
 def test_the_releases_line_on_its_own_kind_of_checkpoint(trained, tmp_path, monkeypatch, capsys):

@@ -34,6 +34,7 @@ def overrides(folder: Path, **changes: object) -> list[str]:
         "data.valid_fraction": 0.1,
         "data.cache_dir": folder / "cache",
         "data.num_proc": 1,
+        "recipe": "published",
         "model": "nano",
         "model.hidden_size": 16,
         "model.n_heads": 2,
@@ -49,6 +50,7 @@ def overrides(folder: Path, **changes: object) -> list[str]:
         "checkpoint.every": 4,
         "optim.lr": 1e-2,
         "optim.warmup": 2,
+        "optim.ema": 0.9999,
         "out": folder / "run",
     }
     keys |= {key.replace("__", "."): value for key, value in changes.items()}

@@ -150,8 +150,7 @@ def _fitted(given: dict[str, str], world_size: int | None) -> dict[str, str]:
     size = owntext.text_bytes(cfg.data)
     device = pick_device(cfg.train.device).type
     given = {"out": owntext.run_folder(cfg.data.path)} | {k: v for k, v in given.items() if k != "out" or v}
-    began = Path(given["out"]) / "config.yaml"
-    saved = flatten(from_yaml(began)) if any(began.parent.glob("checkpoints/step-*")) and began.is_file() else {}
+    saved = begun(given["out"])
     chosen: dict[str, str] = {}
 
     def answer(more: dict[str, Any]) -> Config:
@@ -264,6 +263,13 @@ def from_yaml(path: str | Path) -> Config:
     cfg = from_tree(found, str(path))
     check(cfg)
     return cfg
+
+
+def begun(out: str) -> dict[str, Any]:
+    """Every key of a run that has begun in the folder `out`, and can resume there; nothing where there is none."""
+    saved = Path(out) / "config.yaml"
+    resumes = saved.is_file() and any(saved.parent.glob("checkpoints/step-*"))
+    return flatten(from_yaml(saved)) if resumes else {}
 
 
 def from_tree(tree: Mapping[Any, Any], source: str) -> Config:

@@ -4,7 +4,7 @@
 
 Three questions, each asked when the answer to the one before it is known: what shape has the model (`shape`), how long
 is the run (`run_length`), and what follows from its length (`schedule`). What is typed wins over every answer, and
-later answers follow it. The figures in the tables come from the runs in docs/results.md and docs/training.md.
+later answers follow it. Rates are those of experiment/demo.yaml (128 wide) and of docs/training.md (wider).
 """
 
 import os
@@ -23,7 +23,7 @@ EPOCHS = 40
 
 
 @dataclass(frozen=True)
-class Shape:
+class TextSize:
     """A model and its rates, for texts up to a size."""
 
     text_bytes: float
@@ -44,13 +44,13 @@ class Shape:
 
 SHAPES = {
     "cpu": (
-        Shape(4e6, 128, 4, 2, 128, 16, 1_600_000, 5e-3, 1e-2, 4096),
-        Shape(float("inf"), 256, 4, 4, 128, 16, 3_000_000, 2e-3, 6e-3, 8192),
+        TextSize(4e6, 128, 4, 2, 128, 16, 1_600_000, 5e-3, 1e-2, 4096),
+        TextSize(float("inf"), 256, 4, 4, 128, 16, 3_000_000, 2e-3, 6e-3, 8192),
     ),
     "cuda": (
-        Shape(1e6, 256, 4, 4, 256, 16, 16_000_000, 2e-3, 6e-3, 4096),
-        Shape(64e6, 512, 8, 8, 512, 32, 100_000_000, 1e-3, 4e-3, 16_384),
-        Shape(float("inf"), 768, 12, 12, 1024, 32, 400_000_000, 6e-4, 2e-3, 32_768),
+        TextSize(1e6, 256, 4, 4, 256, 16, 16_000_000, 2e-3, 6e-3, 4096),
+        TextSize(64e6, 512, 8, 8, 512, 32, 100_000_000, 1e-3, 4e-3, 16_384),
+        TextSize(float("inf"), 768, 12, 12, 1024, 32, 400_000_000, 6e-4, 2e-3, 32_768),
     ),
 }
 
@@ -76,6 +76,11 @@ def estimated_tokens(size: float, entries: int) -> float:
     return size * 3 / (entries.bit_length() - 1)
 
 
+def held_out_fraction(size: float) -> float:
+    """100 KB of text, but at least 1% and at most 10% of it."""
+    return round(min(0.1, max(0.01, 1e5 / size)), 4)
+
+
 def run_folder(path: str) -> str:
     """runs/NAME of the text's file or folder."""
     name = formats.plain_name(Path(os.path.abspath(path)))
@@ -92,7 +97,7 @@ def shape(size: float, device: str, ranks: int) -> dict[str, Any]:
     return {
         "recipe": "quick",
         "data.tokenizer": f"bpe-{entries}",
-        "data.valid_fraction": round(min(0.1, max(0.01, 1e5 / size)), 4),
+        "data.valid_fraction": held_out_fraction(size),
         "model.hidden_size": chosen.hidden_size,
         "model.n_heads": chosen.n_heads,
         "model.n_blocks": chosen.n_blocks,
@@ -128,8 +133,8 @@ def schedule(cfg: Config, size: float) -> dict[str, Any]:
         "train.log_every": max(1, steps // 40),
         "train.valid_every": max(1, steps // 8),
         "checkpoint.every": max(1, min(1000, steps // 2)),
-        # of a text that is longer than the run, no more is tokenised than is read (8 bytes are more than a token)
-        "data.max_sequences": read if read * cfg.model.length * 8 < size else 0,
+        # of a large text no more is tokenised than is read (8 bytes are more than a token)
+        "data.max_sequences": read if max(2e7, read * cfg.model.length * 8) < size else 0,
     }
 
 

@@ -78,6 +78,8 @@ def open_checkpoint(cfg: Config, ranks: World) -> Loaded:
 
 def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
     """The corpus to evaluate on: as asked for, or (data=checkpoint) the one the checkpoint was trained on."""
+    if data.name == "file" and not data.valid_path:  # a text to score, of which nothing is held out
+        return replace(data, valid_path=data.path)
     if data.name != "checkpoint":
         return data
     recorded = loaded.info.get("data_settings")

@@ -19,7 +19,7 @@ from adlm.objectives.base import on_device, put, rounded
 from adlm.schema import Config, TrainConfig
 from adlm.training.parallel import World
 
-FEWEST_VALIDATED = 16
+FEWEST_VALIDATED = 8
 """A bound of fewer noised sequences is mostly chance: one of them may have no mask at all."""
 
 

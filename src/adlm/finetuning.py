@@ -1,0 +1,218 @@
+"""`adlm finetune my.txt`: teach a trained model a text of one's own, in minutes on a CPU.
+
+Starts from the model in the box, or from any model that `adlm.load` reads (checkpoint.init_from), and keeps its
+network, tokenizer and objective. Rates and length of the run fit the size of the text. The result is an ordinary run
+folder, which resumes and is exported, with a report: bound and samples before and after.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adlm import config
+from adlm.api import LanguageModel, load
+from adlm.config import owntext
+from adlm.data.blocks import Blocks
+from adlm.data.preparation import prepare
+from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, wishes
+from adlm.errors import require
+from adlm.evaluation.intervals import Estimate
+from adlm.evaluation.perplexity import bits_per_byte, measure
+from adlm.io.export import CONFIG, TOKENIZER, Loaded, save_folder
+from adlm.io.load import default_checkpoint, load_checkpoint
+from adlm.io.paths import path_of, pick_device, write_atomically
+from adlm.reporting.html import Html, columns, section, tag, tiles
+from adlm.schema import Config
+from adlm.tables import GROUPS
+from adlm.training.loop import train
+from adlm.training.metrics import read_metrics
+from adlm.training.parallel import World, world
+
+EPOCHS = 8
+"""Most times that the text is read: later ones are learned by heart."""
+TOKENS = {"cpu": 130_000, "cuda": 20_000_000}
+"""Most tokens that a run reads: minutes."""
+
+
+class FineTuned(NamedTuple):
+    """A fine-tuned model, where it is, and bounds on the held-out text before and after, in bits per byte."""
+
+    lm: LanguageModel
+    run: str
+    report: str
+    before: float
+    after: float
+
+
+def finetune(
+    path: str | os.PathLike[str],
+    *,
+    start: str | os.PathLike[str] = "",
+    out: str | os.PathLike[str] = "",
+    steps: int = 0,
+    device: str = "auto",
+    settings: Sequence[str] = (),
+) -> FineTuned:
+    """Fine-tune a model on the text, jsonl, csv or parquet file or folder `path`.
+
+    `start`: a run folder, an exported folder or a release .ckpt; by default the model in the box. `out`: the run folder
+    (default runs/NAME-finetuned). `steps`: optimizer steps (0: what fits the text). `settings`: further overrides as
+    they are typed on the command line, such as "optim.lr=1e-4".
+    """
+    line = ["data=file", f"data.path={os.fspath(path)}", f"train.device={device}"]
+    line += [f"checkpoint.init_from={os.fspath(start)}"] if start else []
+    line += [f"out={os.fspath(out)}"] if out else []
+    line += [f"train.steps={steps}"] if steps else []
+    line += settings
+    result = run_finetune(config.load(line), line)
+    if not result["finished"]:
+        raise KeyboardInterrupt(f"stopped by a signal at step {result['step']}; the same call resumes there")
+    kept = {name: result[name] for name in ("run", "report", "before", "after")}
+    return FineTuned(lm=load(result["run"], device), **kept)
+
+
+def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
+    """`adlm finetune TEXT`: train, measure before and after, write report.html, say what to try next."""
+    start = path_of(cfg.checkpoint.init_from or default_checkpoint())
+    require(start.exists(), f"checkpoint.init_from={str(start)!r} does not exist")
+    loaded = load_checkpoint(start, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
+    cfg = settings_for(loaded, start, line)
+    print(f"Fine-tuning {start} on {text_name(cfg)}: {cfg.train.steps} steps on this machine")
+    result = train(cfg)
+    if not result.finished:
+        return result._asdict()
+    run = Path(result.run)
+    before, after = LanguageModel(loaded), load(run, cfg.train.device)
+    before.model.to(after.device)
+    with world(cfg.train) as ranks:
+        valid = prepare(cfg.data, after.tokenizer, cfg.model.length, "valid")
+        bounds = [bound_of(lm.loaded, valid, cfg, ranks) for lm in (before, after)]
+        facts = summary(cfg, read_metrics(run)) | {"before": bounds[0][1], "after": bounds[1][1]}
+        path = run / "report.html"
+        if ranks.is_main:
+            write_atomically(path, build_report(cfg, before, after, valid, facts, bounds))
+            say(run, path, bounds)
+    return {**facts, **result._asdict(), "report": str(path)}
+
+
+def bound_of(loaded: Loaded, valid: Blocks, cfg: Config, ranks: World) -> tuple[Estimate, float]:
+    """The bound (or exact value) on the held-out text, and the same in bits per byte."""
+    ((name, found),) = measure(loaded, valid, cfg.eval, ranks).items()
+    return found, bits_per_byte(found, valid, loaded.tokenizer, name)
+
+
+def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]]) -> None:
+    (before, before_bits), (after, after_bits) = bounds
+    print(f"\nHeld-out text, bits per byte: {before_bits:.3f} -> {after_bits:.3f} (upper bounds)")
+    print(f"Perplexity per token: {before.perplexity:.1f} -> {after.perplexity:.1f}")
+    print(f"Report: {report.resolve().as_uri()}\n\nTry next:")
+    for command, what in next_commands(run):
+        print(f"  {command}\n      {what}")
+
+
+def next_commands(run: Path) -> list[tuple[str, str]]:
+    return [
+        (f"adlm sample {run} sampling.n=4 sampling.top_p=0.9", "draw texts from the fine-tuned model"),
+        (f"adlm serve {run}", "a page that shows texts appear"),
+        (f"adlm ppl {run}", "its perplexity on the held-out text, with an interval"),
+    ]
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
+    """The settings of the run: network, noise, objective and tokenizer of the start, the rest as it fits the text and
+    the machine. What was typed wins; a run that has begun keeps what was chosen then."""
+    for group in ("model", "noise", "algo", "recipe", "experiment"):
+        typed = any(word.lstrip("+").startswith(f"{group}=") for word in line)
+        require(not typed, f"{group}= cannot be set here: adlm finetune keeps network and objective of its start")
+    typed = config.load(line, run_folder=False)
+    out = typed.out or owntext.run_folder(typed.data.path) + "-finetuned"
+    size, device = owntext.text_bytes(typed.data), pick_device(typed.train.device).type
+    saved = config.begun(out)
+    folder = saved.get("checkpoint.init_from") or str(exported(loaded, start, Path(out)))
+    chosen: dict[str, Any] = {"algo": loaded.info["algo"]} if loaded.info["algo"] in GROUPS["algo"] else {}
+    for name, part in (("model", loaded.model.config), ("noise", loaded.noise), ("objective", loaded.objective)):
+        chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
+    # Training ended with the bound's own times, and goes on there.
+    chosen |= {"objective.time_density": 1.0, "objective.time_density_anneal": 0.0, "objective.gamma_warmup": 0.0}
+    chosen |= rates(loaded)
+    chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": 8}
+    chosen |= {"eval.sequences": 256, "train.valid_sequences": 96}
+    chosen |= {"sampling.steps": 64, "sampling.length": min(96, loaded.model.config.length), "sampling.top_p": 0.9}
+    # Paths last: a string of the line may hold anything, also what a group is called.
+    fixed = ["data=file", f"out={out}", f"data.tokenizer={Path(folder) / TOKENIZER}", f"checkpoint.init_from={folder}"]
+    line = [word for word in line if not word.lstrip("+").startswith("checkpoint.init_from=")]
+
+    def answer(more: dict[str, Any]) -> Config:
+        chosen.update({key: saved.get(key, value) for key, value in more.items()})
+        return config.load([*fixed, *(f"{key}={value}" for key, value in chosen.items()), *line])
+
+    cfg = answer({})
+    tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
+    most = min(EPOCHS * tokens, TOKENS[device]) / (cfg.train.global_batch_size * cfg.model.length)
+    cfg = answer({"train.steps": max(20, round(most))})
+    return answer(owntext.schedule(cfg, size))
+
+
+def rates(loaded: Loaded) -> dict[str, Any]:
+    """Optimizer and peak rates: those of the recipes for long runs. The published block was trained with AdamW."""
+    modern = loaded.model.config.norm == "rmsnorm"
+    shared = {"optim.schedule": "linear", "optim.weight_decay": 0.0}
+    if modern:
+        return shared | {"optim": "muon", "optim.lr": 6e-4, "optim.muon_lr": 2e-3}
+    return shared | {"optim": "adamw", "optim.lr": 3e-4}
+
+
+def exported(loaded: Loaded, start: Path, out: Path) -> Path:
+    """An exported folder of the model to start from: itself, the one of its run, or one written into the run folder
+    (of a release checkpoint, or of a run that has not finished)."""
+    for folder in (start, start / "export"):
+        if (folder / CONFIG).is_file():
+            return folder.resolve()
+    save_folder(out / "start", loaded.model.state_dict(), loaded.tokenizer, loaded.info)
+    return (out / "start").resolve()
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def build_report(
+    cfg: Config,
+    before: LanguageModel,
+    after: LanguageModel,
+    valid: Blocks,
+    facts: dict[str, Any],
+    bounds: list[tuple[Estimate, float]],
+) -> str:
+    """The page: bounds and samples before and after, then what every run shows."""
+    (old, old_bits), (new, new_bits) = bounds
+    head = {
+        "Bits per byte": Html(f"{new_bits:.3f}<br><small>from {old_bits:.3f}</small>"),
+        "Perplexity per token": Html(f"{new.perplexity:,.1f}<br><small>from {old.perplexity:,.1f}</small>"),
+    }
+    texts = []
+    for label, wish in wishes(after.tokenizer, valid).items():
+        sides = [
+            tag("div", *player(cfg, lm, f"{label}: {when}", wish))
+            for when, lm in (("before", before), ("after", after))
+        ]
+        texts.append(columns(*sides))
+    samples = section(
+        "Before and after",
+        *texts,
+        lead=f"{HOW.format(sampler=cfg.sampling.sampler)} Both models draw with the same seed.",
+    )
+    return report_page(
+        f"A language model, fine-tuned on {text_name(cfg)}",
+        "The bounds are of text that was held out of training; the true values are at most this high.",
+        tiles(head | run_tiles(facts, after)),
+        samples,
+        cfg,
+        after,
+        valid,
+        next_commands(Path(cfg.out)),
+    )
