@@ -1,5 +1,6 @@
 """A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from adlm.compat.checkpoints import load_release
 from adlm.data.preparation import tokenizer_for
 from adlm.errors import require
-from adlm.io.export import CONFIG, Loaded, describe, load_folder, section
+from adlm.io.export import CONFIG, Loaded, check_shapes, describe, load_folder, section
 from adlm.io.paths import path_of
 from adlm.models import build_model
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
@@ -46,6 +47,8 @@ def load_checkpoint(
         loaded = load_release(path, ema, tokenizer, root)
         loaded.model.to(device)
         return loaded
+    if os.path.lexists(path / CONFIG):  # an exported folder, whatever else was put into it
+        return load_folder(path, device)
     if (path / "checkpoints").is_dir() and not (ema and (path / "export" / CONFIG).is_file()):
         return load_newest(path, ema, device)
     exported = path / "export" if (path / "export" / CONFIG).is_file() else path
@@ -73,6 +76,8 @@ def load_newest(run: Path, ema: bool, device: torch.device | str) -> Loaded:
         tokenizer.fingerprint == state["tokenizer"],
         f"{run} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives now",
     )
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    check_shapes(shapes, cfg.model, tokenizer.vocab_size, tokenizer.mask_id, f"{run}: its weights do not fit")
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)
     model = model.to(device).eval().requires_grad_(False)

@@ -4,15 +4,26 @@ Importing this module loads no torch: the command line needs it before it knows 
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from adlm.errors import require
 
 if TYPE_CHECKING:
     import torch
+
+KINDS = {
+    str: "a text", int: "an integer", float: "a number", bool: "true or false", dict: "a table", list: "a list",
+}  # fmt: skip
+"""Types of JSON in words."""
+LARGEST_JSON = 4 * 2**20
+"""Bytes of a file of settings; real ones have a few thousand."""
+MOST_VALUES = 2_500_000
+"""Values in any JSON that is read: Python makes an object of up to 200 bytes of each. The largest tokenizer in use has
+two million."""
 
 
 def expanded(text: str | os.PathLike[str]) -> str:
@@ -65,6 +76,49 @@ def writable_file(key: str, file: Path) -> Path:
     except OSError as error:
         raise ValueError(f"{key}={str(file)!r} cannot be written: {error.strerror}") from None
     return file
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a file from anywhere: a regular one of at most `limit` bytes. A device or pipe would never end."""
+    require(path.is_file(), f"{path} is missing" if not path.exists() else f"{path} is not a regular file")
+    size = path.stat().st_size  # 0 for what a system makes up while it is read, and no byte of that is
+    require(size <= limit, f"{path} has {size:,} bytes, at most {limit:,} are read")
+    with path.open("rb") as file:
+        return file.read(size)
+
+
+def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
+    """The JSON in a file from anywhere; what is not JSON, too large or too deep is a ValueError that names the file."""
+    return parse_json(read_regular(path, limit), str(path))
+
+
+def parse_json(data: bytes, source: str) -> Any:
+    """JSON from anywhere; `source`: for messages."""
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    require(values <= MOST_VALUES, f"{source} holds about {values:,} values, at most {MOST_VALUES:,} are read")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"{source} is not JSON that can be read: it nests too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
+
+
+def check_object(found: Any, required: dict[str, type], optional: dict[str, type], source: str) -> dict[str, Any]:
+    """Return JSON from anywhere, if it is an object whose fields have these types (float: any number). An optional
+    field may be missing or null; others are left alone."""
+    require(isinstance(found, dict), f"{source} is not a table of settings but {type(found).__name__}")
+    missing = sorted(required.keys() - found.keys())
+    require(not missing, f"{source} lacks {', '.join(missing)}")
+    for key, kind in (required | optional).items():
+        value = found.get(key)
+        allowed = (int, float) if kind is float else kind
+        fits = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+        require(
+            fits or (key in optional and value is None),
+            f"{source}: {key}={value!r:.60} must be {KINDS[kind]}",
+        )
+    return found
 
 
 def write_atomically(path: Path, content: str | Callable[[IO[bytes]], object]) -> None:

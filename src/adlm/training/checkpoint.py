@@ -22,10 +22,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from adlm.compat.distributed import SavedTensors
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import digest, sync_folder
+from adlm.io.paths import check_object, digest, read_json, sync_folder
 from adlm.migration import migrate
 from adlm.schema import CheckpointConfig, Config
 from adlm.training.optim import Ema, GradientGuard, state_of
@@ -34,7 +44,10 @@ from adlm.training.parallel import Step, World
 # what one process is, and no reason to worry
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
+STATE_FIELDS = {"step": int, "tokenizer": str, "config": dict}
+RESUMED_FIELDS = {"window": dict, "ema_n": int, "best": float, "best_step": int, "bound": float, "extra": dict}
+SECTIONS = ("model", "noise", "objective", "data", "optim", "train")
 State = dict[str, dict[str, Tensor]]
 
 
@@ -190,17 +203,56 @@ class Checkpoints:
     def read_info(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the tensors, as this version names it."""
         path = self.path(step) / STATE
-        info = json.loads(path.read_text())
+        info = check_object(read_json(path), STATE_FIELDS, RESUMED_FIELDS, str(path))
+        check_object(info["config"], {"algo": str} | dict.fromkeys(SECTIONS, dict), {}, f"{path}: config")
+        require(info["step"] == step, f"{path} is the state of step {info['step']}, not of {step}")
         if "progress" in info:  # a reasoning run of an earlier version
-            progress = info.pop("progress")
-            info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
-            if info["config"]["reason"]["method"] == "acot":
-                info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
+            try:
+                progress = info.pop("progress")
+                info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
+                if info["config"]["reason"]["method"] == "acot":
+                    info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{path} is not the state of a reasoning run ({error})") from None
         return info | {"config": migrated(info["config"], str(path))}
 
     def load(self, step: int, state: State) -> None:
         """Fill the tensors of `state` in place."""
-        dcp.load(state, checkpoint_id=self.path(step))
+        try:
+            dcp.load(state, storage_reader=CheckedReader(self.path(step)))
+        except dcp.CheckpointException as error:
+            raise ValueError(f"{self.path(step)} cannot be resumed: {brief(error)}") from None
+
+
+class CheckedReader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint, with every pickle in it read as data: a foreign folder runs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.saved = SavedTensors(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What torch would have unpickled, made of checked names and numbers."""
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name, saved in self.saved.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in saved.shards]
+            properties = TensorProperties(dtype=getattr(torch, saved.dtype))
+            described[name] = TensorStorageMetadata(properties, torch.Size(saved.size), chunks)
+            places |= {MetadataIndex(name, torch.Size(s.offsets)): s for s in saved.shards}
+        return Metadata(described, storage_data=places)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            found = self.saved.read(self.storage_data[item.storage_index])
+            for axis, (start, n) in enumerate(zip(item.storage_offsets, item.lengths)):
+                found = found.narrow(axis, start, n)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(found)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -273,14 +325,10 @@ def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any
     step = checkpoints.newest_valid()
     require(step is not None, f"{run} holds no checkpoint yet")
     assert step is not None
-    metadata = dcp.FileSystemReader(checkpoints.path(step)).read_metadata().state_dict_metadata
-    part = "ema" if ema and any(key.startswith("ema.") for key in metadata) else "model"
-    state: State = {part: {}}
-    for key, tensor in metadata.items():
-        if key.startswith(part + "."):
-            state[part][key.removeprefix(part + ".")] = torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
-    checkpoints.load(step, state)
-    return state[part], checkpoints.read_info(step)
+    saved = SavedTensors(checkpoints.path(step))
+    part = "ema." if ema and any(name.startswith("ema.") for name in saved.tensors) else "model."
+    weights = {name.removeprefix(part): saved.tensor(name) for name in saved.tensors if name.startswith(part)}
+    return weights, checkpoints.read_info(step)
 
 
 def seal(folder: Path) -> None:
@@ -294,12 +342,21 @@ def seal(folder: Path) -> None:
     sync_folder(folder)
 
 
+def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Name of every file of a checkpoint -> its size and SHA-256."""
+    entries = check_object(read_json(path), {STATE: dict, METADATA: dict}, {}, MANIFEST)
+    for name, entry in entries.items():
+        require("/" not in name and "\\" not in name, f"it names {name!r:.60}, which is in another folder")
+        check_object(entry, {"bytes": int, "sha256": str}, {}, f"{MANIFEST}: {name:.60}")
+    return entries
+
+
 def problem_of(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None if nothing."""
     try:
-        entries = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return f"{MANIFEST} is missing or unreadable"
+        entries = read_manifest(folder / MANIFEST)
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} is missing or unreadable: {error}"
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
