@@ -130,6 +130,9 @@ def read_release(path: str | Path, ema: bool = True) -> Release:
         settings = _mapping({"config": plain(hyper.get("config"))}, "config")
         model = _shape_of(path, refs, settings)
         algo, objective = _objective_of(path, model, settings)
+        noise = _noise_of(path, settings)
+        for name, values in (("model", model), ("objective", objective), ("noise", noise)):
+            check_fields(values, f"{path}: {name}")
         names = [name for name in release_names(model) if not name.endswith("inv_freq")]
         missing = sorted(set(names) - set(refs))
         extra = sorted(name for name in set(refs) - set(names) if not name.endswith("inv_freq"))
@@ -149,9 +152,7 @@ def read_release(path: str | Path, ema: bool = True) -> Release:
             got, want = tuple(weights[ours].shape), expected[ours]
             require(got == want, f"{path}: {name} has shape {got}, a model of this shape needs {want}")
         require(set(weights) == set(expected), f"{path}: not every parameter of the model is in the file")
-        step, noise = file.tree.get("global_step"), _noise_of(path, settings)
-        for name, values in (("model", model), ("objective", objective), ("noise", noise)):
-            check_fields(values, name)
+        step = file.tree.get("global_step")
         return Release(
             algo, model, noise, objective, vocab_size, step if type(step) is int else 0, weights,
             settings, _tokenizer_json(hyper.get("tokenizer")),
@@ -192,7 +193,7 @@ def _shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) 
         heads = width // (2 * _size(path, refs, "backbone.rotary_emb.inv_freq")[0])
     length = told.get("length", 1024)
     require(type(heads) is int and heads > 0, f"{path} does not say how many heads the model has")
-    require(type(length) is int and length > 0, f"{path}: model.length={length!r} is not a length")
+    require(type(length) is int and length > 0, f"{path}: model.length={length!r:.60} is not a length")
     require(not anchored or adaln, f"{path}: a two-stage model without adaLN is none of the release's")
     model = ModelConfig(
         hidden_size=width,
@@ -212,7 +213,7 @@ def _shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) 
         said = told.get(key, getattr(model, key))
         require(
             said == getattr(model, key),
-            f"{path}: its settings say model.{key}={said}, its weights {getattr(model, key)}",
+            f"{path}: its settings say model.{key}={said!s:.60}, its weights {getattr(model, key)}",
         )
     return model
 

@@ -45,7 +45,6 @@ from adlm.training.parallel import Step, World
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
-STATE_FIELDS = {"step": int, "tokenizer": str, "config": dict}
 RESUMED_FIELDS = {"window": dict, "ema_n": int, "best": float, "best_step": int, "bound": float, "extra": dict}
 SECTIONS = ("model", "noise", "objective", "data", "optim", "train")
 State = dict[str, dict[str, Tensor]]
@@ -203,8 +202,7 @@ class Checkpoints:
     def read_info(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the tensors, as this version names it."""
         path = self.path(step) / STATE
-        info = check_object(read_json(path), STATE_FIELDS, RESUMED_FIELDS, str(path))
-        check_object(info["config"], {"algo": str} | dict.fromkeys(SECTIONS, dict), {}, f"{path}: config")
+        info = check_object(read_json(path), {"step": int, "config": dict}, RESUMED_FIELDS, str(path))
         require(info["step"] == step, f"{path} is the state of step {info['step']}, not of {step}")
         if "progress" in info:  # a reasoning run of an earlier version
             try:
@@ -271,6 +269,12 @@ def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
     return tree
 
 
+def check_state(info: dict[str, Any], source: str) -> None:
+    """Refuse a state that does not say what model it is of."""
+    check_object(info, {"tokenizer": str}, {}, source)
+    check_object(info["config"], {"algo": str} | dict.fromkeys(SECTIONS, dict), {}, f"{source}: config")
+
+
 def check_same_run(
     info: dict[str, Any],
     cfg: Config,
@@ -280,6 +284,7 @@ def check_same_run(
 ) -> None:
     """Refuse to continue a run with another model, tokenizer or order of data. `fixed`: sections that may not change,
     but for the keys in `free`."""
+    check_state(info, f"the checkpoint in out={cfg.out!r}")
     if info["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
             f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
@@ -325,10 +330,12 @@ def read_weights(run: Path, ema: bool) -> tuple[dict[str, Tensor], dict[str, Any
     step = checkpoints.newest_valid()
     require(step is not None, f"{run} holds no checkpoint yet")
     assert step is not None
+    info = checkpoints.read_info(step)
+    check_state(info, str(checkpoints.path(step) / STATE))
     saved = SavedTensors(checkpoints.path(step))
     part = "ema." if ema and any(name.startswith("ema.") for name in saved.tensors) else "model."
     weights = {name.removeprefix(part): saved.tensor(name) for name in saved.tensors if name.startswith(part)}
-    return weights, checkpoints.read_info(step)
+    return weights, info
 
 
 def seal(folder: Path) -> None:
