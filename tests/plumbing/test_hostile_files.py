@@ -136,7 +136,7 @@ def test_a_resumed_run_reads_its_checkpoint_as_data(tmp_path, capsys):
     shutil.rmtree(checkpoint)
     shutil.move(tmp_path / "kept", checkpoint)
     assert cli.main(["train", *more]) == 0
-    assert "resuming" in capsys.readouterr().out
+    assert "resuming" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", hostile.MANIFESTS)

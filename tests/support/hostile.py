@@ -535,6 +535,17 @@ MANIFESTS = {
 cases("manifest", MANIFESTS, manifest_with)
 
 
+@case("manifest: a link to what never ends")
+def _(folder: Path) -> list[str]:
+    run, checkpoint = run_folder(folder)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["__0_0.distcp"] = {"bytes": 0, "sha256": "x"}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "__0_0.distcp").unlink()
+    (checkpoint / "__0_0.distcp").symlink_to("/proc/kmsg")
+    return sample(run)
+
+
 def state_with(folder: Path, change: Callable[[dict[str, Any]], Any]) -> list[str]:
     run, checkpoint = run_folder(folder)
     state = json.loads((checkpoint / "state.json").read_text())
@@ -596,6 +607,10 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "not UTF-8": lambda config: b"\xff\xfe{}",
     "5 MB": lambda config: " " * 5_000_000,
     "an integer of 10,000 digits": lambda config: '{"format": ' + "1" * 10_000 + "}",
+    "an algo 900 deep": lambda config: json.dumps(config).replace('"test"', "[" * 900 + "]" * 900),
+    "a width 900 deep": lambda config: json.dumps(config).replace(
+        '"hidden_size": 16', '"hidden_size": ' + "[" * 900 + "]" * 900
+    ),
     "format 2": lambda config: config.update(format=2),
     "format true": lambda config: config.update(format=True),
     "no vocab_size": lambda config: config.pop("vocab_size"),
@@ -787,6 +802,11 @@ TOKENIZERS: dict[str, Any] = {
     "added tokens that are numbers": {"added_tokens": [1, 2]},
     "an added token of 10 kB": {"added_tokens": [{"id": 256, "content": "x" * 10_000}]},
     "no model": {"model": None},
+    "a second normalizer": tokenizer_json(normalizer=None)
+    .replace('"normalizer": null', '"normalizer": {"type": "Prepend", "prepend": "' + "x" * 1000 + '"}')
+    .replace("{", '{"normalizer": {"type": "NFC"}, ', 1),
+    "a replacement under another name": {"normalizer": replacing("a", "a" * 1000) | {"type": "NFC"}},
+    "words of any length": {"model": {"type": "WordPiece", "vocab": VOCAB, "max_input_chars_per_word": 10**9}},
     "an unknown model": {"model": {"type": "Pickle", "vocab": {}}},
     "a merge of nothing": {"model": {"type": "BPE", "vocab": VOCAB, "merges": [["q", "zz"]]}},
     "an id of 4 billion": {"model": {"type": "BPE", "vocab": VOCAB | {"zz": 2**32 - 5}, "merges": []}},
