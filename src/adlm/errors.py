@@ -9,10 +9,10 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if got in names:
         return got
-    near = similar(str(got), names)
+    near = similar(str(got)[:100], names)
     hint = f" (did you mean {near!r}?)" if near else ""
     shown = ", ".join(name or "''" for name in names)
-    raise ValueError(f"{what}={got!r} is unknown{hint}; choose one of {shown}")
+    raise ValueError(f"{what}={got!r:.100} is unknown{hint}; choose one of {shown}")
 
 
 def similar(name: str, names: Iterable[str]) -> str | None:

@@ -10,9 +10,9 @@ from adlm.config.keys import keys
 PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
 # Lowest first. errors imports nothing of ours; data imports only what stands before diffusion.
 LAYERS = [
-    "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths",
-    "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config", "engine", "io.export",
-    "training", "compat.pickles", "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
+    "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths", "compat.pickles",
+    "compat.distributed", "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config",
+    "engine", "io.export", "training", "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
     "serving", "bench", "demo", "finetuning", "compare", "cli", "__main__",
 ]  # fmt: skip
 BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema", "io.paths", "data"}
@@ -23,7 +23,7 @@ NEED_AN_EXTRA = {"serving", "evaluation/harness.py", "models/kernels.py", "engin
 # No tensors here: the command line must answer `--help` without loading torch.
 NO_TORCH = {
     "rules", "tables", "migration", "schema_commands", "schema", "errors", "config", "data", "compat.command_lines",
-    "compat.pickles", "compat.checkpoints", "cli",
+    "compat.pickles", "compat.distributed", "compat.checkpoints", "cli",
 }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ the last layer of each. Ours are `anchor`, `denoiser`, `bridge`, `head` and `anc
 the model is anchored.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from adlm.compat.pickles import Checkpoint, Inert, TensorRef, plain
 from adlm.data.corpora import ALIASES
 from adlm.errors import choose, require
 from adlm.io.paths import write_atomically
+from adlm.rules import check_fields
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
 if TYPE_CHECKING:
@@ -115,15 +115,22 @@ class Release:
 
 def read_release(path: str | Path, ema: bool = True) -> Release:
     """Read a checkpoint: EMA weights, or with ema=False those of the last step."""
+    from adlm.io.export import MOST_TENSORS, expected_shapes
+
     with Checkpoint(path) as file:
+        require(isinstance(file.tree, dict), f"{path} is not a checkpoint: it holds no dictionary")
         refs = file.tree.get("state_dict")
         if not isinstance(refs, dict):
             raise ValueError(f"{path} is not a checkpoint of the release: it has no state_dict")
+        require(len(refs) <= MOST_TENSORS, f"{path} holds {len(refs)} tensors, at most {MOST_TENSORS} are read")
         refs = {_modern(name): ref for name, ref in refs.items()}
         hyper = _mapping(file.tree, "hyper_parameters")
         settings = _mapping({"config": plain(hyper.get("config"))}, "config")
         model = _shape_of(path, refs, settings)
         algo, objective = _objective_of(path, model, settings)
+        noise = _noise_of(path, settings)
+        for name, values in (("model", model), ("objective", objective), ("noise", noise)):
+            check_fields(values, f"{path}: {name}")
         names = [name for name in release_names(model) if not name.endswith("inv_freq")]
         missing = sorted(set(names) - set(refs))
         extra = sorted(name for name in set(refs) - set(names) if not name.endswith("inv_freq"))
@@ -132,18 +139,20 @@ def read_release(path: str | Path, ema: bool = True) -> Release:
         if ema:
             refs = dict(zip(names, _ema_weights(path, file.tree, names)))
         vocab_size = _size(path, refs, "backbone.vocab_embed.embedding")[0]
-        expected = _expected_shapes(model, vocab_size)
+        expected = expected_shapes(model, vocab_size, vocab_size - 1, len(names), f"{path}: its settings do not fit")
         weights = {}
         for name in names:
             ours = from_release(name, model.anchored)
             assert ours is not None
-            weights[ours] = file.tensor(refs[name], name).float()
+            tensor = file.tensor(refs[name], name)
+            require(tensor.is_floating_point(), f"{path}: {name} does not hold floating-point numbers")
+            weights[ours] = tensor.float()
             got, want = tuple(weights[ours].shape), expected[ours]
             require(got == want, f"{path}: {name} has shape {got}, a model of this shape needs {want}")
         require(set(weights) == set(expected), f"{path}: not every parameter of the model is in the file")
         step = file.tree.get("global_step")
         return Release(
-            algo, model, _noise_of(path, settings), objective, vocab_size, step if type(step) is int else 0, weights,
+            algo, model, noise, objective, vocab_size, step if type(step) is int else 0, weights,
             settings, _tokenizer_json(hyper.get("tokenizer")),
         )  # fmt: skip
 
@@ -188,7 +197,7 @@ def _shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) 
         heads = width // (2 * _size(path, refs, "backbone.rotary_emb.inv_freq")[0])
     length = told.get("length", 1024)
     require(type(heads) is int and heads > 0, f"{path} does not say how many heads the model has")
-    require(type(length) is int and length > 0, f"{path}: model.length={length!r} is not a length")
+    require(type(length) is int and length > 0, f"{path}: model.length={length!r:.60} is not a length")
     require(not anchored or adaln, f"{path}: a two-stage model without adaLN is none of the release's")
     model = ModelConfig(
         hidden_size=width,
@@ -208,7 +217,7 @@ def _shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) 
         said = told.get(key, getattr(model, key))
         require(
             said == getattr(model, key),
-            f"{path}: its settings say model.{key}={said}, its weights {getattr(model, key)}",
+            f"{path}: its settings say model.{key}={said!s:.60}, its weights {getattr(model, key)}",
         )
     return model
 
@@ -250,16 +259,6 @@ def _ema_weights(path: str | Path, tree: dict[str, Any], names: list[str]) -> li
     return shadow
 
 
-def _expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    import torch
-
-    from adlm.models import build_model
-
-    with torch.device("meta"):
-        blank = build_model(model, vocab_size, vocab_size - 1)
-    return {name: tuple(value.shape) for name, value in blank.state_dict().items()}
-
-
 def _tokenizer_json(pickled: Any) -> str:
     """A fast tokenizer carries its tokenizer.json as bytes in its state."""
     state = pickled.state if isinstance(pickled, Inert) else None
@@ -273,24 +272,18 @@ def _tokenizer_json(pickled: Any) -> str:
 
 def tokenizer_of(release: Release, name: str = "", root: str = "") -> "Tokenizer":
     """The tokenizer of a checkpoint: `name` if given, else the one in the file, else the one its settings name."""
-    from tokenizers import Tokenizer as Backend
-
-    from adlm.data.tokenizers import Tokenizer, load_tokenizer
+    from adlm.data.tokenizers import load_tokenizer, tokenizer_from
 
     stored = str(_mapping(release.settings, "data").get("tokenizer_name_or_path") or "gpt2")
     if name or not release.tokenizer_json:
         found = load_tokenizer(name or stored, root=root)
     else:
+        # The release gives GPT-2 a [PAD] that has the id of the mask: the mask is what that entry was trained as.
+        pad = {"content": "[PAD]", "id": release.vocab_size - 1}
         try:
-            description = json.loads(release.tokenizer_json)
-            # The release gives GPT-2 a [PAD] that has the id of the mask: the mask is what that entry was trained as.
-            added = description.get("added_tokens", [])
-            description["added_tokens"] = [
-                t for t in added if not (t.get("content") == "[PAD]" and t.get("id") == release.vocab_size - 1)
-            ]
-            found = Tokenizer(Backend.from_str(json.dumps(description)), stored)
-        except Exception as error:
-            raise ValueError(f"the tokenizer in the checkpoint is unusable ({error}); give data.tokenizer") from None
+            found = tokenizer_from(release.tokenizer_json.encode(), stored, "the tokenizer in the checkpoint", pad)
+        except ValueError as error:
+            raise ValueError(f"{error}; give data.tokenizer") from None
     require(
         found.vocab_size == release.vocab_size,
         f"the model has {release.vocab_size} entries and the tokenizer {found.name!r} {found.vocab_size}: "

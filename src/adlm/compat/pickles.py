@@ -1,19 +1,24 @@
-"""Read a `torch.save` file as data: nothing in it is executed, whatever it says.
+"""Read files of `torch.save` and `torch.distributed.checkpoint` as data: nothing in them is executed.
 
 The release's checkpoints are pickles that name classes of omegaconf, transformers and lightning, so `weights_only=True`
-refuses them and `weights_only=False` would run code of whoever wrote the file. Here the pickle machine runs with a
-`find_class` that never returns anything foreign: tensors become references into the zip file, containers become plain
-containers, known passive classes become `Inert` objects that only remember what they were given, and any other name
-ends the reading. Tensors are read one by one, only when asked for, after their sizes were checked.
+refuses them and `weights_only=False` would run code of whoever wrote the file. The `.metadata` of our own checkpoints
+is a pickle too, which torch reads with the ordinary machine. Here the pickle machine runs with a `find_class` that
+never returns anything foreign: tensors become references into the zip file, containers become plain containers, known
+passive classes become `Inert` objects that only remember what they were given, and any other name ends the reading.
+
+A small file cannot ask for much memory or time either. Operations are counted, sizes are held against the file before a
+byte is allocated, and the tensors of a file together have no more bytes than the file.
 """
 
 import io
 import math
 import os
 import pickle
+import re
 import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from adlm.errors import require
 
@@ -35,8 +40,16 @@ STORAGES = {
     "BFloat16Storage": ("bfloat16", 2), "LongStorage": ("int64", 8), "IntStorage": ("int32", 4),
     "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1), "BoolStorage": ("bool", 1),
 }  # fmt: skip
+WIDTHS = dict(STORAGES.values())
 # The pickle itself: names, shapes and settings. The release's is below 1 MB; a tokenizer's merges add a few.
-LARGEST_PICKLE = 256 * 2**20
+LARGEST_PICKLE = 64 * 2**20
+# A slow tokenizer of 50,000 entries takes 600,000. An operation makes an object of 250 bytes at most.
+MOST_OPERATIONS = 1_500_000
+# Every name becomes a class, of about a kilobyte.
+MOST_NAMES = 1000
+# The archive's table of contents; Python makes a kilobyte of 46 bytes. 2,000 tensors take 200 kB.
+LARGEST_DIRECTORY = 4 * 2**20
+MOST_DIMENSIONS = 16
 
 
 class StorageRef(NamedTuple):
@@ -104,79 +117,212 @@ def _rebuild_parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    """How protocol 2 writes bytes."""
-    require(encoding == "latin1", f"bytes written as {encoding!r}")
-    return text.encode("latin1")
+def _size(sizes: Any) -> tuple[Any, ...]:
+    require(isinstance(sizes, tuple | list) and len(sizes) <= MOST_DIMENSIONS, "a size of too many dimensions")
+    return tuple(sizes)
 
 
 KNOWN = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _Mapping,
     ("collections", "defaultdict"): _Mapping,
-    ("_codecs", "encode"): _encode,
 }
+# What the `.metadata` of a distributed checkpoint names, beside KNOWN and the dtypes.
+DISTRIBUTED_PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.sharded_tensor", "pathlib")
+DISTRIBUTED_NAMES = frozenset({("torch.serialization", "_get_layout"), *(("torch", dtype) for dtype in WIDTHS)})
+
+
+def named_by_lightning(module: str, name: str) -> bool:
+    """Whether a checkpoint of the release has a reason to name this."""
+    if module in ("builtins", "__builtin__"):
+        return name in PASSIVE_BUILTINS
+    return module.split(".")[0] in PASSIVE_PACKAGES
+
+
+def named_by_distributed(module: str, name: str) -> bool:
+    """Whether the `.metadata` of a distributed checkpoint has a reason to name this."""
+    return (module, name) in DISTRIBUTED_NAMES or module.startswith(DISTRIBUTED_PACKAGES)
+
+
+class _Function:
+    """A function that the pickle machine can call and cannot set attributes on."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
 
 
 class Forbidden(ValueError):
     """The pickle names something that a checkpoint has no reason to name."""
 
 
+class _Operations(dict[int, Any]):
+    """The pickle machine's table of operations, which counts how often it is asked."""
+
+    left = MOST_OPERATIONS
+
+    def __getitem__(self, code: int) -> Any:
+        self.left -= 1
+        require(self.left >= 0, f"the pickle has more than {MOST_OPERATIONS:,} operations")
+        return super().__getitem__(code)
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Refuse keys whose hash takes long: tuples of tuples share branches and take exponential time, large integers and
+    floats can be chosen to collide. An `Inert` object is hashed by its identity."""
+    for key in keys:
+        plain_key = isinstance(key, str | bytes | bool | Inert | type) or key is None
+        small = type(key) is int and abs(key) < 2**53
+        names = type(key) is tuple and len(key) <= 4 and all(type(part) is str for part in key)
+        require(plain_key or small or names, "a dictionary or set has a key that is no name and no number")
+
+
 # The pure-Python machine: its memo is a dict, so that a forged memo index cannot ask for gigabytes.
 class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
+    def __init__(self, data: bytes | bytearray, may_name: Callable[[str, str], bool]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self.may_name = may_name
+        self.names: dict[tuple[str, str], type[Inert]] = {}
+        self.characters = len(data)
+        """Characters that may still be made bytes."""
+        self.dispatch = _Operations(pickle._Unpickler.dispatch | GUARDED)  # type: ignore[attr-defined]
+
+    def encode(self, text: Any, encoding: Any) -> bytes:
+        """How protocol 2 writes bytes."""
+        require(isinstance(text, str) and encoding in ("latin1", "latin-1"), "bytes that are not latin1")
+        self.characters -= len(text)
+        require(self.characters >= 0, "more bytes than the pickle has")
+        return text.encode("latin1")
+
     def find_class(self, module: str, name: str) -> Any:
         if (known := KNOWN.get((module, name))) is not None:
-            # A function is wrapped: the machine can set attributes on what it is handed.
-            return known if isinstance(known, type) else lambda *args: known(*args)
+            return known if isinstance(known, type) else _Function(known)
+        if (module, name) == ("_codecs", "encode"):
+            return _Function(self.encode)
         if module == "torch" and name in STORAGES:
             return name
-        builtin = module in ("builtins", "__builtin__")
-        if (builtin and name in PASSIVE_BUILTINS) or (not builtin and module.split(".")[0] in PASSIVE_PACKAGES):
-            return type("Inert", (Inert,), {"origin": f"{module}.{name}"})
-        raise Forbidden(f"names {module}.{name}, which a checkpoint has no reason to")
+        if not self.may_name(module, name):
+            raise Forbidden(f"names {module:.60}.{name:.60}, which a checkpoint has no reason to")
+        if (module, name) not in self.names:
+            require(len(self.names) < MOST_NAMES, f"the pickle names more than {MOST_NAMES} classes")
+            self.names[module, name] = type("Inert", (Inert,), {"origin": f"{module}.{name}"})
+        return self.names[module, name]
 
     def persistent_load(self, pid: Any) -> StorageRef:
+        require(type(pid) is tuple and len(pid) <= 8, "an unknown kind of storage")
         what, kind, key, _, numel, *_ = pid
-        require(what == "storage", f"has an unknown kind of storage: {what!r}")
+        require(isinstance(what, str) and what == "storage", "an unknown kind of storage")
         return StorageRef(kind, key, numel)
+
+    # Operations whose work is not bounded by the file: they hash or copy what it holds, or allocate before they read.
+
+    def load_put(self) -> None:
+        start = self._unframer.readline()  # type: ignore[attr-defined]
+        require(len(start) <= 12, "a large index")
+        self.memo[int(start)] = self.stack[-1]
+
+    def load_bytearray8(self) -> None:
+        raise ValueError("a bytearray, which no checkpoint holds")
+
+
+def _guard(operation: bytes, check: Callable[[_Reader], None]) -> tuple[int, Callable[[_Reader], None]]:
+    """An operation of the pickle machine that checks its operands first."""
+    act = pickle._Unpickler.dispatch[operation[0]]  # type: ignore[attr-defined]
+
+    def checked(reader: _Reader) -> None:
+        check(reader)
+        act(reader)
+
+    return operation[0], checked
+
+
+def _few(*arguments: Any) -> None:
+    """Refuse calls with many arguments: each call would copy them."""
+    require(all(isinstance(a, tuple | dict) and len(a) <= 64 for a in arguments), "a call with too many arguments")
+
+
+GUARDED = dict([
+    _guard(pickle.SETITEM, lambda reader: _check_keys(reader.stack[-2:-1])),
+    _guard(pickle.SETITEMS, lambda reader: _check_keys(reader.stack[::2])),
+    _guard(pickle.DICT, lambda reader: _check_keys(reader.stack[::2])),
+    _guard(pickle.ADDITEMS, lambda reader: _check_keys(reader.stack)),
+    _guard(pickle.FROZENSET, lambda reader: _check_keys(reader.stack)),
+    _guard(pickle.REDUCE, lambda reader: _few(reader.stack[-1])),
+    _guard(pickle.NEWOBJ, lambda reader: _few(reader.stack[-1])),
+    _guard(pickle.NEWOBJ_EX, lambda reader: _few(*reader.stack[-2:])),
+    (pickle.PUT[0], _Reader.load_put),
+    (pickle.BYTEARRAY8[0], _Reader.load_bytearray8),
+])  # fmt: skip
+
+
+def unpickle(data: bytes | bytearray, may_name: Callable[[str, str], bool], source: str | Path) -> Any:
+    """What was pickled, as data; `may_name` says which classes may be named (and are only remembered)."""
+    require(len(data) <= LARGEST_PICKLE, f"{source}: a pickle of {len(data)} bytes, at most {LARGEST_PICKLE} are read")
+    try:
+        return _Reader(data, may_name).load()
+    except Forbidden as error:
+        raise ValueError(f"{source} {error}: refused, nothing of it was run") from None
+    except Exception as error:  # a malformed pickle fails in as many ways as there are operations
+        raise ValueError(f"{source} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 class Checkpoint:
-    """An open checkpoint: `tree` is what was pickled, as data; `tensor` reads one tensor of it."""
+    """An open file of `torch.save`: `tree` is what was pickled, as data; `tensor` reads one tensor of it."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, data: bytes | None = None) -> None:
+        """`data`: the bytes of the archive, where it is a part of the file."""
         self.path = Path(path)
-        require(self.path.is_file(), f"{path} is not a file")
+        require(data is not None or self.path.is_file(), f"{path} is not a file")
+        file: BinaryIO = self.path.open("rb") if data is None else io.BytesIO(data)
         try:
-            self.zip = zipfile.ZipFile(self.path)
-        except zipfile.BadZipFile:
-            raise ValueError(
-                f"{path} is not a complete torch checkpoint: truncated, or a pickle of the old kind, which is not read"
-            ) from None
-        try:
+            self.bytes = os.path.getsize(self.path) if data is None else len(data)
+            self.left = self.bytes
+            """Bytes of tensors that may still be read."""
+            self.zip = self._open(file)
             self.root = self._check_members()
-            self.tree = self._unpickle()
+            self.tree = unpickle(self._read(f"{self.root}/data.pkl"), named_by_lightning, self.path)
         except BaseException:
-            self.zip.close()
+            file.close()
             raise
+        self.file = file
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *details: object) -> None:
         self.zip.close()
+        self.file.close()
+
+    def _open(self, file: BinaryIO) -> zipfile.ZipFile:
+        """The archive, once its table of contents is known to be small."""
+        try:
+            end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+            if end is not None:
+                directory = end[5]
+                large = (
+                    f"{self.path}: its table of contents has {directory} bytes, at most {LARGEST_DIRECTORY} are read"
+                )
+                require(directory <= LARGEST_DIRECTORY, large)
+            return zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, OSError, NotImplementedError, UnicodeDecodeError):
+            raise ValueError(
+                f"{self.path} is not a complete torch checkpoint: truncated, or a pickle of the old kind, which is not"
+                " read"
+            ) from None
 
     def _check_members(self) -> str:
         """The archive's top folder. torch stores members as they are: anything packed is a forgery (a zip bomb)."""
         members = self.zip.infolist()
         packed = next((m.filename for m in members if m.compress_type != zipfile.ZIP_STORED), None)
-        require(packed is None, f"{self.path}: member {packed!r} is compressed, which torch never does: refused")
+        require(packed is None, f"{self.path}: member {packed!r:.60} is compressed, which torch never does: refused")
         total = sum(m.file_size for m in members)
-        require(
-            total <= os.path.getsize(self.path),
-            f"{self.path}: its members claim {total} bytes, more than the file has: refused",
-        )
+        require(total <= self.bytes, f"{self.path}: its members claim {total} bytes, more than the file has: refused")
         roots = [m.filename.removesuffix("/data.pkl") for m in members if m.filename.endswith("/data.pkl")]
         require(len(roots) == 1, f"{self.path} is not a torch checkpoint: it has no data.pkl")
         root = roots[0]
@@ -186,24 +332,19 @@ class Checkpoint:
         require(size <= LARGEST_PICKLE, f"{self.path}: data.pkl has {size} bytes, at most {LARGEST_PICKLE} are read")
         return root
 
-    def _read(self, name: str) -> bytes:
+    def _read(self, name: str) -> bytearray:
         try:
-            return self.zip.read(name)
+            content = bytearray(self.zip.getinfo(name).file_size)
+            with self.zip.open(name) as member:
+                read, view = 0, memoryview(content)
+                while read < len(content) and (n := member.readinto(view[read:])):
+                    read += n
+            require(read == len(content), f"{self.path} is damaged: {name!r:.60} is cut short")
+            return content
         except KeyError:
-            raise ValueError(f"{self.path} lacks its member {name!r}") from None
-        except (zipfile.BadZipFile, EOFError, RuntimeError, NotImplementedError) as error:
-            raise ValueError(f"{self.path} is damaged: {error}") from None
-
-    def _unpickle(self) -> dict[str, Any]:
-        data = self._read(f"{self.root}/data.pkl")
-        try:
-            tree = _Reader(io.BytesIO(data), encoding="utf-8").load()
-        except Forbidden as error:
-            raise ValueError(f"{self.path} {error}: refused, nothing of it was run") from None
-        except Exception as error:  # a malformed pickle fails in as many ways as there are operations
-            raise ValueError(f"{self.path} is damaged: {type(error).__name__}: {error}") from None
-        require(isinstance(tree, dict), f"{self.path} is not a checkpoint: it holds no dictionary")
-        return tree
+            raise ValueError(f"{self.path} lacks its member {name!r:.60}") from None
+        except (zipfile.BadZipFile, EOFError, RuntimeError, NotImplementedError, OSError) as error:
+            raise ValueError(f"{self.path} is damaged: {str(error)[:200]}") from None
 
     def tensor(self, ref: Any, what: str) -> "Tensor":
         """Read one tensor; every number in the reference is checked before a byte is allocated."""
@@ -214,42 +355,52 @@ class Checkpoint:
             raise ValueError(wrong)
         storage = ref.storage
         require(isinstance(storage.kind, str) and storage.kind in STORAGES, wrong)
-        require(isinstance(storage.key, str) and storage.key.isdigit(), wrong)
-        require(
-            isinstance(ref.size, tuple) and isinstance(ref.stride, tuple) and len(ref.size) == len(ref.stride), wrong
-        )
-        numbers = (storage.numel, ref.offset, *ref.size, *ref.stride)
-        require(all(type(n) is int and n >= 0 for n in numbers), wrong)
+        require(isinstance(storage.key, str) and re.fullmatch(r"[0-9]{1,18}", storage.key) is not None, wrong)
+        require(is_shape(ref.size) and is_shape(ref.stride) and len(ref.size) == len(ref.stride), wrong)
+        require(is_shape((storage.numel, ref.offset)), wrong)
         dtype, width = STORAGES[storage.kind]
         count = math.prod(ref.size)
         last = ref.offset + sum((n - 1) * step for n, step in zip(ref.size, ref.stride))
         require(count == 0 or (count <= storage.numel and last < storage.numel), wrong)
+        self.left -= count * width
+        require(self.left >= 0, f"{self.path}: its tensors share their bytes: together they are larger than the file")
+        if count == 0:
+            return torch.empty(ref.size, dtype=getattr(torch, dtype))
         raw = self._read(f"{self.root}/data/{storage.key}")
         require(
             len(raw) == storage.numel * width, f"{self.path}: {what} has {len(raw)} bytes, not {storage.numel * width}"
         )
-        if count == 0:
-            return torch.empty(ref.size, dtype=getattr(torch, dtype))
-        flat = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))
-        return flat.as_strided(ref.size, ref.stride, ref.offset).clone(memory_format=torch.contiguous_format)
+        flat = torch.frombuffer(raw, dtype=getattr(torch, dtype))
+        view = flat.as_strided(ref.size, ref.stride, ref.offset)
+        # A part of a storage is copied, so that it does not keep the rest in memory.
+        return view if count == storage.numel and view.is_contiguous() else view.contiguous().clone()
 
 
-def plain(value: Any, budget: list[int] | None = None) -> Any:
+def is_shape(sizes: Any) -> bool:
+    """Whether this is a tuple of a few integers that a tensor could have as sizes, strides or offsets."""
+    return (
+        isinstance(sizes, tuple)
+        and len(sizes) <= MOST_DIMENSIONS
+        and all(type(n) is int and 0 <= n < 2**48 for n in sizes)
+    )
+
+
+def plain(value: Any, budget: list[int] | None = None, depth: int = 0) -> Any:
     """An omegaconf tree, or any tree of plain containers, as dicts, lists and scalars; other objects become None.
 
-    Interpolations such as ${.name} stay as text. `budget` bounds the work: shared branches can make a small pickle an
-    exponentially large tree.
+    Interpolations such as ${.name} stay as text. `budget` and `depth` bound the work: shared branches can make a small
+    pickle an exponentially large tree.
     """
     budget = [200_000] if budget is None else budget
     budget[0] -= 1
-    require(budget[0] >= 0, "the checkpoint's settings are too large to be settings")
+    require(budget[0] >= 0 and depth < 100, "the checkpoint's settings are too large to be settings")
     if isinstance(value, Inert):
         state = value.state if isinstance(value.state, dict) else {}
         if not value.origin.startswith("omegaconf."):
             return None
-        return plain(state.get("_content", state.get("_val")), budget)
+        return plain(state.get("_content", state.get("_val")), budget, depth + 1)
     if isinstance(value, dict):
-        return {str(k): plain(v, budget) for k, v in value.items() if isinstance(k, str | int)}
+        return {str(k): plain(v, budget, depth + 1) for k, v in value.items() if isinstance(k, str | int)}
     if isinstance(value, list | tuple) and not isinstance(value, TensorRef | StorageRef):
-        return [plain(v, budget) for v in value]
+        return [plain(v, budget, depth + 1) for v in value]
     return value if isinstance(value, str | int | float | bool) else None

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from adlm.data.packing import PackedSequences, token_dtype
-from adlm.io.paths import path_of, write_atomically
+from adlm.io.paths import check_object, path_of, read_json, read_regular, write_atomically
 from adlm.schema import DataConfig
 
 FORMAT = 1
@@ -30,6 +30,16 @@ MANIFEST = "manifest.json"
 PIECE_BYTES = 16 << 20
 # Opening checks every piece of a file up to this size, and evenly spaced ones of a larger file: about a second.
 CHECKED_BYTES = 1 << 30
+# Of the remembered digests; a file takes 150 bytes.
+LARGEST_MEMORY = 64 << 20
+# What a manifest must hold for its sequences to be read, and of which type.
+FIELDS = {
+    "fingerprint": str, "rows": int, "length": int, "crop": int, "dtype": str, "padded": bool, "bytes": int,
+    "crc32": list, "small_files": dict, "vocab_size": int, "bos_id": int, "tokenizer": dict,
+    "corpus": str, "split": str, "documents": int, "tokens": int, "seconds": float,
+}  # fmt: skip
+# 16 MiB of sequences have one checksum, of at most 12 characters: this is enough for 5 TB.
+LARGEST_MANIFEST = 4 << 20
 
 
 class Corrupt(Exception):
@@ -46,7 +56,7 @@ class Blocks:
         _check(self.folder, self.manifest, check_all)
         shape = (self.manifest["rows"], self.manifest["length"])
         self.tokens = np.memmap(self.folder / "rows.bin", dtype=self.manifest["dtype"], mode="r", shape=shape)
-        self.lengths: np.ndarray | None = np.load(self.folder / "lengths.npy") if self.manifest["padded"] else None
+        self.lengths: np.ndarray | None = _read_lengths(self.folder, *shape) if self.manifest["padded"] else None
 
     @property
     def fingerprint(self) -> str:
@@ -77,7 +87,10 @@ class Blocks:
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Sequences [n, length] as int64, ready to become a tensor."""
-        return np.asarray(self.tokens[indices], dtype=np.int64)
+        found = np.asarray(self.tokens[indices], dtype=np.int64)
+        if found.size and found.max() >= self.manifest["vocab_size"]:  # of a large file opening checks only a part
+            raise ValueError(f"{self.folder / 'rows.bin'} is corrupt: {_beyond(int(found.max()), self.manifest)}")
+        return found
 
     def attention_masks(self, indices: np.ndarray) -> np.ndarray | None:
         """[n, length], True at real tokens; None when no sequence is padded."""
@@ -160,13 +173,49 @@ def is_prepared(folder: Path) -> bool:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, if its fields have the right types and its numbers agree with each other."""
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(path, LARGEST_MANIFEST)
     except (OSError, ValueError) as error:
-        raise Corrupt(f"{folder / MANIFEST} cannot be read ({error})") from None
+        raise Corrupt(f"{path} cannot be read ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise Corrupt(f"{folder / MANIFEST} is not of format {FORMAT}")
+        raise Corrupt(f"{path} is not of format {FORMAT}")
+    try:
+        check_object(manifest, FIELDS, {}, str(path))
+        check_object(manifest["tokenizer"], {"name": str, "fingerprint": str}, {}, f"{path}: tokenizer")
+    except ValueError as error:
+        raise Corrupt(str(error)) from None
+    m = manifest
+    small = {"lengths.npy"} if m["padded"] else set()
+    if not (
+        m["rows"] >= 1
+        and m["length"] >= 1
+        and 0 <= m["crop"] <= m["length"]
+        and m["vocab_size"] >= 1
+        and 0 <= m["bos_id"] < m["vocab_size"]
+        and m["dtype"] == token_dtype(m["vocab_size"]).name
+        and m["bytes"] == m["rows"] * m["length"] * np.dtype(m["dtype"]).itemsize
+        and len(m["crc32"]) == -(-m["bytes"] // PIECE_BYTES)
+        and m["small_files"].keys() == small
+    ):
+        raise Corrupt(f"{path} does not describe a matrix of sequences: its numbers do not agree")
     return manifest
+
+
+def _read_lengths(folder: Path, rows: int, length: int) -> np.ndarray:
+    """The number of real tokens of each sequence."""
+    try:
+        lengths = np.load(folder / "lengths.npy", mmap_mode="r")  # a header that claims more than the file is refused
+    except (ValueError, OSError, EOFError) as error:
+        raise Corrupt(f"{folder / 'lengths.npy'} cannot be read ({str(error)[:200]})") from None
+    if lengths.shape != (rows,) or lengths.dtype.kind not in "iu" or lengths.min() < 0 or lengths.max() > length:
+        raise Corrupt(f"{folder / 'lengths.npy'} does not hold the lengths of {rows} sequences of {length}")
+    return np.array(lengths)
+
+
+def _beyond(token: int, manifest: dict[str, Any]) -> str:
+    return f"token {token} is beyond the vocabulary of {manifest['vocab_size']}"
 
 
 def _check(folder: Path, manifest: dict[str, Any], check_all: bool) -> None:
@@ -179,15 +228,21 @@ def _check(folder: Path, manifest: dict[str, Any], check_all: bool) -> None:
     with open(path, "rb") as file:
         for piece in range(0, len(crcs), step):
             file.seek(piece * PIECE_BYTES)
-            if zlib.crc32(file.read(PIECE_BYTES)) != crcs[piece]:
+            data = file.read(PIECE_BYTES)
+            if zlib.crc32(data) != crcs[piece]:
                 raise Corrupt(f"{path} is corrupt between bytes {piece * PIECE_BYTES} and {(piece + 1) * PIECE_BYTES}")
+            highest = int(np.frombuffer(data, dtype=manifest["dtype"]).max())
+            if highest >= manifest["vocab_size"]:
+                raise Corrupt(f"{path}: {_beyond(highest, manifest)}")
+    largest = 8 * manifest["rows"] + 4096
     for name, crc in manifest["small_files"].items():
-        if not (folder / name).is_file() or _crc_of(folder / name) != crc:
+        if not (folder / name).is_file() or _crc_of(folder / name, largest) != crc:
             raise Corrupt(f"{folder / name} is missing or corrupt")
 
 
-def _crc_of(path: Path) -> int:
-    return zlib.crc32(path.read_bytes())
+def _crc_of(path: Path, largest: int = sys.maxsize) -> int | None:
+    """The checksum of a small file; None if it is larger than `largest`."""
+    return zlib.crc32(read_regular(path, largest)) if path.stat().st_size <= largest else None
 
 
 # ---- the cache folder -----------------------------------------------------------------------------------------------
@@ -203,8 +258,8 @@ def sha256(paths: Sequence[Path], cache: Path) -> list[str]:
     is read and written once, also if hashing is interrupted: a corpus may be many thousand files."""
     memory = cache / "sources.json"
     known: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(memory.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(memory, LARGEST_MEMORY)
         known = {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
     before, keys = len(known), []
     try:

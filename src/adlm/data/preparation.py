@@ -262,6 +262,10 @@ def _open_prepared(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: st
         made_with["fingerprint"] == tokenizer.fingerprint,
         f"{folder} was prepared with tokenizer {made_with['name']!r}, not with {tokenizer.name!r} (data.tokenizer)",
     )
+    require(
+        found.manifest["vocab_size"] == tokenizer.vocab_size,
+        f"{folder} was prepared with {found.manifest['vocab_size']} entries, its tokenizer has {tokenizer.vocab_size}",
+    )
     usable = found.crop or found.length
     require(usable == length, f"{folder} has sequences of {usable} tokens, but model.length={length}")
     return found

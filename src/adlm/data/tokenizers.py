@@ -6,19 +6,21 @@ text never encodes to a special token (a document that contains the characters "
 the padding token is never the mask.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from adlm.data import hub
 from adlm.errors import choose, require
-from adlm.io.paths import path_of
+from adlm.io.paths import check_object, parse_json, path_of, read_regular
 from adlm.tables import TOKENIZERS
 
 MASK = "[MASK]"
@@ -58,6 +60,11 @@ class Tokenizer:
         self.bos_id: int = found["bos"] if found["bos"] is not None else found["eos"]
         self.pad_id: int | None = found["pad"]
         self.vocab_size: int = max(known.values()) + 1
+        require(
+            self.vocab_size <= 2 * len(known) + 1024,
+            f"data.tokenizer={name!r} has {len(known)} entries with ids up to {self.vocab_size - 1}: a model would have"
+            " a row for each of these numbers",
+        )
         self.special_ids: frozenset[int] = frozenset(
             {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
             | {i for i in (self.mask_id, self.eos_id, self.bos_id, self.pad_id) if i is not None}
@@ -67,15 +74,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: no BOS or EOS is added, and no special token can come out of it."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with panics(self.name):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """As `encode`, on all cores (set RAYON_NUM_THREADS to use fewer)."""
-        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with panics(self.name):
+            return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of the ids; special tokens are shown by name unless skipped."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        with panics(self.name):
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def count_bytes(self, ids: Iterable[int]) -> int:
         """Bytes of the text of the ids, special tokens left out. Byte-level vocabularies write one character for each
@@ -94,14 +104,15 @@ class Tokenizer:
 
     def token(self, i: int) -> str:
         """The piece of text that id `i` stands for when it stands alone."""
-        return self.backend.decode([int(i)], skip_special_tokens=False)
+        return self.decode([i])
 
     def release_ends(self) -> tuple[int, int]:
         """(BOS, EOS) as the public release computes them: the first id of the encoded special token.
 
         BERT's encoder prepends [CLS] to everything, so both come out as [CLS]: only packing=release uses this.
         """
-        prefix = self.backend.encode("", add_special_tokens=True).ids
+        with panics(self.name):
+            prefix = self.backend.encode("", add_special_tokens=True).ids
         return (prefix[0], prefix[0]) if prefix else (self.bos_id, self.eos_id)
 
     @property
@@ -224,6 +235,112 @@ def _first_characters(documents: Iterable[str], limit: int) -> Iterator[str]:
 
 # ---- vocabularies in files ------------------------------------------------------------------------------------------
 
+LARGEST_FILE = 64 * 2**20
+"""Bytes of a tokenizer.json or vocabulary; the largest in use have 34 million."""
+PARTS = {
+    "normalizer": ("Sequence", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents", "ByteLevel",
+                   "BertNormalizer", "Prepend", "Replace"),
+    "pre_tokenizer": ("Sequence", "ByteLevel", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Metaspace",
+                      "Punctuation", "Digits", "CharDelimiterSplit", "UnicodeScripts", "Split"),
+    "post_processor": ("Sequence", "ByteLevel", "BertProcessing", "RobertaProcessing", "TemplateProcessing"),
+    "decoder": ("Sequence", "ByteLevel", "WordPiece", "Metaspace", "BPEDecoder", "Fuse", "ByteFallback", "Replace",
+                "Strip"),
+}  # fmt: skip
+"""Parts of a tokenizer.json that are used. The others can be told to make a text any number of times longer, to panic,
+or belong to speech."""
+LONGEST_GROWTH = 8
+"""How many times longer all replacements of a normalizer or decoder together may make a text."""
+
+
+@contextlib.contextmanager
+def panics(name: str) -> Iterator[None]:
+    """Turn what the `tokenizers` library raises, which is a bare Exception or a panic that is none, into one line."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except BaseException as error:
+        if not (type(error) is Exception or type(error).__name__ == "PanicException"):
+            raise
+        raise ValueError(f"data.tokenizer={name!r} cannot be used: {str(error)[:200]}") from None
+
+
+def tokenizer_from(data: bytes, name: str, source: str, without: dict[str, Any] | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.json from anywhere; `without`: leave out an added token with these fields."""
+    not_one = f"{source} is not a tokenizer.json: it"
+    found = check_object(parse_json(data, source), {"model": dict}, {"added_tokens": list}, not_one)
+    added = found.get("added_tokens") or []
+    contents = [token.get("content") for token in added if isinstance(token, dict)]
+    fits = len(contents) == len(added) <= 20_000 and all(isinstance(c, str) and len(c) <= 1000 for c in contents)
+    require(fits and sum(map(len, contents)) <= 2**20, f"{source}: added_tokens is not a list of tokens")
+    for part in PARTS:
+        _check_part(found.get(part), part, source)
+    longest = found["model"].get("max_input_chars_per_word", 100)
+    require(isinstance(longest, int) and longest <= 1000, f"{source}: max_input_chars_per_word must be at most 1000")
+    if without:
+        found["added_tokens"] = [token for token in added if any(token.get(k) != v for k, v in without.items())]
+    try:
+        with panics(name):  # written anew: of a key that is there twice, the library may read the other one
+            return Tokenizer(Backend.from_str(json.dumps(found)), name)
+    except ValueError as error:
+        raise ValueError(f"{source} is not a tokenizer.json that can be used ({str(error)[:300]})") from None
+
+
+def _check_part(found: Any, part: str, source: str) -> None:
+    """Refuse a part of a tokenizer.json that can make a small text large or a short search long."""
+    wrong, growth = f"{source}: {part} ", 1.0
+    steps = list(_steps(found, wrong))
+    require(len(steps) <= 100, f"{wrong}has {len(steps)} steps")
+    for step in steps:
+        choose(wrong.strip(), str(step.get("type"))[:60], PARTS[part])
+        pattern = step.get("pattern", {"String": " "})
+        require(isinstance(pattern, str | dict) and bool(pattern), f"{wrong}has a pattern that is none")
+        text, regex = (pattern, "") if isinstance(pattern, str) else (pattern.get("String"), pattern.get("Regex"))
+        if regex:
+            check_regex(regex, wrong)
+        else:
+            require(isinstance(text, str) and bool(text), f"{wrong}has a pattern that is empty")
+        require("precompiled_charsmap" not in step, f"{wrong}has a map of its own")
+        if "content" in step and "pattern" in step:  # by its fields: the library does not always look at the type
+            content = step.get("content")
+            require(isinstance(content, str), f"{wrong}replaces by something that is no text")
+            growth *= max(1, (1 + len(content)) if regex else len(content) / len(text))
+        require(len(str(step.get("prepend", ""))) <= 16, f"{wrong}puts a long text before every text")
+        if "single" in step:
+            pieces = step.get("single")
+            texts = [p for p in pieces if isinstance(p, dict) and "Sequence" in p] if isinstance(pieces, list) else []
+            require(len(texts) == 1 and len(pieces) <= 16, f"{wrong}does not give a text once")
+        if "stop" in step or "start" in step:
+            require(step.get("stop") == 0 and step.get("start") in range(17), f"{wrong}strips more than it can")
+    require(growth <= LONGEST_GROWTH, f"{wrong}makes a text up to {growth:.3g} times longer, at most {LONGEST_GROWTH}")
+
+
+def _steps(found: Any, wrong: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """A part of a tokenizer.json, and the parts that its sequences hold."""
+    if found is None:
+        return
+    require(isinstance(found, dict) and depth < 8, f"{wrong}is not a step or sequence of steps")
+    yield found
+    for key in ("normalizers", "pretokenizers", "processors", "decoders"):
+        inner = found.get(key, [])
+        require(isinstance(inner, list), f"{wrong}is not a sequence of steps")
+        for step in inner:
+            yield from _steps(step, wrong, depth + 1)
+
+
+def check_regex(pattern: Any, wrong: str) -> None:
+    """Refuse a regular expression that may search for very long: a repeated group, a reference to what was found, more
+    than two open repetitions in a row. The patterns of GPT-2, GPT-4, Llama 3 and Qwen have none of these."""
+    require(isinstance(pattern, str) and len(pattern) <= 4000, f"{wrong}has no usable regular expression")
+    require(re.search(r"\\[1-9kgXR]|\(\?[R0-9&~(]|\(\?P[>=]", pattern) is None, f"{wrong}refers to what it found")
+    bare = re.sub(r"\\[pP]\{[^}]*\}|\\.", "a", pattern)
+    while (shorter := re.sub(r"\[[^\[\]]*\]", "a", bare)) != bare:
+        bare = shorter
+    require(re.search(r"\)\s*[*+{]", bare) is None, f"{wrong}repeats a group of a regular expression")
+    most = max(len(re.findall(r"[*+]+|\{\d*,?\d{2,}\}|\{\d+,\}", part)) for part in bare.split("|"))
+    require(most <= 2, f"{wrong}has {most} repetitions in a row in a regular expression, at most 2")
+
+
 # Published names of the same two GPT-2 files, and BERT's one file.
 BPE_FILES = (
     ("encoder.json", "vocab.bpe"),
@@ -258,8 +375,8 @@ def _published(name: str, root: str | Path, repository: str, files: tuple[str, .
 def byte_level_bpe(vocab_file: Path, merges_file: Path, name: str = "gpt2") -> Tokenizer:
     """GPT-2's tokenizer from its two published files: V = 50258 with the mask at 50257."""
     try:
-        vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
-        lines = merges_file.read_text(encoding="utf-8").split("\n")
+        vocab = parse_json(read_regular(vocab_file, LARGEST_FILE), str(vocab_file))
+        lines = read_regular(merges_file, LARGEST_FILE).decode("utf-8").split("\n")
         merges = [(a, b) for a, b in (line.split(" ") for line in lines if line and not line.startswith("#version"))]
         backend = Backend(models.BPE(vocab, merges))
     except Exception as error:  # the library raises bare Exception for a merge that is not in the vocabulary
@@ -272,8 +389,8 @@ def byte_level_bpe(vocab_file: Path, merges_file: Path, name: str = "gpt2") -> T
 
 def word_piece(vocab_file: Path, name: str = "bert-base-uncased") -> Tokenizer:
     """bert-base-uncased from its vocab.txt: lower-cased, accents stripped, [CLS] text [SEP]; mask 103, V = 30522."""
-    with vocab_file.open(encoding="utf-8") as file:
-        vocab = {line.rstrip("\n"): i for i, line in enumerate(file)}
+    lines = read_regular(vocab_file, LARGEST_FILE).decode("utf-8").removesuffix("\n").split("\n")
+    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", MASK]
     missing = [token for token in special if token not in vocab]
     require(not missing, f"data.tokenizer: {vocab_file} is not a BERT vocabulary (no {', '.join(missing)})")
@@ -293,12 +410,7 @@ def _from_path(path: Path, name: str) -> Tokenizer:
     folder, own = (path, None) if path.is_dir() else (path.parent, path.name)
     json_file = folder / "tokenizer.json" if own is None else path
     if json_file.is_file() and (own is None or (path.suffix == ".json" and not _is_bpe_vocabulary(path))):
-        try:
-            return Tokenizer(Backend.from_str(json_file.read_text(encoding="utf-8")), name)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(f"data.tokenizer: {json_file} is not a tokenizer.json ({error})") from None
+        return tokenizer_from(read_regular(json_file, LARGEST_FILE), name, f"data.tokenizer: {json_file}")
     short = name if name in TOKENIZERS else ""
     pairs = [pair for pair in BPE_FILES if own is None or own in pair]
     for vocab, merges in pairs if short != "bert-base-uncased" else ():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adlm.diffusion.checks import check_not_nan, check_range, check_tokens, visible
+from adlm.diffusion import check_not_nan, check_range, check_tokens, visible
 from adlm.errors import require
 
 # Finite, so that 0 * log p stays 0; exp(-1e6) is 0 in every float format.

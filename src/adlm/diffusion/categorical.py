@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from adlm.diffusion.checks import check_not_nan, visible
+from adlm.diffusion import check_not_nan, visible
 from adlm.errors import require
 
 PerRow = Tensor | float | None

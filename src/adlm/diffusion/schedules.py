@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm import tables
-from adlm.diffusion.checks import check_range
+from adlm.diffusion import check_range
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.schema import NoiseConfig

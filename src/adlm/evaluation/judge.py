@@ -36,7 +36,7 @@ from adlm.errors import require
 from adlm.io import progress
 from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS
 from adlm.io.load import load_checkpoint
-from adlm.io.paths import path_of, write_atomically
+from adlm.io.paths import LARGEST_JSON, path_of, read_regular, write_atomically
 from adlm.models import linear_nll
 from adlm.schema import EvalConfig
 from adlm.training.checkpoint import MANIFEST
@@ -279,7 +279,7 @@ def is_ours(place: str) -> bool:
     folder = Path(place)
     if (folder / "checkpoints").is_dir() or (folder / "export" / CONFIG).is_file():
         return True
-    return (folder / CONFIG).is_file() and '"mask_id"' in (folder / CONFIG).read_text(encoding="utf-8")
+    return (folder / CONFIG).is_file() and b'"mask_id"' in read_regular(folder / CONFIG, LARGEST_JSON)
 
 
 def files_of(place: Path) -> dict[str, Path]:
@@ -366,8 +366,8 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
         notice_missing_network()
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars of its own; what fails is raised
-            tok: Any = AutoTokenizer.from_pretrained(**where)
-            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            tok: Any = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         problem = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise ValueError(

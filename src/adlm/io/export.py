@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
-from adlm.io.paths import digest
+from adlm.io.paths import check_object, digest, read_json
 from adlm.migration import migrate
 from adlm.models import Network, build_model
+from adlm.rules import accept
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
 
 FORMAT = 1
@@ -32,6 +33,22 @@ WEIGHTS_DIGEST = "weights_file_sha256"
 # What the card calls the folder until it has a name on the hub.
 PLACEHOLDER = "this-folder"
 T = TypeVar("T")
+REQUIRED = {
+    "algo": str, "model": dict, "noise": dict, "objective": dict, "vocab_size": int, "mask_id": int,
+}  # fmt: skip
+"""What a config.json must hold, and of which type."""
+FACTS = {
+    "step": int, "tokens": int, "parameters": int, "valid_nll": float, "bits_per_byte": float, "data": str,
+    "data_settings": dict, "tokenizer": dict, "licence": str, "command": list, WEIGHTS_DIGEST: str,
+}  # fmt: skip
+"""What it may hold."""
+LARGEST_HEADER = 8 * 2**20
+"""Bytes of the names and shapes in a model.safetensors; a model of 1,000 blocks has less than 2 MB."""
+MOST_TENSORS = 20_000
+"""Tensors of a model that is read; 1,000 blocks have about 12,000."""
+MOST_POSITIONS = 2**26
+"""Bytes that the tables of positions may have beyond those of the weights."""
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Loaded(NamedTuple):
@@ -97,35 +114,81 @@ def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     """Load the model of an exported folder, ready for inference."""
     for name in (CONFIG, WEIGHTS, TOKENIZER):
         require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
-    try:
-        info = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
+    info = check_object(read_json(folder / CONFIG), {"format": int}, {}, str(folder / CONFIG))
     require(
-        info.get("format") == FORMAT,
-        f"{folder / CONFIG} has format {info.get('format')!r}; this version reads {FORMAT}",
+        info["format"] == FORMAT, f"{folder / CONFIG} has format {info['format']!r:.20}; this version reads {FORMAT}"
     )
-    # Numbers changed on the disk or on the way would be loaded without a sign: safetensors has no checksum. Reads at a
-    # gigabyte a second or more, which is little beside building the model; exports of older versions have none.
-    require(
-        WEIGHTS_DIGEST not in info or info[WEIGHTS_DIGEST] == digest(folder / WEIGHTS),
-        f"{folder / WEIGHTS} is corrupt: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
-    )
+    check_object(info, REQUIRED, FACTS, str(folder / CONFIG))
+    cfg = section(ModelConfig, info["model"], str(folder / CONFIG))
+    noise = section(NoiseConfig, info["noise"], str(folder / CONFIG))
+    objective = section(ObjectiveConfig, info["objective"], str(folder / CONFIG))
     tokenizer = load_tokenizer(str(folder / TOKENIZER))
     require(
         tokenizer.vocab_size == info["vocab_size"],
         f"{folder}: the tokenizer has {tokenizer.vocab_size} entries and the model {info['vocab_size']}",
     )
-    model = build_model(section(ModelConfig, info["model"]), info["vocab_size"], info["mask_id"])
+    shapes = read_shapes(folder / WEIGHTS)
+    check_shapes(shapes, cfg, info["vocab_size"], info["mask_id"], f"{folder / WEIGHTS} does not fit its {CONFIG}")
+    # Numbers changed on the disk or on the way would be loaded without a sign: safetensors has no checksum. Reads at a
+    # gigabyte a second or more, which is little beside building the model; exports of older versions have none.
+    require(
+        info.get(WEIGHTS_DIGEST) is None or info[WEIGHTS_DIGEST] == digest(folder / WEIGHTS),
+        f"{folder / WEIGHTS} is corrupt: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
+    )
+    model = build_model(cfg, info["vocab_size"], info["mask_id"])
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.freeze_bridge()
-    return Loaded(
-        model, tokenizer, section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"]), info
+    return Loaded(model, tokenizer, noise, objective, info)
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a safetensors file, of which nothing else is read."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    require(
+        header <= LARGEST_HEADER, f"{path}: its header claims {header:,} bytes, at most {LARGEST_HEADER:,} are read"
     )
+    try:
+        with safe_open(path, "pt") as file:
+            entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
+            other = [name for name, entry in entries.items() if entry.get_dtype() not in FLOATS]
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a complete safetensors file: {str(error).splitlines()[0]:.200}") from None
+    require(not other, f"{path}: {other[:1]} does not hold floating-point numbers")
+    return shapes
+
+
+def expected_shapes(
+    cfg: ModelConfig, vocab_size: int, mask_id: int, n_tensors: int, what: str
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of a model, which is not allocated. `n_tensors` is how many a file has: it bounds the work,
+    so that settings cannot ask for a million blocks. `what`: for messages."""
+    blocks = cfg.n_blocks + (cfg.n_denoiser_blocks if cfg.anchored else 0)
+    require(n_tensors <= MOST_TENSORS, f"{what}: it has {n_tensors} tensors, at most {MOST_TENSORS} are read")
+    require(blocks <= n_tensors, f"{what}: {blocks} blocks, but {n_tensors} tensors")
+    try:
+        with torch.device("meta"):
+            blank = build_model(cfg, vocab_size, mask_id)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what a tensor may have
+        raise ValueError(f"{what}: {str(error).splitlines()[0]:.200}") from None
+    shapes = {name: tuple(value.shape) for name, value in blank.state_dict().items()}
+    positions = 4 * cfg.length * cfg.hidden_size // cfg.n_heads
+    weights = 4 * sum(math.prod(shape) for shape in shapes.values())
+    require(positions <= weights + MOST_POSITIONS, f"{what}: model.length={cfg.length} is too long for its weights")
+    return shapes
+
+
+def check_shapes(found: dict[str, tuple[int, ...]], cfg: ModelConfig, vocab_size: int, mask_id: int, what: str) -> None:
+    """Refuse settings that are not those of the weights `found`, before anything is allocated. `what`: for messages."""
+    expected = expected_shapes(cfg, vocab_size, mask_id, len(found), what)
+    for name in sorted(expected.keys() | found.keys()):
+        got, want = found.get(name, "missing"), expected.get(name, "unknown")
+        require(got == want, f"{what}: {name:.80} is {got} in the file and {want} in the model")
 
 
 def section(kind: type[T], values: dict[str, Any], source: str = CONFIG) -> T:
@@ -134,11 +197,16 @@ def section(kind: type[T], values: dict[str, Any], source: str = CONFIG) -> T:
     Keys that this version has moved to another section are left out; keys of a newer version are refused by name.
     """
     prefix = next(name for name, hint in get_type_hints(Config).items() if hint is kind) + "."
+    check_object(values, {}, {}, f"{source}: {prefix.removesuffix('.')}")
     current = migrate({prefix + name: value for name, value in values.items()}, source)
     own = {key.removeprefix(prefix): value for key, value in current.items() if key.startswith(prefix)}
     unknown = sorted(set(own) - {f.name for f in fields(kind)})  # type: ignore[arg-type]
     require(not unknown, f"{source} has unknown {kind.__name__} keys: {', '.join(unknown)}")
-    return kind(**own)
+    hints = get_type_hints(kind, include_extras=True)
+    try:
+        return kind(**{name: accept(prefix + name, value, hints[name]) for name, value in own.items()})
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def card(info: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from adlm.compat.checkpoints import load_release
 from adlm.data.preparation import tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
-from adlm.io.export import CONFIG, TOKENIZER, Loaded, describe, load_folder, section
+from adlm.io.export import CONFIG, TOKENIZER, Loaded, check_shapes, describe, load_folder, section
 from adlm.io.paths import checkpoint_steps, path_of
 from adlm.models import build_model
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
@@ -58,7 +59,7 @@ def load_checkpoint(
         loaded = load_release(path, ema, tokenizer, root)
         loaded.model.to(device)
         return loaded
-    if (path / CONFIG).is_file():
+    if os.path.lexists(path / CONFIG):  # an exported folder, whatever else was put into it
         return load_folder(path, device)
     exported = path / "export"
     known = exported_step(exported) if ema else -1
@@ -107,6 +108,8 @@ def load_newest(run: Path, ema: bool, device: torch.device | str, step: int) -> 
         data=section(DataConfig, saved["data"], source),
     )
     tokenizer = tokenizer_of(run, cfg.data, state["tokenizer"])
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    check_shapes(shapes, cfg.model, tokenizer.vocab_size, tokenizer.mask_id, f"{run}: its weights do not fit")
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)
     model = model.to(device).eval().requires_grad_(False)

@@ -4,6 +4,7 @@ Importing this module loads no torch: the command line needs it before it knows 
 """
 
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
 DRAFT = re.compile(r"\.(?:.+\.|writable-)(?P<pid>\d+)")
 """How a file is called while it is being written."""
+KINDS = {
+    str: "a text", int: "an integer", float: "a number", bool: "true or false", dict: "a table", list: "a list",
+}  # fmt: skip
+"""Types of JSON in words."""
+LARGEST_JSON = 4 * 2**20
+"""Bytes of a file of settings; real ones have a few thousand."""
+MOST_VALUES = 2_500_000
+"""Values in any JSON that is read: Python makes an object of up to 200 bytes of each. The largest tokenizer in use has
+two million."""
 
 
 def expanded(text: str | os.PathLike[str]) -> str:
@@ -36,7 +46,11 @@ def path_of(text: str | os.PathLike[str]) -> Path:
 def absolute_paths(section: type, values: Mapping[str, Any]) -> dict[str, str]:
     """The paths among the values of a section of the schema, absolute: a run is read again from other folders."""
     places = [name for name, rule in rules_of(section).items() if isinstance(rule, Location)]
-    return {name: os.path.abspath(expanded(values[name])) for name in places if values.get(name)}
+    return {
+        name: os.path.abspath(expanded(values[name]))
+        for name in places
+        if isinstance(values.get(name), str) and values[name]
+    }
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -142,6 +156,49 @@ def writable_file(key: str, file: Path) -> Path:
     return file
 
 
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a file from anywhere: a regular one of at most `limit` bytes. A device or pipe would never end."""
+    require(path.is_file(), f"{path} is missing" if not path.exists() else f"{path} is not a regular file")
+    size = path.stat().st_size  # 0 for what a system makes up while it is read, and no byte of that is
+    require(size <= limit, f"{path} has {size:,} bytes, at most {limit:,} are read")
+    with path.open("rb") as file:
+        return file.read(size)
+
+
+def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
+    """The JSON in a file from anywhere; what is not JSON, too large or too deep is a ValueError that names the file."""
+    return parse_json(read_regular(path, limit), str(path))
+
+
+def parse_json(data: bytes, source: str) -> Any:
+    """JSON from anywhere; `source`: for messages."""
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    require(values <= MOST_VALUES, f"{source} holds about {values:,} values, at most {MOST_VALUES:,} are read")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"{source} is not JSON that can be read: it nests too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
+
+
+def check_object(found: Any, required: dict[str, type], optional: dict[str, type], source: str) -> dict[str, Any]:
+    """Return JSON from anywhere, if it is an object whose fields have these types (float: any number). An optional
+    field may be missing or null; others are left alone."""
+    require(isinstance(found, dict), f"{source} is not a table of settings but {type(found).__name__}")
+    missing = sorted(required.keys() - found.keys())
+    require(not missing, f"{source} lacks {', '.join(missing)}")
+    for key, kind in (required | optional).items():
+        value = found.get(key)
+        allowed = (int, float) if kind is float else kind
+        fits = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+        if not fits and not (key in optional and value is None):
+            # what is large or deep is not shown
+            got = repr(value)[:60] if isinstance(value, str | int | float | None) else KINDS[type(value)]
+            raise ValueError(f"{source}: {key} must be {KINDS[kind]}, got {got}")
+    return found
+
+
 def write_atomically(path: Path, content: str | Callable[[IO[bytes]], object]) -> None:
     """Write a file whole or not at all: a reader sees the old one or the new one, never half of it.
 
@@ -164,6 +221,8 @@ def write_atomically(path: Path, content: str | Callable[[IO[bytes]], object]) -
 
 def digest(path: Path) -> str:
     """The sha256 of a file."""
+    if path.stat().st_size == 0:  # reading what a system makes up as it is read may never end
+        return hashlib.sha256().hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -11,10 +11,11 @@ import torch
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io import export
-from adlm.io.paths import write_atomically
+from adlm.io.paths import check_object, read_json, write_atomically
 from adlm.reasoning.examples import Example, written_answer
-from adlm.reasoning.methods import StagePlan, encode, lay_out, markers_of
+from adlm.reasoning.methods import StagePlan, encode, lay_out, markers_of, plans_of
 from adlm.reasoning.networks import (
+    SAFELY,
     HuggingFaceNetwork,
     OwnNetwork,
     PaddedSequences,
@@ -173,13 +174,18 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
     """The exported network of a run folder (or of an export folder itself)."""
     folder = Path(path) / EXPORT if (Path(path) / EXPORT).is_dir() else Path(path)
     require((folder / SETTINGS).is_file(), f"{path} is not a finished reasoning run: {folder / SETTINGS} is missing")
-    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    fields = {"reason": dict, "seed": int, "stage": int, "max_new_tokens": int}
+    settings = check_object(read_json(folder / SETTINGS), fields, {}, str(folder / SETTINGS))
     reason = export.section(ReasonConfig, settings["reason"], str(folder / SETTINGS))
+    stages = len(plans_of(reason))
+    require(0 <= settings["stage"] < stages, f"{folder / SETTINGS}: stage={settings['stage']} of {stages} stages")
     if reason.base:
         from transformers import AutoModelForCausalLM
 
         tokenizer = load_tokenizer(str(folder / export.TOKENIZER))
-        network: Any = HuggingFaceNetwork(AutoModelForCausalLM.from_pretrained(folder).float())
+        network: Any = HuggingFaceNetwork(
+            AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **SAFELY).float()
+        )
     else:
         loaded = export.load_folder(folder)
         network, tokenizer = OwnNetwork(loaded.model), loaded.tokenizer
@@ -197,16 +203,15 @@ def read_results(run: str | Path) -> dict[str, Any]:
     tells them apart is in the settings of the export."""
     path = Path(run) / RESULTS
     require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    fields = {"task": str, "method": str, "network": str, "stage": int, "finished": bool, "valid": dict, "tests": dict}
+    results = check_object(read_json(path), fields, {}, str(path))
+    scores = {"n": int, "accuracy": float, "low": float, "high": float, "tokens": float}
+    for name, score in {"valid": results["valid"], **results["tests"]}.items():
+        check_object(score, scores, {}, f"{path}: {name}")
     settings = Path(run) / EXPORT / SETTINGS
     if settings.is_file():
         try:
-            results["task"] = export.section(
-                ReasonConfig, json.loads(settings.read_text(encoding="utf-8"))["reason"]
-            ).task
+            results["task"] = export.section(ReasonConfig, read_json(settings)["reason"]).task
         except (ValueError, KeyError, TypeError):
             results["task"] += " (of another version)"
     return results

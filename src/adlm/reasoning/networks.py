@@ -173,6 +173,10 @@ class HuggingFaceNetwork(nn.Module):
         return output.last_hidden_state
 
 
+SAFELY = {"trust_remote_code": False}
+"""What `transformers` is told about every folder: code in it is not run, and nobody is asked whether it may be."""
+
+
 def load_hugging_face(base: str) -> tuple[HuggingFaceNetwork, Tokenizer]:
     """A causal model by hub name, folder or GGUF file, and its tokenizer with the markers; new tokens get mean
     embeddings. The quantised weights of a GGUF file are read as float32."""
@@ -184,7 +188,7 @@ def load_hugging_face(base: str) -> tuple[HuggingFaceNetwork, Tokenizer]:
     is_gguf = path.suffix == ".gguf"
     require(path.is_file() or not is_gguf, f"reason.base={base!r} is not a file")
     name = str(path.parent) if is_gguf else str(path) if path.is_dir() else base
-    options = {"gguf_file": path.name} if is_gguf else {}
+    options: dict[str, Any] = SAFELY | ({"gguf_file": path.name} if is_gguf else {})
     try:
         backend = AutoTokenizer.from_pretrained(name, **options).backend_tokenizer  # type: ignore[union-attr]
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)

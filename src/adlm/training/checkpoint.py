@@ -23,10 +23,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from adlm.compat.distributed import SavedTensors
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import absolute_paths, checkpoint_steps, digest, path_of, sync_folder
+from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, digest, path_of, read_json, sync_folder
 from adlm.migration import migrate
 from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
 from adlm.training.optim import Ema, GradientGuard, state_of
@@ -35,7 +45,12 @@ from adlm.training.parallel import Step, World
 # what one process is, and no reason to worry
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
+RESUMED_FIELDS = {
+    "window": dict, "ema_n": int, "best": float, "best_step": int, "bound": float, "extra": dict, "data": dict,
+    "decay_all": bool,
+}  # fmt: skip
+SECTIONS = ("model", "noise", "objective", "data", "optim", "train")
 State = dict[str, dict[str, Tensor]]
 
 
@@ -198,12 +213,16 @@ class Checkpoints:
     def read_info(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the tensors, as this version names it."""
         path = self.path(step) / STATE
-        info = json.loads(path.read_text(encoding="utf-8"))
+        info = check_object(read_json(path), {"step": int, "config": dict}, RESUMED_FIELDS, str(path))
+        require(info["step"] == step, f"{path} is the state of step {info['step']}, not of {step}")
         if "progress" in info:  # a reasoning run of an earlier version
-            progress = info.pop("progress")
-            info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
-            if info["config"]["reason"]["method"] == "acot":
-                info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
+            try:
+                progress = info.pop("progress")
+                info |= {"best": 1 - progress["best"], "extra": {"stages": progress["stages"]}}
+                if info["config"]["reason"]["method"] == "acot":
+                    info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{path} is not the state of a reasoning run ({error})") from None
         config = migrated(info["config"], str(path))
         for name, section in (("data", DataConfig), ("reason", ReasonConfig)):  # relative in earlier versions
             config[name] = config.get(name, {}) | absolute_paths(section, config.get(name, {}))
@@ -211,7 +230,41 @@ class Checkpoints:
 
     def load(self, step: int, state: State) -> None:
         """Fill the tensors of `state` in place."""
-        dcp.load(state, checkpoint_id=self.path(step))
+        try:
+            dcp.load(state, storage_reader=CheckedReader(self.path(step)))
+        except dcp.CheckpointException as error:
+            raise ValueError(f"{self.path(step)} cannot be resumed: {brief(error)}") from None
+
+
+class CheckedReader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint, with every pickle in it read as data: a foreign folder runs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.saved = SavedTensors(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What torch would have unpickled, made of checked names and numbers."""
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name, saved in self.saved.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in saved.shards]
+            properties = TensorProperties(dtype=getattr(torch, saved.dtype))
+            described[name] = TensorStorageMetadata(properties, torch.Size(saved.size), chunks)
+            places |= {MetadataIndex(name, torch.Size(s.offsets)): s for s in saved.shards}
+        return Metadata(described, storage_data=places)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            found = self.saved.read(self.storage_data[item.storage_index])
+            for axis, (start, n) in enumerate(zip(item.storage_offsets, item.lengths)):
+                found = found.narrow(axis, start, n)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(found)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -230,6 +283,12 @@ def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
     return tree
 
 
+def check_state(info: dict[str, Any], source: str) -> None:
+    """Refuse a state that does not say what model it is of."""
+    check_object(info, {"tokenizer": str}, {}, source)
+    check_object(info["config"], {"algo": str} | dict.fromkeys(SECTIONS, dict), {}, f"{source}: config")
+
+
 def check_same_run(
     info: dict[str, Any],
     cfg: Config,
@@ -241,6 +300,7 @@ def check_same_run(
     """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
     compared with that of the checkpoint (those of earlier versions have none). `fixed`: sections that may not change,
     but for the keys in `free`."""
+    check_state(info, f"the checkpoint in out={cfg.out!r}")
     then, now = info.get("data", {}).get("train"), (data or {}).get("train")
     if then and now and then != now:  # before the tokenizer, which may have been trained on it
         settings = "".join(f"; {change}" for change in changes(info, cfg, ("data",)))
@@ -312,14 +372,12 @@ def read_weights(run: Path, ema: bool, step: int | None = None) -> tuple[dict[st
     step = checkpoints.newest_valid() if step is None else step
     require(step is not None, f"{run} holds no checkpoint yet")
     assert step is not None
-    metadata = dcp.FileSystemReader(checkpoints.path(step)).read_metadata().state_dict_metadata
-    part = "ema" if ema and any(key.startswith("ema.") for key in metadata) else "model"
-    state: State = {part: {}}
-    for key, tensor in metadata.items():
-        if key.startswith(part + "."):
-            state[part][key.removeprefix(part + ".")] = torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
-    checkpoints.load(step, state)
-    return state[part], checkpoints.read_info(step)
+    info = checkpoints.read_info(step)
+    check_state(info, str(checkpoints.path(step) / STATE))
+    saved = SavedTensors(checkpoints.path(step))
+    part = "ema." if ema and any(name.startswith("ema.") for name in saved.tensors) else "model."
+    weights = {name.removeprefix(part): saved.tensor(name) for name in saved.tensors if name.startswith(part)}
+    return weights, info
 
 
 def seal(folder: Path) -> None:
@@ -333,12 +391,21 @@ def seal(folder: Path) -> None:
     sync_folder(folder)
 
 
+def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Name of every file of a checkpoint -> its size and SHA-256."""
+    entries = check_object(read_json(path), {STATE: dict, METADATA: dict}, {}, MANIFEST)
+    for name, entry in entries.items():
+        require("/" not in name and "\\" not in name, f"it names {name!r:.60}, which is in another folder")
+        check_object(entry, {"bytes": int, "sha256": str}, {}, f"{MANIFEST}: {name:.60}")
+    return entries
+
+
 def problem_of(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None if nothing."""
     try:
-        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return f"{MANIFEST} is missing or unreadable"
+        entries = read_manifest(folder / MANIFEST)
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} is missing or unreadable: {error}"
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
