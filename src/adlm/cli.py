@@ -119,7 +119,7 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("data=file",),
         short="checkpoint",
-        sections=("checkpoint", "data", "optim", "train"),
+        reads=("seed", "out", "checkpoint", "data", "optim", "train", "track", "sampling"),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",
