@@ -14,8 +14,8 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any
 
 from adlm import config
 from adlm.compat.command_lines import release_line
@@ -29,7 +29,7 @@ from adlm.config.keys import (
     keys,
     nearest,
 )
-from adlm.errors import choose, require
+from adlm.errors import choose, missing_extra, require
 from adlm.schema import Config, as_yaml
 from adlm.tables import GROUPS
 
@@ -249,14 +249,6 @@ ELSEWHERE = {
     "eval": "adlm evaluate, adlm ppl",
 }
 
-# Optional packages and the extra that brings them.
-EXTRAS = {
-    "datasets": "data", "pyarrow": "data", "transformers": "eval", "sklearn": "eval", "gguf": "eval",
-    "accelerate": "eval", "mauve": "mauve",
-    "lm_eval": "harness", "matplotlib": "plot", "tensorboard": "track", "wandb": "track", "fastapi": "serve",
-    "uvicorn": "serve",
-}  # fmt: skip
-
 
 class UsageError(Exception):
     """The line is not of the form `adlm <command> ...`: exit status 2."""
@@ -278,10 +270,9 @@ def main(argv: Sequence[str] | None = None, strict: bool = True) -> int:
             return 141
         return _fail(str(error) or type(error).__name__, 1)
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").split(".")[0])
-        if extra is None:
+        if not (advice := missing_extra(error)):
             raise
-        return _fail(f"this needs the package {error.name}: pip install 'adlm[{extra}]'", 1)
+        return _fail(advice, 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 
@@ -420,12 +411,11 @@ def print_choices(key: str) -> None:
         print(name or "''")
 
 
-def print_overview(out: TextIO | None = None) -> None:
-    out = out or sys.stdout
-    print("usage: adlm <command> [checkpoint] [key=value ...] [--json] [--help]\n", file=out)
+def print_overview() -> None:
+    print("usage: adlm <command> [checkpoint] [key=value ...] [--json] [--help]\n")
     for name, command in COMMANDS.items():
-        print(f"  {name:<10} {command.help}", file=out)
-    print("\nadlm <command> --help lists its keys; adlm config model=list the choices of a group or key.", file=out)
+        print(f"  {name:<10} {command.help}")
+    print("\nadlm <command> --help lists its keys; adlm config model=list the choices of a group or key.")
 
 
 def print_help(name: str, command: Command) -> None:

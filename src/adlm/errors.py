@@ -25,3 +25,17 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition`: checks at public borders, never inside a step."""
     if not condition:
         raise ValueError(message)
+
+
+EXTRAS = {
+    "datasets": "data", "pyarrow": "data", "transformers": "eval", "sklearn": "eval", "gguf": "eval",
+    "accelerate": "eval", "mauve": "mauve", "lm_eval": "harness", "matplotlib": "plot", "tensorboard": "track",
+    "wandb": "track", "fastapi": "serve", "uvicorn": "serve",
+}  # fmt: skip
+"""Optional packages and the extra that brings them."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> str:
+    """What to install for a missing package; empty if no extra brings it."""
+    extra = EXTRAS.get((error.name or "").split(".")[0])
+    return f"this needs the package {error.name}: pip install 'adlm[{extra}]'" if extra else ""

@@ -256,7 +256,7 @@ def train(source: str | Path | Sequence[str] = (), **settings: Any) -> LanguageM
     if isinstance(source, (str, os.PathLike)):
         source = ["data=file", f"data.path={path_given('source', source)}"]
     named = [f"{full_name(name, TRAINING)}={as_typed(value)}" for name, value in settings.items()]
-    return load(run(config.load([*source, *named])).run)
+    return load(run(config.load([*source, *named], own_text=True)).run)
 
 
 def as_typed(value: Any) -> str:
