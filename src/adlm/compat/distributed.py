@@ -63,7 +63,8 @@ class SavedTensors:
         require(isinstance(name, str) and "chunks" in state, self._wrong(f"{name!r:.60} is not a tensor"))
         properties = _state(state.get("properties"), "dtype")
         dtype = getattr(properties.get("dtype"), "origin", "").removeprefix("torch.")
-        size, chunks = state.get("size"), state["chunks"]
+        size: Any = state.get("size")
+        chunks = state["chunks"]
         require(dtype in WIDTHS, self._wrong(f"{name:.60} has an unknown dtype"))
         require(is_shape(size) and isinstance(chunks, list), self._wrong(f"{name:.60} has no usable size"))
         shards = [self._shard(name, _state(chunk), where) for chunk in chunks]

@@ -18,7 +18,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from adlm.errors import require
 
@@ -185,6 +185,9 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 # The pure-Python machine: its memo is a dict, so that a forged memo index cannot ask for gigabytes.
 class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
+    stack: list[Any]
+    memo: dict[int, Any]
+
     def __init__(self, data: bytes | bytearray, may_name: Callable[[str, str], bool]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self.may_name = may_name
@@ -233,7 +236,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
 
 def _guard(operation: bytes, check: Callable[[_Reader], None]) -> tuple[int, Callable[[_Reader], None]]:
     """An operation of the pickle machine that checks its operands first."""
-    act = pickle._Unpickler.dispatch[operation[0]]  # type: ignore[attr-defined]
+    act: Callable[[_Reader], None] = pickle._Unpickler.dispatch[operation[0]]  # type: ignore[assignment]
 
     def checked(reader: _Reader) -> None:
         check(reader)
@@ -337,7 +340,7 @@ class Checkpoint:
             content = bytearray(self.zip.getinfo(name).file_size)
             with self.zip.open(name) as member:
                 read, view = 0, memoryview(content)
-                while read < len(content) and (n := member.readinto(view[read:])):
+                while read < len(content) and (n := cast(io.BufferedIOBase, member).readinto(view[read:])):
                     read += n
             require(read == len(content), f"{self.path} is damaged: {name!r:.60} is cut short")
             return content

@@ -270,8 +270,8 @@ def tokenizer_from(data: bytes, name: str, source: str, without: dict[str, Any] 
     not_one = f"{source} is not a tokenizer.json: it"
     found = check_object(parse_json(data, source), {"model": dict}, {"added_tokens": list}, not_one)
     added = found.get("added_tokens") or []
-    contents = [token.get("content") for token in added if isinstance(token, dict)]
-    fits = len(contents) == len(added) <= 20_000 and all(isinstance(c, str) and len(c) <= 1000 for c in contents)
+    contents = [str(token["content"]) for token in added if isinstance(token, dict) and _is_text(token.get("content"))]
+    fits = len(contents) == len(added) <= 20_000 and all(len(content) <= 1000 for content in contents)
     require(fits and sum(map(len, contents)) <= 2**20, f"{source}: added_tokens is not a list of tokens")
     for part in PARTS:
         _check_part(found.get(part), part, source)
@@ -282,7 +282,7 @@ def tokenizer_from(data: bytes, name: str, source: str, without: dict[str, Any] 
     try:
         with panics(name):  # written anew: of a key that is there twice, the library may read the other one
             return Tokenizer(Backend.from_str(json.dumps(found)), name)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not a tokenizer.json that can be used ({str(error)[:300]})") from None
 
 
@@ -292,27 +292,38 @@ def _check_part(found: Any, part: str, source: str) -> None:
     steps = list(_steps(found, wrong))
     require(len(steps) <= 100, f"{wrong}has {len(steps)} steps")
     for step in steps:
-        choose(wrong.strip(), str(step.get("type"))[:60], PARTS[part])
-        pattern = step.get("pattern", {"String": " "})
-        require(isinstance(pattern, str | dict) and bool(pattern), f"{wrong}has a pattern that is none")
-        text, regex = (pattern, "") if isinstance(pattern, str) else (pattern.get("String"), pattern.get("Regex"))
-        if regex:
-            check_regex(regex, wrong)
-        else:
-            require(isinstance(text, str) and bool(text), f"{wrong}has a pattern that is empty")
+        texts = [step.get(key, "") for key in ("type", "prepend", "content")]
+        require(all(map(_is_text, texts)), f"{wrong}has a type, prepend or content that is no text")
+        choose(wrong.strip(), texts[0], PARTS[part])
         require("precompiled_charsmap" not in step, f"{wrong}has a map of its own")
-        if "content" in step and "pattern" in step:  # by its fields: the library does not always look at the type
-            content = step.get("content")
-            require(isinstance(content, str), f"{wrong}replaces by something that is no text")
-            growth *= max(1, (1 + len(content)) if regex else len(content) / len(text))
-        require(len(str(step.get("prepend", ""))) <= 16, f"{wrong}puts a long text before every text")
+        require(len(texts[1]) <= 16, f"{wrong}puts a long text before every text")
+        # By its fields: the library does not always look at the type.
+        if "pattern" in step:
+            shortest = _shortest_match(step["pattern"], wrong)
+            growth *= max(1.0, len(texts[2]) / shortest if shortest else 1.0 + len(texts[2]))
         if "single" in step:
-            pieces = step.get("single")
-            texts = [p for p in pieces if isinstance(p, dict) and "Sequence" in p] if isinstance(pieces, list) else []
-            require(len(texts) == 1 and len(pieces) <= 16, f"{wrong}does not give a text once")
+            pieces = step["single"] if isinstance(step["single"], list) else []
+            given = [piece for piece in pieces if isinstance(piece, dict) and "Sequence" in piece]
+            require(len(given) == 1 and len(pieces) <= 16, f"{wrong}does not give a text once")
         if "stop" in step or "start" in step:
             require(step.get("stop") == 0 and step.get("start") in range(17), f"{wrong}strips more than it can")
     require(growth <= LONGEST_GROWTH, f"{wrong}makes a text up to {growth:.3g} times longer, at most {LONGEST_GROWTH}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _shortest_match(pattern: Any, wrong: str) -> int:
+    """Characters that a pattern finds at least: those of a text, none of a regular expression."""
+    found = pattern if isinstance(pattern, dict) else {"String": pattern}
+    if "Regex" in found:
+        check_regex(found["Regex"], wrong)
+        return 0
+    text = found.get("String")
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{wrong}has a pattern that is empty")
+    return len(text)
 
 
 def _steps(found: Any, wrong: str, depth: int = 0) -> Iterator[dict[str, Any]]:
