@@ -70,7 +70,8 @@ def load_checkpoint(
         newer = newest_step(path, known)
         if newer is not None:
             return load_newest(path, ema, device, newer)
-    require(not (path / "checkpoints").is_dir() or (exported / CONFIG).is_file(), f"{path} holds no checkpoint yet")
+    is_enough = ema and (exported / CONFIG).is_file()  # raw weights are in checkpoints alone
+    require(is_enough or not (path / "checkpoints").is_dir(), f"{path} holds no checkpoint yet")
     require(
         (exported / CONFIG).is_file(),
         f"eval.checkpoint={str(path)!r} is neither a run folder nor an exported folder: it holds no {CONFIG},"
@@ -88,7 +89,7 @@ def exported_step(folder: Path) -> float:
         return math.inf
     try:
         step = json.loads((folder / CONFIG).read_text())["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return -1
     return step if isinstance(step, int) else -1
 

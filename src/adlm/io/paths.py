@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -111,7 +111,8 @@ def sweep(folder: Path) -> None:
     """Remove what processes that were killed left half written in a folder (`.NAME.PID` of `write_atomically`)."""
     for path in folder.iterdir():
         if (match := DRAFT.fullmatch(path.name)) and path.is_file() and not is_running(int(match["pid"])):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another process was faster, or another user's
+                path.unlink()
 
 
 def is_running(process: int) -> bool:

@@ -117,7 +117,8 @@ class Checkpoints:
 
         def clear() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.sweep()
+            for stale in self.folder.glob("partial-*"):
+                shutil.rmtree(stale, ignore_errors=True)
 
         def complete() -> None:
             (partial / STATE).write_text(json.dumps(info, indent=1), encoding="utf-8")
@@ -137,11 +138,6 @@ class Checkpoints:
                 f"checkpoint of step {info['step']} could not be written to {self.folder}"
                 f" ({free / 2**20:,.0f} MiB free): {brief(error)}"
             ) from None
-
-    def sweep(self) -> None:
-        """Remove what a kill left half written or half removed."""
-        for stale in self.folder.glob("partial-*"):
-            shutil.rmtree(stale, ignore_errors=True)
 
     def on_main(self, do: Callable[[], None]) -> None:
         """Something that only the main rank does. If it fails it has failed on all ranks: none is left waiting for the
