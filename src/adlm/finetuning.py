@@ -140,7 +140,9 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     # Training ended with the bound's own times, and goes on there.
     chosen |= {"objective.time_density": 1.0, "objective.time_density_anneal": 0.0, "objective.gamma_warmup": 0.0}
     chosen |= rates(loaded)
-    chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": 8}
+    tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
+    batch = owntext.power_of_two(tokens / loaded.model.config.length / 4, 1, 8)
+    chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": batch}
     chosen |= {"eval.sequences": 256, "train.valid_sequences": 96}
     chosen |= {"sampling.steps": 64, "sampling.length": min(96, loaded.model.config.length), "sampling.top_p": 0.9}
     # Paths last: a string of the line may hold anything, also what a group is called.
@@ -152,9 +154,8 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         return config.load([*fixed, *(f"{key}={value}" for key, value in chosen.items()), *line])
 
     cfg = answer({})
-    tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
     most = min(EPOCHS * tokens, TOKENS[device]) / (cfg.train.global_batch_size * cfg.model.length)
-    cfg = answer({"train.steps": max(20, round(most))})
+    cfg = answer({"train.steps": max(10, round(most))})
     return answer(owntext.schedule(cfg, size))
 
 

@@ -56,6 +56,19 @@ def test_csv_tsv_json_array(tmp_path):
     assert list(read(write(tmp_path / "a.json", ' [{"text": "x"},\n {"text": "y"}]'), "auto", "text")) == ["x", "y"]
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_a_json_array_is_read_item_by_item(tmp_path, monkeypatch, chunk):
+    """However the file is cut by reading; so one of gigabytes need not fit into memory."""
+    monkeypatch.setattr(formats, "CHUNK", chunk)
+    texts = [f'{i} "é", [{{' + "long " * (i % 5) for i in range(40)]
+    for layout in ({}, {"indent": 2}):
+        path = write(
+            tmp_path / "a.json", "\n " + json.dumps([{"n": i, "text": t} for i, t in enumerate(texts)], **layout)
+        )
+        assert list(read(path, "auto", "text")) == texts
+    assert list(read(write(tmp_path / "b.json", "[ ]\n"), "auto", "text")) == []
+
+
 def test_parquet(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
@@ -153,6 +166,9 @@ def test_cut_character_at_the_end(tmp_path):
         ("a.json", '[{"text": ["x", "\\udc00"]}]', "record 1: field 'text' holds half of a character"),
         ("a.jsonl", '{"text": "x"}\n{"text": ' + "[" * 200_000 + "\n", "line 2 is not JSON (nested too deeply)"),
         ("a.jsonl", '{"text": "x", "n": ' + "1" * 5000 + "}\n", "line 1 is not JSON (Exceeds the limit"),
+        ("a.json", '[{"text": "x"}, {"text": "y"', "record 2 is not JSON"),
+        ("a.json", '[{"text": "x"} {"text": "y"}]', "record 1 is not followed by a comma"),
+        ("a.json", "[{" + '"a": {' * 200_000 + "}]", "record 1 is not JSON (nested too deeply)"),
         ("a.csv", "id,body\n1,x\n", "row 2 has no field 'text' (data.text_key); it has id, body"),
         ("a.parquet", "nonsense", "is not a parquet file"),
         ("a.txt.gz", "not gzip", "is damaged or incomplete"),

@@ -35,6 +35,7 @@ END_OF_TEXT = "<|endoftext|>"
 # (some can be held out) and memory stays bounded.
 PIECE = 16_384
 CHUNK = 1 << 20
+SPACE = re.compile(r"\s*")
 
 
 def plain_name(path: Path) -> str:
@@ -163,7 +164,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         while first.isspace():
             first = file.read(1)
         if first == "[":
-            for number, record in enumerate(_parsed(first + file.read(), path, 1), 1):
+            for number, record in enumerate(_items(file, path), 1):
                 yield number, _object(record, path, number)
             return
         line = first + file.readline()
@@ -172,6 +173,34 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if line.strip():
                 yield number, _object(_parsed(line, path, number), path, number)
             line, number = file.readline(), number + 1
+
+
+def _items(file: IO[str], path: Path) -> Iterator[Any]:
+    """The items of a JSON array behind its bracket, one at a time: the file may be larger than memory."""
+    decode, held, at, size, number = json.JSONDecoder().raw_decode, "", 0, CHUNK, 1
+    while True:
+        start = SPACE.match(held, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        try:
+            if number == 1 and held[start : start + 1] == "]":
+                return
+            item, end = decode(held, start)
+            end = SPACE.match(held, end).end()  # type: ignore[union-attr]
+            mark = held[end]
+        except (json.JSONDecodeError, IndexError) as error:  # cut by the end of what is read, or wrong
+            more = file.read(size)
+            problem = error.msg if isinstance(error, json.JSONDecodeError) else "the array does not end"
+            require(more != "", f"{path} record {number} is not JSON ({problem})")
+            held, at, size = held[start:] + more, 0, 2 * size  # an item longer than a chunk is not read from it again
+            continue
+        except RecursionError:
+            raise ValueError(f"{path} record {number} is not JSON (nested too deeply)") from None
+        except ValueError as error:
+            raise ValueError(f"{path} record {number} is not JSON ({error})") from None
+        require(mark in ",]", f"{path} record {number} is not followed by a comma")
+        yield item
+        if mark == "]":
+            return
+        at, size, number = end + 1, CHUNK, number + 1
 
 
 def _parsed(line: str, path: Path, number: int) -> Any:
