@@ -74,13 +74,17 @@ def test_fresh_examples_are_read_once(tmp_path):
 
 
 def test_without_validations_on_the_way_there_is_one_at_the_end(tmp_path, monkeypatch):
-    asked = []
-    real = Answerer.answer
+    asked, seeds = [], set()
+    real, seed = Answerer.answer, torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda number: (seeds.add(number), seed(number))[1])
     monkeypatch.setattr(Answerer, "answer", lambda *args: asked.append(args[1]) or real(*args))
     result = train(settings(tmp_path, "method=icot", "reason.valid_every=0"))
     assert len(asked) == 2  # validation and test questions, once each
     assert [event["step"] for event in read_metrics(tmp_path) if event["kind"] == "valid"] == [result.step]
     assert result.valid["accuracy"] == result.stages[-1]["accuracy"]
+    assert len(seeds) >= result.step > 1, "dropout is drawn anew at every step"
+    state = next((tmp_path / "checkpoints").glob("step-*/state.json"))
+    assert json.loads(state.read_text())["decay_all"], "as the published recipe does"
 
 
 def test_too_few_epochs_are_refused(tmp_path):
