@@ -211,7 +211,7 @@ BAD = [
     ("objective.time_density=0.5", "objective.time_density=0.5 must be at least 1"),
     ("seed=9223372036854775808", "seed=9223372036854775808 must be in [0, 2^63)"),
     ("train.num_threads=100000", "train.num_threads=100000 must be in [0, 1024]"),
-    ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda or cuda:N"),
+    ("train.device=gpu", "train.device='gpu' must be auto, cpu, cuda, cuda:N or mps"),
     ("train.device=cpu:1", "train.device"),
     ("train.precision=fp16", "choose one of auto, bf16, fp32"),
     ("data=file", "data.name=file needs data.path"),
