@@ -159,7 +159,7 @@ COMMANDS: dict[str, Command] = {
         sections=("reason", "optim", "train"),
     ),
     "serve": Command(
-        "adlm.serving.command:run_serve",
+        "adlm.serving:run_serve",
         "answer requests over HTTP, with a page to watch text appear: adlm serve [CHECKPOINT ...] port=8000",
         rest=True,
         short="serve",
