@@ -178,7 +178,7 @@ def test_a_body_of_ten_megabytes(server, http):
         ("/v1/completions", {"prompt": "\ud83d"}, "prompt: "),
         ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt: "),
         ("/v1/completions", {"suffix": "\ud83d"}, "suffix: "),
-        ("/v1/completions", {"stop": ["\ud83d"]}, "stop: "),
+        ("/v1/completions", {"stop": ["\ud83d"]}, "stop"),
         ("/v1/completions", {"logit_bias": {"\ud83d": 1}}, ""),
         ("/v1/completions", {"\ud83d": 1}, ""),
     ],

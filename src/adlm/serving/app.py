@@ -129,14 +129,14 @@ async def static(name: str) -> Response:
     raise Problem(404, "no such file")
 
 
-@router.head("/healthz", include_in_schema=False)
+@router.head("/healthz", response_class=PlainTextResponse, include_in_schema=False)
 @router.get("/healthz", response_class=PlainTextResponse, responses=NAME_ONLY)
 async def healthz() -> str:
     """The process answers."""
     return "ok\n"
 
 
-@router.head("/readyz", include_in_schema=False)
+@router.head("/readyz", response_class=PlainTextResponse, include_in_schema=False)
 @router.get("/readyz", response_class=PlainTextResponse, responses={**NAME_ONLY, 503: {"description": MEANING[503]}})
 async def readyz(request: Request) -> Response:
     """Models are loaded and new work is taken."""

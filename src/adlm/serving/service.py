@@ -17,7 +17,6 @@ from starlette.types import Scope
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
-from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Request
 from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
@@ -79,7 +78,7 @@ class Served:
 
     def writes_once(self, settings: SamplingConfig) -> bool:
         """Whether a token that was drawn is never masked again."""
-        return self.lm.model.config.causal or make_sampler(settings, make_schedule(self.lm.loaded.noise)).writes_once
+        return self.lm.model.config.causal or make_sampler(settings, self.lm.schedule).writes_once
 
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings
@@ -134,9 +133,7 @@ class Served:
         """Refuse requests that would take more of the network than one client may have: tokens times evaluations, and
         `more` that is not drawn but scored."""
         most = self.length * max(self.cfg.max_steps, self.cfg.max_n * self.settings["steps"])
-        # a sampler that reads predictions may evaluate without drawing
-        once = any(self.writes_once(r.settings) and not SAMPLERS.load(r.settings.sampler).reads for r in requests[:1])
-        cost = more + sum(cost_of(r, self.lm.length, self.lm.model.mask_id, once) for r in requests)
+        cost = more + sum(cost_of(r, self.lm) for r in requests)
         require(
             cost <= most,
             f"the cost n x length x steps is {cost}, allowed are {most} (length {self.length} times"
@@ -251,14 +248,17 @@ class Served:
         return tokens
 
 
-def cost_of(request: Request, length: int, mask_id: int, writes_once: bool) -> int:
-    """Tokens times evaluations that a sequence takes at most, for a model of `length`."""
+def cost_of(request: Request, lm: LanguageModel) -> int:
+    """Tokens times evaluations that a sequence takes at most."""
     s, tokens = request.settings, len(request.tokens)
-    holes = sum(t == mask_id for t in request.tokens)
-    steps = s.steps if SAMPLERS.load(s.sampler).steps_matter else holes
-    evaluations = (min(steps, holes) if writes_once else steps) * (2 if s.guidance else 1)
-    windows = 1 + max(0, -(-(tokens - length) // s.stride)) if s.stride else 1
-    return min(tokens, length) * windows * evaluations
+    sampler, holes = make_sampler(s, lm.schedule), sum(t == lm.model.mask_id for t in request.tokens)
+    steps = len(getattr(sampler, "t", ())) or s.steps  # times of its own are as many as it needs
+    if not sampler.steps_matter:
+        steps = holes
+    elif sampler.writes_once and not sampler.reads:  # a step that draws nothing costs nothing
+        steps = min(steps, holes)
+    windows = 1 + max(0, -(-(tokens - lm.length) // s.stride)) if s.stride else 1
+    return min(tokens, lm.length) * windows * steps * (2 if s.guidance else 1)
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:
