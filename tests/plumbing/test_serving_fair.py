@@ -1,4 +1,4 @@
-"""One client cannot keep the others waiting: scores come in parts, slots and time are shared, costs and texts bounded."""
+"""No client keeps the others waiting: scores come in parts, slots and time are shared, costs and texts are bounded."""
 
 import random
 import threading

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -57,8 +56,8 @@ def send(server, data: bytes) -> socket.socket:
 
 def post(path: str, body: dict) -> bytes:
     text = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
-    return head.encode() + text
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
 
 
 def read_all(connection: socket.socket) -> bytes:

@@ -23,8 +23,8 @@ from adlm.models import Network
 from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
-# Tokens of one forward pass, by kind of device: memory is bounded, and a CPU gains nothing from more. A pass is also what
-# a server makes others wait for.
+# Tokens of one forward pass, by kind of device: memory is bounded, and a CPU gains nothing from more. A server makes
+# others wait for one pass.
 TOKENS_AT_ONCE = {"cpu": 1 << 9}
 TOKENS_ELSEWHERE = 1 << 14
 T = TypeVar("T")

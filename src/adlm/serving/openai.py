@@ -220,7 +220,7 @@ class Completion:
             return Logprobs(tokens=[], token_logprobs=[], text_offset=[])
         given, drawn = tokens[1 : completion.first], tokens[completion.first : completion.first + len(offsets)]
         score = await self.evaluate(job, served.lm.score_in_parts(drawn, LOGPROB_DRAWS, context=given))
-        logprobs = [-x for x in score.per_token]
+        logprobs: list[float | None] = [-x for x in score.per_token]
         return Logprobs(tokens=served.pieces(drawn), token_logprobs=logprobs, text_offset=offsets)
 
     async def echoed_logprobs(self, job: Job, index: int, text: str, tokens: list[int]) -> Logprobs:
