@@ -3,11 +3,15 @@
     python benchmarks/serving.py                                        # CPU: a small model, short sequences
     python benchmarks/serving.py --model wide --causal --lengths 24 32  # CPU: bound by reading weights
     python benchmarks/serving.py --model small --device cuda --lengths 512 1024 --steps 64 128 --slots 64
+    python benchmarks/serving.py --checkpoint src/adlm/box --hostile    # ordinary clients beside hostile ones
 
 A server is started as its own process. Clients (standard library only) draw from a fixed pool of requests of mixed
 lengths, steps and samplers, first one at a time, then `--concurrency` at once, for `--seconds` each. The pool's texts
 are computed with `lm.generate` before, and every answer is compared. At last `--requests` more are sent while the
 server's memory is watched. Weights are random. It fails if an answer is wrong, lost or not 200.
+
+With `--hostile` it measures something else: the latency of `--ordinary` clients alone, then beside hostile ones, then
+alone again, in one run. The hostile ones are those of HOSTILE, each again as soon as it is answered.
 
 On a GPU bf16 rounds differently in batches of different sizes, so that now and then a draw falls to another token:
 there an answer is wrong if less than half of its tokens are the expected ones (of two different requests about one in
@@ -46,6 +50,13 @@ MODELS = {
     # Large enough that a step of few tokens is the time it takes to read the weights.
     "wide": {"hidden_size": 1024, "n_heads": 8, "n_blocks": 4, "n_denoiser_blocks": 2, "cond_dim": 16},
     "small": {},
+}
+# What one client can do to the others: every text it may ask for at every step, the longest score, the largest body
+HOSTILE = {
+    "infill": ("/v1/infill", {"n": 16, "steps": 4096, "sampler": "forward-backward"}),
+    "infill, the most that is allowed": ("/v1/infill", {"n": 16, "steps": 256, "sampler": "forward-backward"}),
+    "score": ("/v1/score", {"draws": 256}),
+    "tokenize": ("/v1/tokenize", {"text": "word " * 198_000}),
 }
 SAMPLERS = ("mdlm", "remdm-cap", "remdm-loop", "first-hitting", "confidence")
 
@@ -92,11 +103,12 @@ class Client:
     def __init__(self, port: int):
         self.port, self.reader, self.writer = port, None, None
 
-    async def ask(self, body: dict) -> tuple[int, dict]:
+    async def ask(self, body: dict, path: str = "/v1/infill") -> tuple[int, dict]:
         if self.writer is None:
             self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
         text = json.dumps(body).encode()
-        head = f"POST /v1/infill HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        head += f"\r\nContent-Length: {len(text)}"
         self.writer.write(head.encode() + b"\r\n\r\n" + text)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         size = next(int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length"))
@@ -176,6 +188,38 @@ async def load_with(
     return tally.summary(clients)
 
 
+async def beside_hostile(
+    port: int, pool: list[dict], texts: list[list[int]], args: argparse.Namespace, length: int
+) -> dict:
+    """Ordinary clients alone, beside two of each hostile kind, and alone again."""
+    answered: dict[str, dict[int, int]] = {name: {} for name in HOSTILE}
+
+    async def hostile(name: str) -> None:
+        client, (path, body) = Client(port), HOSTILE[name]
+        more = {"/v1/infill": {"length": length}, "/v1/score": {"text": "a b " * (length // 3)}}.get(path, {})
+        try:
+            while True:
+                status, _ = await client.ask(body | more, path)
+                answered[name][status] = answered[name].get(status, 0) + 1
+                await asyncio.sleep(0.1 if status != 200 else 0)  # a refusal is quick; the loop is the server's, too
+        finally:
+            client.close()
+
+    load = functools.partial(load_with, port, pool, texts, args.ordinary, args.seconds)
+    found = {"alone": await load()}
+    tasks = [asyncio.create_task(hostile(name)) for name in HOSTILE for _ in range(2)]
+    await asyncio.sleep(2)
+    found["beside hostile"] = await load()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(1)
+    found["alone again"] = await load()
+    alone = {q: (found["alone"][q] + found["alone again"][q]) / 2 for q in ("p50_ms", "p99_ms")}
+    ratio = {q: round(found["beside hostile"][q] / alone[q], 2) for q in alone}
+    return {"runs": found, "ratio": ratio, "hostile_statuses": answered}
+
+
 def ready(port: int) -> bool:
     try:
         return urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz").status == 200
@@ -206,6 +250,8 @@ def main() -> int:
     p.add_argument("--pool", type=int, default=200, help="different requests")
     p.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
     p.add_argument("--seconds", type=float, default=60)
+    p.add_argument("--hostile", action="store_true", help="measure ordinary clients beside hostile ones, nothing else")
+    p.add_argument("--ordinary", type=int, default=1, help="ordinary clients of --hostile")
     p.add_argument("--requests", type=int, default=2000, help="sent while memory is watched (0: none)")
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -230,6 +276,10 @@ def run(args: argparse.Namespace, path: str) -> dict:
         port = int(next(x for x in server.stdout if x.startswith("adlm serves on")).split()[3].rsplit(":", 1)[1])
         while not ready(port):
             time.sleep(0.1)
+        if args.hostile:
+            found = asyncio.run(beside_hostile(port, pool, texts, args, lm.length))
+            right = all(r["wrong"] == 0 and set(r["statuses"]) == {200} for r in found["runs"].values())
+            return {"benchmark": "serving, hostile", "model": path, **found, "sound": right}
         asyncio.run(loaded(port, pool, texts, min(args.concurrency), 600, most=max(args.concurrency)))  # warm-up
         runs = []
         for n in (1, *args.concurrency):

@@ -228,11 +228,12 @@ COMMANDS: dict[str, Command] = {
         reads=("reason", *TRAINING, "eval"),
     ),
     "serve": Command(
-        "adlm.serving.command:run_serve",
+        "adlm.serving:run_serve",
         "answer requests over HTTP, with a page to watch text appear: adlm serve [CHECKPOINT ...] port=8000",
         rest=True,
         short="serve",
         reads=("serve", *SERVED, "eval.checkpoint", *MODEL, "train.num_threads"),
+        loads_torch=False,  # it says so itself, also to a log
     ),
     "config": Command(
         "adlm.cli:run_config",

@@ -193,9 +193,9 @@ class ServeConfig:
     max_length: WholeNumber = 0
     """Longest sequence of a request in tokens; 0: the model's length."""
     max_steps: Count = 4096
-    """Most steps of a request."""
+    """Most steps of a request; also bounds n x length x steps (docs/serving.md)."""
     max_n: Count = 16
-    """Most sequences of a request (n times prompts)."""
+    """Most sequences of a request (n times prompts); also bounds n x length x steps."""
     timeout: Positive = 300.0
     """Seconds a request may take, waiting included."""
     grace: NotNegative = 30.0

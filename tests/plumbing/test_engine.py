@@ -85,6 +85,35 @@ def test_rows_that_come_and_go_do_not_disturb_each_other(model):
     assert done[wanted].tokens == expected
 
 
+def test_a_row_that_is_paused_or_stands_still_continues_as_if_nothing_had_happened(model):
+    """Any sampler, guided too: taken out of its slot between any two steps, put back into another one."""
+    requests = mixed(26)
+    alone = rows(Engine(model, slots=1), requests)
+    engine, chance, done = Engine(model, slots=5), np.random.default_rng(0), {}
+    ids = [engine.submit(r) for r in requests]
+    while engine.busy:
+        for id in [s.id for s in engine.slots if s is not None and chance.random() < 0.3]:
+            engine.pause(id)
+        for id in [id for id in engine.paused if chance.random() < 0.5][: engine.slots.count(None)]:
+            engine.resume(id)
+        only = [s.id for s in engine.slots if s is not None and chance.random() < 0.7]
+        before = {s.id: s.nfe for s in engine.slots if s is not None}
+        done |= {u.id: u for u in engine.step(only) if isinstance(u, Result)}
+        assert all(s.nfe == before[s.id] for s in engine.slots if s is not None and s.id in before.keys() - set(only))
+    assert [done[id].tokens for id in ids] == alone
+
+
+def test_a_paused_row_can_be_cancelled(model):
+    engine = Engine(model, slots=1)
+    id = engine.submit(request(1, steps=12, watch=True))
+    (frame,) = engine.step()
+    engine.pause(id)
+    assert engine.slots == [None] and engine.busy
+    engine.cancel(id)
+    (left,) = engine.step()
+    assert (left.id, left.tokens, left.finished, engine.busy) == (id, frame.tokens, False, False)
+
+
 def test_settings_change_the_row(model):
     base = request(3)
     others = [request(4), request(3, temperature=0.2), request(3, sampler="first-hitting"), request(3, top_k=1)]

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_model
@@ -67,6 +68,19 @@ def test_equals_the_loop_without_a_cache(model, slots):
         done |= {u.id: u for u in engine.step() if isinstance(u, Result)}
     assert [done[i].tokens for i in ids] == [naive(model, r) for r in REQUESTS]
     assert done[ids[1]].nfe == L - 5
+
+
+def test_a_row_that_is_paused_or_stands_still_continues_as_if_nothing_had_happened(model):
+    engine, chance, done = CausalEngine(model, slots=3), np.random.default_rng(0), {}
+    ids = [engine.submit(r) for r in REQUESTS]
+    while engine.busy:
+        for id in [s.id for s in engine.slots if s is not None and chance.random() < 0.3]:
+            engine.pause(id)
+        for id in [id for id in engine.paused if chance.random() < 0.5][: engine.slots.count(None)]:
+            engine.resume(id)
+        only = [s.id for s in engine.slots if s is not None and chance.random() < 0.7]
+        done |= {u.id: u for u in engine.step(only) if isinstance(u, Result)}
+    assert [done[i].tokens for i in ids] == [naive(model, r) for r in REQUESTS]
 
 
 def test_bans(model):

@@ -7,12 +7,12 @@ from served import readable_model
 
 from adlm import cli, config
 from adlm.io.load import DEMO, default_checkpoint
-from adlm.serving.command import listen, names
+from adlm.serving import listen, names
 
 
 def test_keys_of_the_section_may_be_typed_without_its_name(monkeypatch):
     seen = []
-    monkeypatch.setattr("adlm.serving.command.run_serve", lambda cfg, args: seen.append((cfg, args)))
+    monkeypatch.setattr("adlm.serving.run_serve", lambda cfg, args: seen.append((cfg, args)))
     assert cli.main(["serve", "a", "b", "port=8001", "serve.slots=3", "sampling.steps=5", "timeout=2.5"]) == 0
     cfg, args = seen[0]
     assert (cfg.serve.port, cfg.serve.slots, cfg.serve.timeout, cfg.sampling.steps) == (8001, 3, 2.5, 5)
@@ -60,7 +60,7 @@ def test_what_cannot_be_a_default_of_requests_is_refused(tmp_path, monkeypatch, 
     def listen(*args):
         raise AssertionError("it would have been served")
 
-    monkeypatch.setattr("adlm.serving.command.listen", listen)
+    monkeypatch.setattr("adlm.serving.listen", listen)
     assert cli.main(["serve", str(tmp_path), *typed]) == 1
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,6 +17,7 @@ from marks import slow
 from served import LONG, load_tiny, readable_model, serving, wait_until
 
 from adlm.api import LanguageModel
+from adlm.serving.jobs import in_one_part
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(lm):
-    settings = {"slots": 2, "queue": 3, "max_n": 4, "max_steps": 5000}
+    settings = {"slots": 2, "queue": 3, "max_n": 4, "max_steps": 16000}
     with pytest.MonkeyPatch.context() as patch, serving({"tiny": LanguageModel(lm.loaded)}, **settings) as running:
         patch.setattr("adlm.serving.server.READ_TIMEOUT", 0.5)
         patch.setattr("adlm.serving.server.MAX_BODY", 200_000)
@@ -56,8 +56,8 @@ def send(server, data: bytes) -> socket.socket:
 
 def post(path: str, body: dict) -> bytes:
     text = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
-    return head.encode() + text
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -71,11 +71,12 @@ def read_all(connection: socket.socket) -> bytes:
 
 REFUSED = [
     # path, body, status, what the message names
-    ("/v1/completions", {"prompt": "x" * 10_000}, 400, "the prompt has 10001 tokens, allowed are 32"),
+    ("/v1/completions", {"prompt": "x" * 10_000}, 400, "the prompt has 10000 characters, allowed are 4096"),
+    ("/v1/completions", {"prompt": "x" * 1000}, 400, "the prompt has 1001 tokens, allowed are 32"),
     ("/v1/completions", {"prompt": "x", "max_tokens": 10**15}, 400, "allowed are 32 (the model's length)"),
     ("/v1/completions", {"prompt": "x", "n": 5}, 400, "serve.max_n"),
     ("/v1/completions", {"prompt": ["x", "y", "z"], "n": 2}, 400, "6 texts are asked for, allowed are 4 (serve.max_n)"),
-    ("/v1/completions", {"prompt": "x", "steps": 5001}, 400, "serve.max_steps"),
+    ("/v1/completions", {"prompt": "x", "steps": 16001}, 400, "serve.max_steps"),
     ("/v1/completions", {"prompt": "x", "sampler": "mldm"}, 400, "did you mean 'mdlm'?"),
     ("/v1/completions", {"prompt": "x", "stop": ["a", ""]}, 400, "empty"),
     ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of=3"),
@@ -101,7 +102,7 @@ REFUSED = [
     ("/v1/completions", [1], 422, "body"),
     ("/v1/infill", {"template": "[MASK:999999999999]"}, 400, "allowed are 32"),
     ("/v1/infill", {"template": "[MASK]" * 40}, 400, "the template has 40 tokens, allowed are 32"),
-    ("/v1/infill", {"template": f"[MASK:{'9' * 5000}]"}, 400, "is no hole"),
+    ("/v1/infill", {"template": f"[MASK:{'9' * 4000}]"}, 400, "is no hole"),
     ("/v1/infill", {"template": "[MASK] [mask:2]"}, 400, "'[mask:2]' is no hole"),
     ("/v1/infill", {"required": ["is"], "banned": ["is"]}, 400, "both name 'is'"),
     ("/v1/completions", {"prompt": "x", "required": ["is"], "banned": ["is"]}, 400, "both name 'is'"),
@@ -176,7 +177,7 @@ def test_a_body_of_ten_megabytes(server, http):
         ("/v1/completions", {"prompt": "\ud83d"}, "prompt: "),
         ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt: "),
         ("/v1/completions", {"suffix": "\ud83d"}, "suffix: "),
-        ("/v1/completions", {"stop": ["\ud83d"]}, "stop: "),
+        ("/v1/completions", {"stop": ["\ud83d"]}, "stop"),
         ("/v1/completions", {"logit_bias": {"\ud83d": 1}}, ""),
         ("/v1/completions", {"\ud83d": 1}, ""),
     ],
@@ -197,7 +198,7 @@ def test_half_a_character_is_refused(http, path, body, says):
      "/static/..%5capp.py", "/static/%00", "/static/", "/static/..", "/app.py", "//etc/passwd"],
 )  # fmt: skip
 def test_nothing_outside_the_static_folder_is_served(server, path):
-    with send(server, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()) as connection:
+    with send(server, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()) as connection:
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 404"), answer[:200]
     assert b"import" not in answer and b"root:" not in answer
@@ -235,7 +236,7 @@ def test_a_full_queue_answers_429_and_recovers(server, http):
 def test_slow_clients_are_cut_off(server, http):
     began = time.monotonic()
     silent = send(server, b"")
-    headers = send(server, b"POST /v1/infill HTTP/1.1\r\nHost: x\r\n")
+    headers = send(server, b"POST /v1/infill HTTP/1.1\r\nHost: localhost\r\n")
     body = send(server, post("/v1/infill", {"length": 8})[:-3])
     dripping = send(server, b"GET / HTTP/1.1\r\n")
     for _ in range(4):  # a byte now and then does not buy more time
@@ -252,7 +253,8 @@ def test_slow_clients_are_cut_off(server, http):
 def test_frames_for_a_reader_that_does_not_read_are_left_out_and_nothing_is_lost(server, lm):
     from adlm.engine import Frame
     from adlm.serving.frames import film
-    from adlm.serving.worker import BACKLOG, Job, Update, Worker
+    from adlm.serving.jobs import Job, Update
+    from adlm.serving.worker import BACKLOG, Worker
 
     request = lm.request(length=16, seed=1, sampler="remdm-cap", steps=300, eta=0.5)
     updates = list(lm.engine(1).stream(replace(request, watch=True)))
@@ -277,14 +279,12 @@ def test_frames_for_a_reader_that_does_not_read_are_left_out_and_nothing_is_lost
 
 
 @pytest.mark.parametrize("steps", [31, 32, 33, 63, 64, 65, 200])
-def test_only_so_many_frames_cost_a_pass_of_their_own(server, lm, steps):
+def test_only_so_many_frames_cost_a_pass_of_their_own(lm, steps):
     from adlm.engine import Frame
-    from adlm.serving.worker import GUESSED_FRAMES, Worker
+    from adlm.serving.frames import GUESSED_FRAMES, Guesses
 
-    mine = Worker("tiny", lm, 1, 1, server.service.metrics)
-    request = lm.request(length=8, sampler="remdm-cap", steps=steps)
-    mine.jobs[0] = (SimpleNamespace(guesses=True, requests=[request]), 0)  # type: ignore[assignment]
-    guessed = sum(bool(mine.guesses_of([Frame(0, request.tokens, n, n, [])])) for n in range(steps))
+    mine, request = Guesses(lm), lm.request(length=8, sampler="remdm-cap", steps=steps)
+    guessed = sum(bool(mine.of([(Frame(0, request.tokens, n, n, []), request)])) for n in range(steps))
     assert GUESSED_FRAMES / 2 <= guessed + 1 <= GUESSED_FRAMES + 1
 
 
@@ -303,7 +303,7 @@ def test_a_request_out_of_time_is_told_and_leaves(lm):
 def test_logprobs_have_the_time_of_their_request(lm, monkeypatch):
     with serving({"tiny": LanguageModel(lm.loaded)}, timeout=1.0) as running:
         served = running.service.models["tiny"]
-        monkeypatch.setattr(served.lm, "score", lambda *args, **more: time.sleep(3))
+        monkeypatch.setattr(served.lm, "score_in_parts", lambda *args, **more: in_one_part(lambda: time.sleep(3)))
         began = time.monotonic()
         late = httpx.post(running.url + "/v1/completions", json={"prompt": "a", "logprobs": 1, "n": 4}, timeout=30)
         assert late.status_code == 504 and time.monotonic() - began < 2.5
@@ -358,7 +358,7 @@ def test_an_engine_that_fails_answers_500_and_goes_on(lm, monkeypatch, caplog):
     with serving({"tiny": LanguageModel(lm.loaded)}) as running:
         engine = worker(running).engine
 
-        def fail():
+        def fail(*slots):
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr(engine, "evaluate", fail)
@@ -379,7 +379,7 @@ def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch)
         engine, before, build = worker(running).engine, [], module.make_engine
         old = weakref.ref(engine)
 
-        def fail():
+        def fail(*slots):
             raise RuntimeError("out of memory")
 
         engine.evaluate = fail
@@ -396,7 +396,7 @@ def test_guesses_that_fail_leave_frames_without_them(lm, monkeypatch, caplog):
         def fail(*args):
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("adlm.serving.worker.best_guesses", fail)
+        monkeypatch.setattr("adlm.serving.frames.best_guesses", fail)
         for _ in range(2):
             film = httpx.post(running.url + "/v1/frames", json={"length": 8, "seed": 1}, timeout=30).text
             end = json.loads(film.split("event: end\ndata: ")[1])
@@ -468,7 +468,7 @@ from adlm import cli
 from adlm.engine import Engine
 from adlm.serving.worker import Worker
 step, warm_up = Engine.step, Worker.warm_up
-def stuck(self):
+def stuck(self, *only):
     print("stuck", flush=True)
     while True:
         torch.rand(256, 1024).sort()
@@ -517,7 +517,7 @@ def test_a_signal_in_a_long_step_ends_the_server_all_the_same(tmp_path, when, si
 
 def test_a_score_under_way_is_told_that_the_server_goes(lm, monkeypatch):
     own, go = LanguageModel(lm.loaded), threading.Event()
-    monkeypatch.setattr(own, "score", lambda *args, **named: go.wait(60))
+    monkeypatch.setattr(own, "score_in_parts", lambda *args, **named: in_one_part(lambda: go.wait(60)))
     with serving({"tiny": own}, grace=0.05) as running:
         answers = []
         ask = threading.Thread(

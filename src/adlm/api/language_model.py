@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from adlm import tables
-from adlm.api.scoring import Score, score_tokens
+from adlm.api.scoring import Parts, Score, score_tokens, whole
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
@@ -345,6 +345,12 @@ class LanguageModel:
 
     def score(self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()) -> Score:
         """The bound on -log p(text | context) (exact for causal models), with `draws` draws of noise."""
+        return whole(self.score_in_parts(text, draws, context))
+
+    def score_in_parts(
+        self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()
+    ) -> Parts[Score]:
+        """As `score`; a generator that yields after every pass of the network, for who has other things to do."""
         draws = accept("draws", draws, Count)
         tokens, given = self.encode("text", text), self.encode("context", context)
         noise, objective = self.loaded.noise, self.loaded.objective

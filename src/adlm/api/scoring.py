@@ -8,22 +8,29 @@ Models of another kind (score entropy, D3PM) are scored at random times, by thei
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from adlm.diffusion.schedules import diluted
+from adlm.diffusion.schedules import Schedule, diluted, noise_level
+from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.errors import require
 from adlm.io.paths import float64_device
 from adlm.models import Network
 from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
-# Tokens of one forward pass: memory is bounded, and a CPU gains nothing from more.
-TOKENS_AT_ONCE = 1 << 14
+# Tokens of one forward pass, by kind of device: memory is bounded, and a CPU gains nothing from more. A server makes
+# others wait for one pass.
+TOKENS_AT_ONCE = {"cpu": 1 << 9}
+TOKENS_ELSEWHERE = 1 << 14
+T = TypeVar("T")
+Parts = Generator[None, None, T]
+"""A computation in parts: its value, with a yield after each pass of the network."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,15 @@ def split(tokens: Sequence[int], context: Sequence[int], bos_id: int, length: in
         yield ScoredSequence([bos_id], rest[a : a + room])
 
 
-@torch.no_grad()
+def whole(parts: Parts[T]) -> T:
+    """The value of a computation in parts."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
+
+
 def score_tokens(
     model: Network,
     tokens: Sequence[int],
@@ -68,7 +83,7 @@ def score_tokens(
     objective: ObjectiveConfig,
     draws: int,
     context: Sequence[int] = (),
-) -> Score:
+) -> Parts[Score]:
     """The score of `tokens` after `context`, by the bound of the model's own kind."""
     require(len(tokens) > 0, "there is nothing to score: the text has no tokens")
     bad = [t for t in (*tokens, *context) if not 0 <= t < model.vocab_size or t == model.mask_id]
@@ -79,7 +94,7 @@ def score_tokens(
     for part in split(tokens, context, bos_id, model.config.length):
         # a single token is masked in every draw: one draw is enough, unless the model is conditioned on its noise level
         alike = len(part.scored) == 1 and not model.config.time_conditioning and bound.subs
-        nats = position_nats(model, part, bound, 1 if alike else draws)
+        nats = yield from position_nats(model, part, bound, 1 if alike else draws)
         per_draw += nats.sum(1)
         per_token += nats.mean(0)[len(part.given) :].tolist()
     nll = float(per_draw.mean()) / len(tokens)
@@ -87,13 +102,13 @@ def score_tokens(
     return Score(nll, math.exp(min(nll, 700)), stderr, per_token, list(tokens))
 
 
-def position_nats(model: Network, part: ScoredSequence, objective: Objective, draws: int) -> np.ndarray:
+def position_nats(model: Network, part: ScoredSequence, objective: Objective, draws: int) -> Parts[np.ndarray]:
     """Nats of every position of the sequence in every draw: [draws, positions]."""
     causal = model.config.causal
     device = float64_device(next(model.parameters()).device)
     tokens_L = torch.tensor([*part.given, *part.scored], device=device)
     found = np.zeros((draws, len(tokens_L)))
-    at_once = max(1, TOKENS_AT_ONCE // len(tokens_L))
+    at_once = sequences_at_once(device, len(tokens_L))
     for b in range(0, draws, at_once):
         example = torch.arange(b, min(b + at_once, draws), device=device)
         scored = torch.ones(len(example), len(tokens_L), dtype=torch.bool, device=device)
@@ -108,4 +123,53 @@ def position_nats(model: Network, part: ScoredSequence, objective: Objective, dr
             batch = batch._replace(sigma_B=diluted(batch.sigma_B, scored_fraction, objective.schedule))
         # a causal model's hidden state is one ahead of the token it predicts
         found[b : b + len(example), int(causal) :] = position_losses(model, batch).cpu().numpy()
+        yield
     return found
+
+
+def sequences_at_once(device: torch.device, length: int) -> int:
+    return max(1, TOKENS_AT_ONCE.get(device.type, TOKENS_ELSEWHERE) // length)
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probability of a token given those before it, and of the likeliest tokens there."""
+
+    log_p: float
+    best: list[tuple[int, float]]
+    """Most probable first."""
+
+
+def left_to_right(
+    model: Network, tokens: Sequence[int], given: Sequence[int], schedule: Schedule, top: int
+) -> Parts[list[TokenLogProbs]]:
+    """log p(token | tokens before it) for each of `tokens` after `given`: the chain rule, which is what a causal model
+    says anyway. A diffusion model reads each token's past with everything from that token on masked: its likelihood
+    when it writes from left to right. Sums over the end of a text are those of that end given its beginning."""
+    device, first, length = next(model.parameters()).device, len(given), len(given) + len(tokens)
+    tokens_L, found = torch.tensor([*given, *tokens], device=device), []
+    at_once = length if model.config.causal else sequences_at_once(device, length)
+    for a in range(first, length, at_once):
+        at = torch.arange(a, min(a + at_once, length), device=device)
+        with torch.no_grad():
+            if model.config.causal:
+                hidden_ND = model(tokens_L[None]).denoiser_BLD[0, at - 1]
+            else:
+                hidden_here = torch.arange(length, device=device) >= at[:, None]
+                tokens_NL = tokens_L.expand(len(at), -1).masked_fill(hidden_here, model.mask_id)
+                sigma_N = noise_level(hidden_here.float().mean(-1), schedule)
+                hidden_ND = model(tokens_NL, sigma_N).denoiser_BLD[torch.arange(len(at), device=device), at]
+            targets_N = tokens_L[at]
+            for rows in torch.arange(len(at), device=device).split(max(1, LOGITS_AT_ONCE // model.vocab_size)):
+                found += read_log_probs(model, hidden_ND[rows], targets_N[rows], top)
+        yield
+    return found
+
+
+def read_log_probs(model: Network, hidden_ND: Tensor, targets_N: Tensor, top: int) -> list[TokenLogProbs]:
+    logits_NV = model.head(hidden_ND).float()
+    logits_NV[:, model.mask_id] = -torch.inf
+    log_p_NV = logits_NV.log_softmax(-1)
+    chosen_N = log_p_NV.gather(-1, targets_N[:, None])[:, 0]
+    best = log_p_NV.topk(min(top, model.vocab_size - 1))
+    rows = zip(chosen_N.tolist(), best.indices.tolist(), best.values.tolist())
+    return [TokenLogProbs(log_p, list(zip(tokens, values))) for log_p, tokens, values in rows]

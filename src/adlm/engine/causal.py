@@ -40,6 +40,11 @@ def slot_view(cache: Cache, i: int) -> Cache:
     return Cache(view(cache.denoiser), anchor, torch.zeros_like(cache.seen_B[i : i + 1]))
 
 
+def layers_of(cache: Cache) -> list[Tensor]:
+    """Keys and values of all layers, [B, N, L, H] each."""
+    return [kv for layer in [*cache.denoiser, *(cache.anchor or [])] for kv in (layer.k_BNLH, layer.v_BNLH)]
+
+
 class CausalEngine(BaseEngine[Continuation]):
     def __init__(self, model: Network, slots: int = 16, device: str | torch.device = "cpu", precision: str = "auto"):
         require(model.config.causal, "CausalEngine needs a causal model (model.causal=true)")
@@ -77,20 +82,31 @@ class CausalEngine(BaseEngine[Continuation]):
                 tokens = torch.tensor([prompt[:-1]], device=self.network_device)
                 self.network(tokens, cache=slot_view(self.cache, i))
 
+    def keep(self, i: int) -> list[Tensor]:
+        seen = len(self.active(i).written)
+        return [kv_1NLH[:, :, :seen].clone() for kv_1NLH in layers_of(slot_view(self.cache, i))]
+
+    def bring_back(self, i: int, kept: list[Tensor]) -> None:
+        self.drawer.ban(i, [w[0] for w in self.active(i).request.banned if len(w) == 1])
+        for kv_1NLH, copy in zip(layers_of(slot_view(self.cache, i)), kept):
+            kv_1NLH[:, :, : copy.shape[2]] = copy
+
     def tokens(self, i: int) -> list[int]:
         text = self.active(i)
         return [*text.written, *[self.model.mask_id] * (text.length - len(text.written))]
 
     @torch.inference_mode()
-    def evaluate(self) -> None:
-        """Read the last token of every sequence, draw the next."""
-        group = [i for i, s in enumerate(self.slots) if s is not None]
-        texts = [self.active(i) for i in group]
+    def evaluate(self, chosen: list[int]) -> None:
+        """Read the last token of every sequence, draw the next of the chosen ones."""
+        group, texts = chosen, [self.active(i) for i in chosen]
         if not texts:
             return
         last, seen = np.zeros((2, len(self.slots)), dtype=np.int64)
-        last[group], seen[group] = [t.written[-1] for t in texts], [len(t.written) - 1 for t in texts]
-        # Idle slots read token 0 at position 0: what they write there is overwritten when a sequence moves in.
+        for i, text in enumerate(self.slots):
+            # Idle slots read token 0 at position 0: what they write there is overwritten when a sequence moves in.
+            # Those that stand still read their last token, and will again.
+            if text is not None:
+                last[i], seen[i] = text.written[-1], len(text.written) - 1
         self.cache.seen_B.copy_(torch.from_numpy(seen))
         drawn = self.draw(torch.from_numpy(last).to(self.network_device), group, texts).tolist()
         for i, text, token in zip(group, texts, drawn):

@@ -9,9 +9,9 @@ of different length do not share a call: the network has no notion of padding, s
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,10 @@ class ActiveSequence:
     request: Request
     nfe: int = 0
     began: float = field(default_factory=time.perf_counter)
+    kept: Any = None
+    """While it is paused: what its slot held on the device."""
+    stood: list[int] = field(default_factory=list)
+    """While it is paused: the sequence as it stands."""
 
 
 S = TypeVar("S", bound=ActiveSequence)
@@ -54,6 +58,8 @@ class BaseEngine(Generic[S]):
         self.model = model
         self.slots: list[S | None] = [None] * slots
         self.waiting: deque[tuple[int, Request]] = deque()
+        self.paused: dict[int, S] = {}
+        """Sequences that were taken out of their slots, to be resumed."""
         self.cancelled: set[int] = set()
         self.next_id = 0
         self.updates: list[Frame | Result] = []
@@ -83,16 +89,33 @@ class BaseEngine(Generic[S]):
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting) or any(s is not None for s in self.slots)
+        return bool(self.waiting) or bool(self.paused) or any(s is not None for s in self.slots)
 
-    def step(self) -> list[Frame | Result]:
-        """Admit sequences, evaluate each once, and report: Frames of watched ones, Results of ended ones."""
+    def pause(self, id: int) -> None:
+        """Take a sequence out of its slot, for another one. Resumed, it continues as if nothing had happened."""
+        i = next(i for i, s in enumerate(self.slots) if s is not None and s.id == id)
+        active = self.active(i)
+        active.stood, active.kept = self.tokens(i), self.keep(i)
+        self.paused[id] = active
+        self.slots[i] = None
+
+    def resume(self, id: int) -> None:
+        """Put a paused sequence into a free slot, whichever."""
+        i = self.slots.index(None)
+        active = self.slots[i] = self.paused.pop(id)
+        self.bring_back(i, active.kept)
+        active.kept = None
+
+    def step(self, only: Collection[int] | None = None) -> list[Frame | Result]:
+        """Admit sequences, evaluate each once, and report: Frames of watched ones, Results of ended ones. `only`: ids
+        of those to evaluate beside the admitted; others keep their slots and stand still."""
         self.updates = []
         self.drop_cancelled()
+        resting = set() if only is None else {s.id for s in self.slots if s is not None} - set(only)
         for i in range(len(self.slots)):
             while self.slots[i] is None and self.waiting:
                 self.admit(i, *self.waiting.popleft())
-        self.evaluate()
+        self.evaluate([i for i, s in enumerate(self.slots) if s is not None and s.id not in resting])
         return self.updates
 
     def run(self, requests: Iterable[Request], tick: Callable[[], None] = lambda: None) -> Iterator[Result]:
@@ -178,6 +201,10 @@ class BaseEngine(Generic[S]):
         for i, active in enumerate(self.slots):
             if active is not None and active.id in self.cancelled:
                 self.finish(i, self.tokens(i), finished=False)
+        for id in self.paused.keys() & self.cancelled:
+            left = self.paused.pop(id)
+            seconds = time.perf_counter() - left.began
+            self.updates.append(Result(id, left.stood, left.request.seed, left.nfe, seconds, finished=False))
         for id, request in [w for w in self.waiting if w[0] in self.cancelled]:
             self.waiting.remove((id, request))
             self.updates.append(Result(id, list(request.tokens), request.seed, 0, 0.0, finished=False))
@@ -195,8 +222,16 @@ class BaseEngine(Generic[S]):
         """Put the request into slot i (it may end at once)."""
         raise NotImplementedError
 
-    def evaluate(self) -> None:
-        """Evaluate the network once for every sequence."""
+    def evaluate(self, chosen: list[int]) -> None:
+        """Evaluate the network once for the sequences in these slots."""
+        raise NotImplementedError
+
+    def keep(self, i: int) -> Any:
+        """A copy of what slot i holds on the device."""
+        raise NotImplementedError
+
+    def bring_back(self, i: int, kept: Any) -> None:
+        """Make slot i, in which a resumed sequence stands, hold what its slot held."""
         raise NotImplementedError
 
     def tokens(self, i: int) -> list[int]:
@@ -302,13 +337,20 @@ class Engine(BaseEngine[Canvas]):
     def tokens(self, i: int) -> list[int]:
         return [*self.active(i).window.before, *self.window_tokens(i)]
 
+    def keep(self, i: int) -> torch.Tensor:
+        return self.evaluator.canvas_SL[i, : len(self.active(i).window.tokens)].clone()
+
+    def bring_back(self, i: int, kept: torch.Tensor) -> None:
+        window = self.active(i).window
+        self.evaluator.load(i, window.tokens, window.banned)  # which says what is fixed
+        self.evaluator.canvas_SL[i, : len(kept)] = kept
+
     # One network call per length
 
-    def evaluate(self) -> None:
-        lengths = {len(s.window.tokens) for s in self.slots if s is not None}
-        for length in sorted(lengths):
-            group = [i for i, s in enumerate(self.slots) if s is not None and len(s.window.tokens) == length]
-            self.evaluate_group(group, length)
+    def evaluate(self, chosen: list[int]) -> None:
+        lengths = {i: len(self.active(i).window.tokens) for i in chosen}
+        for length in sorted(set(lengths.values())):
+            self.evaluate_group([i for i in chosen if lengths[i] == length], length)
 
     def evaluate_group(self, group: list[int], length: int) -> None:
         canvases = [self.active(i) for i in group]

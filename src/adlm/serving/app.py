@@ -1,26 +1,28 @@
 """The routes. Each is a few lines: a body becomes requests of the engine, their results become an answer."""
 
 import asyncio
+import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from adlm import reporting
 from adlm.serving import bodies as b
 from adlm.serving.bodies import Problem
-from adlm.serving.frames import counts, film
-from adlm.serving.openai import Completion
+from adlm.serving.frames import best_guesses, counts, film
+from adlm.serving.jobs import in_one_part
+from adlm.serving.openai import Chat, Completion
 from adlm.serving.server import RequestGuard
-from adlm.serving.service import Service
-from adlm.serving.worker import best_guesses
+from adlm.serving.service import Served, Service
 
 STATIC = (Path(__file__).parent / "static", Path(reporting.__file__).parent / "static")
 """The page's files, and the sheet it shares with reports."""
@@ -33,6 +35,7 @@ PAGE_HEADERS = {
     # Asked for again at each visit, answered 304: an upgraded server must not meet the scripts of the old one.
     "Cache-Control": "no-cache",
 }
+JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
 STOPPING = 5.0
 """Seconds that the step under way gets to end when the server stops."""
 T = TypeVar("T")
@@ -43,9 +46,11 @@ T = TypeVar("T")
 MEANING = {
     400: "The body is not JSON, or a value is out of range; the message names it.",
     401: "The key is missing or wrong.",
+    403: "The Host header names another machine (serve.host).",
     404: "No such model.",
     408: "The request was sent too slowly.",
     413: "The body is too large.",
+    415: "The Content-Type is not application/json.",
     422: "The body does not have this schema.",
     429: "The queue is full (serve.queue); Retry-After says when to come back.",
     500: "The engine failed; the request may be sent again.",
@@ -54,8 +59,8 @@ MEANING = {
 }
 Answers = dict[int | str, dict[str, Any]]
 ERRORS: Answers = {status: {"model": b.ErrorAnswer, "description": text} for status, text in MEANING.items()}
-KEY_ONLY: Answers = {401: ERRORS[401]}
-READING = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
+KEY_ONLY: Answers = {401: ERRORS[401], 403: ERRORS[403]}
+NAME_ONLY: Answers = {403: ERRORS[403]}
 # One server-sent event; what its data holds is told in docs/serving.md.
 EVENT = {
     "type": "object",
@@ -67,6 +72,7 @@ COMPLETION: Answers = {
     **ERRORS,
     200: {"model": b.CompletionAnswer, "content": EVENTS, "description": "With stream: server-sent events."},
 }
+CHAT: Answers = {**COMPLETION, 200: {**COMPLETION[200], "model": b.ChatAnswer}}
 # Of a route whose answers are events FastAPI would document the errors as events too.
 ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 FRAMES: Answers = {
@@ -88,14 +94,32 @@ class EventStream(StreamingResponse):
 # The page, and how the server is
 
 router = APIRouter()
+ASKING = ["GET", "HEAD"]
+DOCS = """<!doctype html><html lang="en"><meta charset="utf-8"><title>adlm: the routes</title>
+<link rel="stylesheet" href="/static/style.css"><body><h1>The routes of this server</h1>
+<p>Fields, limits and answers are in <a href="/openapi.json">/openapi.json</a>. The page to watch text appear is at
+<a href="/">/</a>.</p><table>ROUTES</table></body></html>
+"""
 
 
-@router.get("/", include_in_schema=False)
+@router.api_route("/", methods=ASKING, include_in_schema=False)
 async def page() -> Response:
     return await static("index.html")
 
 
-@router.get("/static/{name}", include_in_schema=False)
+@router.api_route("/docs", methods=ASKING, include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """The routes, as the OpenAPI document describes them."""
+    lines = [
+        f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td>"
+        f"<td>{escape(operation.get('description') or operation['summary'])}</td></tr>"
+        for path, operations in request.app.openapi()["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return HTMLResponse(DOCS.replace("ROUTES", "\n".join(lines)), headers=PAGE_HEADERS)
+
+
+@router.api_route("/static/{name}", methods=ASKING, include_in_schema=False)
 async def static(name: str) -> Response:
     # The name is looked up among the files there are, never joined to a path: there is nothing to climb out of.
     for folder in STATIC:
@@ -105,13 +129,15 @@ async def static(name: str) -> Response:
     raise Problem(404, "no such file")
 
 
-@router.get("/healthz", response_class=PlainTextResponse)
+@router.head("/healthz", response_class=PlainTextResponse, include_in_schema=False)
+@router.get("/healthz", response_class=PlainTextResponse, responses=NAME_ONLY)
 async def healthz() -> str:
     """The process answers."""
     return "ok\n"
 
 
-@router.get("/readyz", response_class=PlainTextResponse, responses={503: {"description": MEANING[503]}})
+@router.head("/readyz", response_class=PlainTextResponse, include_in_schema=False)
+@router.get("/readyz", response_class=PlainTextResponse, responses={**NAME_ONLY, 503: {"description": MEANING[503]}})
 async def readyz(request: Request) -> Response:
     """Models are loaded and new work is taken."""
     ready = request.app.state.service.ready
@@ -138,20 +164,11 @@ async def model(id: str, request: Request) -> b.ModelCard:
 # Work for a model
 
 
-async def prepared(build: Callable[..., T], *arguments: Any) -> T:
-    """Build requests off the event loop: long texts take a while. What cannot be built is the client's fault."""
-    try:
-        return await asyncio.to_thread(build, *arguments)
-    except ValueError as problem:
-        raise Problem(400, str(problem)) from None
-
-
-@router.post("/v1/tokenize", responses=READING)
+@router.post("/v1/tokenize", responses=ERRORS)
 async def tokenize(body: b.TextBody, request: Request) -> b.Pieces:
     """The pieces a text is made of."""
-    served = request.app.state.service.model(body.model)
-    tokens = await prepared(served.lm.tokenizer.encode, body.text)
-    return b.Pieces(tokens=tokens, texts=served.pieces(tokens))
+    service: Service = request.app.state.service
+    return await service.prepare(service.model(body.model).tokenize, body.text)
 
 
 @router.post("/v1/completions", responses=COMPLETION, response_model=None)
@@ -159,9 +176,20 @@ async def completions(body: b.CompletionBody, request: Request) -> Response:
     """OpenAI's completions: continue prompts, or fill in before a suffix."""
     service: Service = request.app.state.service
     served = service.model(body.model)
-    completion = await prepared(Completion, served, body)
-    job = service.open(request.scope, served, completion.requests)
-    if body.stream:
+    return await answered(request, served, await service.prepare(Completion, served, body))
+
+
+@router.post("/v1/chat/completions", responses=CHAT, response_model=None)
+async def chat(body: b.ChatBody, request: Request) -> Response:
+    """OpenAI's chat completions: the conversation as plain lines, continued."""
+    service: Service = request.app.state.service
+    served = service.model(body.model)
+    return await answered(request, served, await service.prepare(Chat, served, body))
+
+
+async def answered(request: Request, served: Served, completion: Completion) -> Response:
+    job = request.app.state.service.open(request.scope, served, completion.requests)
+    if completion.body.stream:
         return EventStream(completion.stream(job))
     return JSONResponse((await completion.whole(job)).model_dump(mode="json"))
 
@@ -171,7 +199,7 @@ async def frames(body: b.FramesBody, request: Request) -> Response:
     """Watch one text appear: events start, frame (one per evaluation) and end, or error."""
     service: Service = request.app.state.service
     served = service.model(body.model)
-    requests = await prepared(served.requests, body, 1, True)
+    requests = await service.prepare(served.requests, body, 1, True)
     return EventStream(film(served, service.open(request.scope, served, requests, guesses=body.anchors)))
 
 
@@ -180,7 +208,7 @@ async def infill(body: b.InfillBody, request: Request) -> b.InfillAnswer:
     """Fill holes: a template, tokens with null, or a prompt."""
     service: Service = request.app.state.service
     served = service.model(body.model)
-    requests = await prepared(served.requests, body, body.n)
+    requests = await service.prepare(served.requests, body, body.n)
     job = service.open(request.scope, served, requests)
     results = {index: result async for index, result in job.results()}
     choices = [
@@ -206,8 +234,8 @@ async def score(body: b.ScoreBody, request: Request) -> b.ScoreAnswer:
     """How likely a text is: an upper bound on its nats per token (exact for causal models)."""
     service: Service = request.app.state.service
     served = service.model(body.model)
-    tokens = await prepared(served.text_tokens, body.text)
-    found = await service.evaluate(served, lambda: served.lm.score(tokens, body.draws))
+    tokens = await service.prepare(served.text_tokens, body.text)
+    found = await service.evaluate(served, served.lm.score_in_parts(tokens, body.draws))
     return b.ScoreAnswer(
         nll=found.nll,
         ppl=found.ppl,
@@ -224,8 +252,8 @@ async def anchors(body: b.AnchorsBody, request: Request) -> b.AnchorsAnswer:
     """Which tokens are anchors (rare in their sequence), and what the anchor network puts into holes."""
     service: Service = request.app.state.service
     served = service.model(body.model)
-    sequence = await prepared(served.anchor_tokens, body)
-    guesses = await service.evaluate(served, lambda: best_guesses(served.lm, [sequence], body.top)[0])
+    sequence = await service.prepare(served.anchor_tokens, body)
+    guesses = await service.evaluate(served, in_one_part(lambda: best_guesses(served.lm, [sequence], body.top)[0]))
     tokens, texts = served.with_holes(sequence)
     count, tau = counts(sequence), served.lm.loaded.objective.tau
     return b.AnchorsAnswer(
@@ -258,6 +286,10 @@ async def http_error(request: Request, error: Any) -> JSONResponse:
 
 
 async def invalid(request: Request, error: Any) -> JSONResponse:
+    sent = request.headers.get("content-type", "")
+    if not JSON_TYPE.match(sent):  # what curl -d says by itself
+        message = f"the header Content-Type must be application/json, got {sent[:80]!r}"
+        return Problem(415, message, "wrong_content_type").response()
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['ctx']['error']}", "invalid_json").response()
@@ -314,6 +346,7 @@ def make_app(service: Service, key: str = "") -> FastAPI:
             CORSMiddleware,  # type: ignore[arg-type]
             allow_origins=origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # clients add their own (OpenAI's: x-stainless-*)
+            expose_headers=["Retry-After"],
         )
     return app

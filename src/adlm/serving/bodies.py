@@ -37,7 +37,8 @@ def encodable(text: Any) -> Any:
     """Refuse half of a character, which JSON can name (a client cut an emoji in two) and no tokenizer can read."""
     try:
         for part in text if isinstance(text, list) else [text]:
-            str(part).encode()
+            if isinstance(part, str):
+                part.encode()
     except UnicodeEncodeError:
         raise PydanticCustomError("lone_surrogate", "Text holds half of a character (a lone surrogate)") from None
     return text
@@ -52,6 +53,15 @@ Id = Annotated[int, WHOLE]
 Count = Annotated[int, Field(ge=1), WHOLE]
 Words = Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=64)]
 Ids = list[int]
+WholeNumber = Annotated[int, Field(ge=0), WHOLE]
+Several = Field(min_length=1, max_length=256)
+# No sequence is that long, and reading a million numbers takes a while.
+MANY = 1 << 16
+Tokens = Annotated[list[Id], Field(min_length=1, max_length=MANY)]
+Prompts = str | Annotated[list[str], Several] | Tokens | Annotated[list[Tokens], Several]
+# Longer ones would be looked for in every frame.
+Stop = Annotated[str, Field(max_length=200)]
+Stops = Annotated[bool | Stop | Annotated[list[Stop], Field(max_length=16)] | None, ENCODABLE]
 
 
 class OneOf:
@@ -125,8 +135,10 @@ class CanvasBody(Settings):
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
     prompt: Text | None = Field(None, description=keys()["sampling.prompt"].help)
-    template: Text | None = Field(None, description=keys()["sampling.template"].help)
-    tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
+    template: Text | None = Field(None, min_length=1, description=keys()["sampling.template"].help)
+    tokens: list[Id | None] | None = Field(
+        None, min_length=1, max_length=MANY, description="Token ids; null is a hole."
+    )
     length: Count | None = Field(
         None, description="Tokens in all, prompt included; if left out, as many as the model has and the server allows."
     )
@@ -156,7 +168,9 @@ class ScoreBody(TextBody):
 class AnchorsBody(Body):
     model: str | None = None
     text: Text | None = Field(None, description="Text, or a template with [MASK] holes.")
-    tokens: list[Id | None] | None = Field(None, min_length=1, description="Token ids; null is a hole.")
+    tokens: list[Id | None] | None = Field(
+        None, min_length=1, max_length=MANY, description="Token ids; null is a hole."
+    )
     top: Annotated[int, Field(ge=1, le=20), WHOLE] = Field(5, description="Candidates for each hole.")
 
 
@@ -169,19 +183,19 @@ class CompletionBody(Settings):
     a seed that is left out is drawn, and returned."""
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
-    prompt: Annotated[str | Annotated[list[str], Field(min_length=1, max_length=256)], ENCODABLE] = ""
+    prompt: Annotated[Prompts, ENCODABLE] = Field("", description="Text or token ids, or a list of such.")
     suffix: Text | None = Field(None, description="Text after the completion: the middle is filled in.")
-    max_tokens: Count | None = Field(
+    max_tokens: WholeNumber | None = Field(
         None, description="Tokens to draw; if left out, as many as there is room for (16 with a suffix)."
     )
     n: Count = Field(1, description="Completions of each prompt; number i uses seed + i.")
-    stop: Annotated[bool | str | Annotated[list[str], Field(max_length=4)] | None, ENCODABLE] = Field(
-        None, description="Texts at which a completion ends. false: not even at an end-of-text token."
-    )
+    stop: Stops = Field(None, description="Texts at which a completion ends. false: not even at an end-of-text token.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=5), WHOLE] | None = Field(
-        None, description="Give each token's part of the bound on log p(completion | rest)."
+        None,
+        description="Give each token's part of the bound on log p(completion | rest); with echo, the log-probability of"
+        " each token of the prompt and the completion given those before it, and this many of the likeliest.",
     )
     echo: bool = Field(False, description="Put the prompt in front of the completion.")
     required: Words = Field(default_factory=list, description="Words that must appear.")
@@ -191,6 +205,45 @@ class CompletionBody(Settings):
     presence_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
     frequency_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
     logit_bias: dict[str, float] | None = Field(None, max_length=0, description="Only empty: use banned.")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    name: str | None = Field(None, description="Ignored.")
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(Settings):
+    """OpenAI's chat completions, and every sampling setting of ours. The model reads "Role: content" lines, ended by
+    "Assistant:"; its answer ends before the next "User:" line."""
+
+    model: str | None = Field(None, description="Id of a served model; the first one if left out.")
+    messages: list[ChatMessage] = Field(min_length=1, max_length=256)
+    max_tokens: WholeNumber | None = Field(None, description="As in completions.")
+    max_completion_tokens: WholeNumber | None = Field(None, description="OpenAI's newer name of max_tokens.")
+    n: Count = Field(1, description="Answers; number i uses seed + i.")
+    stop: Stops = Field(None, description="Texts at which an answer ends.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: Literal[False] | None = Field(None, description="Only false: see completions.")
+    required: Words = Field(default_factory=list, description="Words that must appear.")
+    banned: Words = Field(default_factory=list, description="Words that must not appear.")
+    user: str | None = Field(None, description="Ignored.")
+    presence_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
+    frequency_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
 
 
 # Answers
@@ -282,9 +335,9 @@ class AnchorsAnswer(BaseModel):
 
 class Logprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     text_offset: list[int]
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class CompletionChoice(BaseModel):
@@ -305,15 +358,40 @@ class CompletionAnswer(BaseModel):
     usage: Usage | None = None
 
 
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"] | None
+    seed: int
+    nfe: int | None = None
+
+
+class ChatAnswer(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
 # Errors
 
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -1,21 +1,31 @@
-"""Canvases as server-sent events: where a text starts, what changed in each evaluation, how it ended.
+"""Canvases as server-sent events: where a text starts, what changed in each evaluation, how it ended; and what the
+anchor network would put into their holes.
 
 Frames carry differences to the frame sent before, so one that was left out for a slow reader is contained in the next.
 """
 
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from adlm.engine import Request, Result
+from adlm.api import LanguageModel
+from adlm.engine import Frame, Request, Result
+from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.serving.bodies import Problem
-from adlm.serving.service import Served
-from adlm.serving.worker import Job, Update
 from adlm.tables import SAMPLERS
+
+if TYPE_CHECKING:  # they need the guesses
+    from adlm.serving.jobs import Job, Update
+    from adlm.serving.service import Served
+
+log = logging.getLogger("adlm.serving")
+# Frames of a sequence that carry the anchor network's guesses: each costs a pass of its own.
+GUESSED_FRAMES = 32
 
 
 def event(name: str, data: dict[str, Any]) -> str:
@@ -30,7 +40,7 @@ def counts(tokens: Sequence[int]) -> list[int]:
 class Film:
     """The events of one text."""
 
-    def __init__(self, served: Served, request: Request):
+    def __init__(self, served: "Served", request: Request):
         self.served, self.request = served, request
         self.mask = served.lm.model.mask_id
         self.canvas = list(request.tokens)
@@ -58,7 +68,7 @@ class Film:
             },
         )
 
-    def frame(self, update: Update) -> str:
+    def frame(self, update: "Update") -> str:
         """What changed since the last frame."""
         assert update.frame is not None
         self.step = update.frame.step
@@ -103,7 +113,7 @@ class Film:
         return [self.change(result.tokens, result.nfe, []), event("end", whole)]
 
 
-async def film(served: Served, job: Job) -> AsyncIterator[str]:
+async def film(served: "Served", job: "Job") -> AsyncIterator[str]:
     """Events until the text is whole; a problem is an event too, since the status has been sent."""
     shown = Film(served, job.requests[0])
     yield shown.start()
@@ -118,3 +128,69 @@ async def film(served: Served, job: Job) -> AsyncIterator[str]:
             return
     except Problem as problem:
         yield event("error", {"message": problem.message})
+
+
+# The anchor network's guesses
+
+
+class AnchorGuess(NamedTuple):
+    """What the anchor network would put into a hole."""
+
+    position: int
+    tokens: list[int]
+    """Most probable first."""
+    probabilities: list[float]
+
+
+class Guesses:
+    """The anchor network's guesses for some of the frames of each sequence: at most GUESSED_FRAMES of its expected
+    evaluations, evenly."""
+
+    def __init__(self, lm: LanguageModel):
+        self.lm = lm
+        self.seen: dict[int, int] = {}
+        """Engine id -> frames seen."""
+
+    def of(self, frames: Sequence[tuple[Frame, Request]]) -> dict[int, list[AnchorGuess]]:
+        """Engine id -> guesses."""
+        chosen = []
+        for frame, request in frames:
+            number = self.seen[frame.id] = self.seen.get(frame.id, 0) + 1
+            holes = sum(t == self.lm.model.mask_id for t in request.tokens)
+            steps_matter = SAMPLERS.load(request.settings.sampler).steps_matter
+            expected = request.settings.steps if steps_matter else holes
+            if number % max(1, -(-expected // GUESSED_FRAMES)) == 0:
+                chosen.append(frame)
+        try:
+            return dict(zip([f.id for f in chosen], best_guesses(self.lm, [f.tokens for f in chosen])))
+        except Exception:  # an ornament: sequences continue without it
+            log.exception("the anchor network's guesses failed; frames go without")
+            return {}
+
+
+@torch.inference_mode()
+def best_guesses(lm: LanguageModel, canvases: list[list[int]], top: int = 1) -> list[list[AnchorGuess]]:
+    """For every canvas, the anchor network's `top` tokens at each hole; canvases of one length share a pass.
+
+    Only holes go through the head. Canvases longer than the model are read by their last window.
+    """
+    model, found = lm.model, [[] for _ in canvases]
+    if model.anchor_head is None:
+        return found
+    length = model.config.length
+    for size in sorted({min(len(c), length) for c in canvases}):
+        members = [i for i, c in enumerate(canvases) if min(len(c), length) == size]
+        tokens_BL = torch.tensor([canvases[i][-size:] for i in members], device=lm.device)
+        at = (tokens_BL == model.mask_id).nonzero()
+        if not len(at):
+            continue
+        anchor_BLD = model(tokens_BL, lm.noise_level(tokens_BL)).anchor_BLD
+        assert anchor_BLD is not None
+        for piece in at.split(max(1, LOGITS_AT_ONCE // model.vocab_size)):
+            logits_NV = model.anchor_head(anchor_BLD[piece[:, 0], piece[:, 1]]).float()
+            logits_NV[:, model.mask_id] = -torch.inf
+            p, token = logits_NV.softmax(-1).topk(min(top, model.vocab_size - 1))
+            for (b, l), tokens, probabilities in zip(piece.tolist(), token.tolist(), p.tolist()):
+                i = members[b]
+                found[i].append(AnchorGuess(len(canvases[i]) - size + l, tokens, probabilities))
+    return found

@@ -1,4 +1,4 @@
-"""OpenAI's completions: text that only grows, whatever order the model writes it in.
+"""OpenAI's completions and chat completions: text that only grows, whatever order the model writes it in.
 
 A diffusion model fills its canvas everywhere at once, so what can be streamed is the left part that has no holes any
 more. With a sampler that masks again nothing is certain before the end, and the text is sent then. Streamed or not, the
@@ -11,21 +11,37 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
+from adlm.api.scoring import Parts, TokenLogProbs, left_to_right
 from adlm.engine import Request
-from adlm.engine.request import end_of_text
+from adlm.engine.request import Limit, end_of_text
 from adlm.errors import require
-from adlm.serving.bodies import CompletionAnswer, CompletionBody, CompletionChoice, Logprobs, Problem, Usage
+from adlm.serving.bodies import (
+    AssistantMessage,
+    ChatAnswer,
+    ChatBody,
+    ChatChoice,
+    ChatMessage,
+    CompletionAnswer,
+    CompletionBody,
+    CompletionChoice,
+    Logprobs,
+    Problem,
+    Usage,
+)
+from adlm.serving.jobs import Job, Update, within
 from adlm.serving.service import Served
-from adlm.serving.worker import Job, Update, within
 
 # Draws of noise behind a completion's logprobs
 LOGPROB_DRAWS = 16
 # Decoders that only append: the text of a beginning of a sequence is a beginning of its text (but for half a character)
 APPENDING = ("ByteLevel", "Fuse")
 HALF = "\ufffd"
+NEXT_TURN = "\nUser:"
+SAME_IN_CHAT = ("index", "finish_reason", "seed", "nfe")
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -76,36 +92,54 @@ class CompletionText:
         return next((k for k in sizes if any(len(s) > k and text.endswith(s[:k]) for s in self.stops)), 0)
 
     def offsets(self, tokens: list[int], text: str) -> list[int]:
-        """Where in the completion each of its tokens begins, which is where the text before it ends: tokens may be
-        parts of one character, and no part has a text of its own."""
-        found = []
-        for at in range(self.first, min(len(tokens), self.after)):
-            before = self.lm.text(tokens[:at])[len(self.prompt) :]
-            # half a character at its end shows as another one
-            begins = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
-            if begins >= len(text) or tokens[at] == self.lm.model.mask_id:
-                break
-            found.append(begins)
-        return found
+        """Where in the completion each of its tokens begins."""
+        drawn = tokens[: min(len(tokens), self.after)]
+        if self.lm.model.mask_id in drawn:
+            drawn = drawn[: drawn.index(self.lm.model.mask_id)]
+        return token_offsets(self.lm, drawn, self.first, text)
+
+
+def token_offsets(lm: LanguageModel, tokens: list[int], first: int, text: str) -> list[int]:
+    """Where in the text after the first tokens each of the others begins, which is where the text before it ends:
+    tokens may be parts of one character, and no part has a text of its own. Those after the end are left out."""
+    found, skipped = [], len(lm.text(tokens[:first]))
+    for at in range(first, len(tokens)):
+        before = lm.text(tokens[:at])[skipped:]
+        # half a character at its end shows as another one
+        begins = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
+        if begins >= len(text):
+            break
+        found.append(begins)
+    return found
 
 
 class Completion:
     """One request to /v1/completions."""
 
+    kind = "cmpl"
+
     def __init__(self, served: Served, body: CompletionBody):
-        self.served, self.body, self.requests = served, body, served.completions(body)
-        self.id, self.created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+        self.served, self.body = served, body
+        self.prompts, self.requests = served.completions(body)
+        self.id, self.created = f"{self.kind}-{secrets.token_hex(12)}", int(time.time())
         stops = [body.stop] if isinstance(body.stop, str) else body.stop if isinstance(body.stop, list) else []
         require(all(stops), "stop holds an empty text")
         self.texts = [CompletionText(served.lm, r, stops) for r in self.requests]
         self.drawn = 0
         """Tokens of completions that have ended."""
-        self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        self.of_prompts: dict[int, list[TokenLogProbs]] = {}
+        """Prompt -> the log-probabilities of its tokens, once they are known."""
         require(
-            not (self.wants_logprobs and (body.stream or body.suffix)),
+            not (body.wants_logprobs and (body.stream or body.suffix)),
             "logprobs are computed for a finished completion after its prompt: not with stream or suffix",
         )
-        if (body.stream or stops) and self.certain_early:  # to send text as it becomes certain, or to end at a stop
+        if body.wants_logprobs and body.echo:
+            longest = max(
+                len(tokens) for tokens in [*(p.tokens for p in self.prompts), *(r.tokens for r in self.requests)]
+            )
+            Limit(served.lm.length).check(longest, "a sequence with echo and logprobs")
+        if (body.stream or stops) and self.requests and self.certain_early:
+            # to send text as it becomes certain, or to end at a stop
             self.requests = [replace(r, watch=True) for r in self.requests]
 
     @property
@@ -118,15 +152,25 @@ class Completion:
         appends = type(lm.tokenizer.backend.decoder).__name__ in APPENDING
         return appends and not repaired and self.served.writes_once(r.settings)
 
-    def answer(self, choices: list[CompletionChoice], usage: bool = False) -> CompletionAnswer:
-        found = CompletionAnswer(id=self.id, created=self.created, model=self.served.id, choices=choices)
-        if usage:  # what is given counts once a prompt, as OpenAI counts it
-            given = sum(len(t.request.tokens) - (t.after - t.first) for t in self.texts[:: self.body.n])
-            found.usage = Usage(prompt_tokens=given, completion_tokens=self.drawn, total_tokens=given + self.drawn)
-        return found
+    @property
+    def usage(self) -> Usage:
+        """What is given counts once a prompt, as OpenAI counts it."""
+        given = sum(len(t.request.tokens) - (t.after - t.first) for t in self.texts[:: self.body.n])
+        given = given or sum(len(p.tokens) for p in self.prompts)
+        return Usage(prompt_tokens=given, completion_tokens=self.drawn, total_tokens=given + self.drawn)
+
+    def answer(self, choices: list[CompletionChoice]) -> CompletionAnswer | ChatAnswer:
+        """What is sent at once."""
+        facts = {"id": self.id, "created": self.created, "model": self.served.id}
+        return CompletionAnswer(**facts, choices=choices, usage=self.usage)
+
+    def chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> str:
+        """What is sent of a stream, as OpenAI's client reads it."""
+        facts = {"id": self.id, "created": self.created, "model": self.served.id}
+        return f"data: {CompletionAnswer(**facts, choices=choices, usage=usage).model_dump_json()}\n\n"
 
     def choice(self, index: int, part: Part, nfe: int | None = None, **more: Any) -> CompletionChoice:
-        seed = self.requests[index].seed
+        seed = self.requests[index].seed if self.requests else 0
         return CompletionChoice(text=part.text, index=index, finish_reason=part.reason, seed=seed, nfe=nfe, **more)
 
     async def parts(self, job: Job) -> AsyncIterator[tuple[Part, Update]]:
@@ -143,52 +187,156 @@ class Completion:
                 self.drawn += sum(t != self.served.lm.model.mask_id for t in got.tokens[text.first : text.after])
             yield part, update
 
-    async def whole(self, job: Job) -> CompletionAnswer:
+    async def whole(self, job: Job) -> CompletionAnswer | ChatAnswer:
         """Everything at once."""
         told = [""] * len(self.requests)
         choices: dict[int, CompletionChoice] = {}
+        for index in range(len(self.prompts) * self.body.n if not self.requests else 0):  # max_tokens=0
+            choices[index] = await self.finished(job, index, "", "length", [], 0)
         async for part, update in self.parts(job):
             index, got = update.index, update.result or update.frame
             told[index] += part.text
-            if part.reason is None:
-                continue
-            assert got is not None
-            logprobs = await self.logprobs(job, index, told[index], got.tokens) if self.wants_logprobs else None
-            echo = self.texts[index].prompt if self.body.echo else ""
-            whole = Part(echo + told[index], part.reason)
-            choices[index] = self.choice(index, whole, got.nfe, logprobs=logprobs)
-        return self.answer([choices[index] for index in sorted(choices)], usage=True)
+            if part.reason is not None:
+                assert got is not None
+                choices[index] = await self.finished(job, index, told[index], part.reason, got.tokens, got.nfe)
+        return self.answer([choices[index] for index in sorted(choices)])
+
+    async def finished(
+        self, job: Job, index: int, text: str, reason: Literal["stop", "length"], tokens: list[int], nfe: int
+    ) -> CompletionChoice:
+        prompt = self.prompts[index // self.body.n].tokens
+        echo = self.served.lm.text(prompt) if self.body.echo else ""
+        logprobs = None
+        if self.body.wants_logprobs:
+            known = self.echoed_logprobs if self.body.echo else self.logprobs
+            logprobs = await known(job, index, text, tokens)
+        return self.choice(index, Part(echo + text, reason), nfe, logprobs=logprobs)
 
     async def logprobs(self, job: Job, index: int, text: str, tokens: list[int]) -> Logprobs:
         """Minus each token's part of the bound on -log p(completion | prompt); exact for causal models."""
-        completion, served = self.texts[index], self.served
-        given = tokens[1 : completion.first]
-        offsets = await asyncio.to_thread(completion.offsets, tokens, text)
-        drawn = tokens[completion.first : completion.first + len(offsets)]
-        if not drawn:
+        completion, served = self.texts[index] if self.texts else None, self.served
+        offsets = await asyncio.to_thread(completion.offsets, tokens, text) if completion is not None else []
+        if completion is None or not offsets:
             return Logprobs(tokens=[], token_logprobs=[], text_offset=[])
-        score = served.worker.call(lambda: served.lm.score(drawn, LOGPROB_DRAWS, context=given), admitted=True)
-        logprobs = [-x for x in (await within(job.seconds, job.end, score)).per_token]
-        echoed = len(completion.prompt) if self.body.echo else 0
-        offsets = [echoed + at for at in offsets]
+        given, drawn = tokens[1 : completion.first], tokens[completion.first : completion.first + len(offsets)]
+        score = await self.evaluate(job, served.lm.score_in_parts(drawn, LOGPROB_DRAWS, context=given))
+        logprobs: list[float | None] = [-x for x in score.per_token]
         return Logprobs(tokens=served.pieces(drawn), token_logprobs=logprobs, text_offset=offsets)
 
+    async def echoed_logprobs(self, job: Job, index: int, text: str, tokens: list[int]) -> Logprobs:
+        """The log-probability of every token the client sent, and of those drawn, given the tokens before it."""
+        number, top, served = index // self.body.n, int(self.body.logprobs or 0), self.served
+        prompt, own = self.prompts[number]
+        if number not in self.of_prompts:
+            self.of_prompts[number] = await self.evaluate(job, self.left_to_right(prompt[1:], prompt[:1], top))
+        offsets = await asyncio.to_thread(self.texts[index].offsets, tokens, text) if text else []
+        drawn = tokens[len(prompt) : len(prompt) + len(offsets)]
+        known = [*self.of_prompts[number], *(await self.evaluate(job, self.left_to_right(drawn, prompt, top)))]
+        echo = served.lm.text(prompt)
+        at = await asyncio.to_thread(token_offsets, served.lm, prompt, 1, echo)
+        at += [len(echo)] * (len(prompt) - 1 - len(at))  # end-of-text tokens at its end show as nothing
+        shown = [*prompt[1:], *drawn]
+        found = Logprobs(
+            tokens=served.pieces(shown),
+            token_logprobs=[k.log_p for k in known],
+            text_offset=[*at, *(len(echo) + o for o in offsets)],
+            top_logprobs=[self.alternatives(token, k) for token, k in zip(shown, known)],
+        )
+        if own == 0:  # nothing stands before the client's own begin token
+            assert found.top_logprobs is not None
+            found.tokens.insert(0, served.piece(prompt[0]))
+            found.token_logprobs.insert(0, None)
+            found.text_offset.insert(0, 0)
+            found.top_logprobs.insert(0, None)
+        return found
+
+    def left_to_right(self, tokens: list[int], given: list[int], top: int) -> Parts[list[TokenLogProbs]]:
+        lm = self.served.lm
+        return left_to_right(lm.model, tokens, given, lm.schedule, top)
+
+    def alternatives(self, token: int, known: TokenLogProbs) -> dict[str, float]:
+        """The likeliest tokens by their text, and the one that is there; of one text the likeliest."""
+        found: dict[str, float] = {}
+        for other, log_p in [*known.best, (token, known.log_p)]:
+            found.setdefault(self.served.piece(other), log_p)
+        return found
+
+    async def evaluate(self, job: Job, use: Parts[T]) -> T:
+        """A use of the network that belongs to the job."""
+        return await within(job.seconds, job.end, self.served.worker.call(use, admitted=True))
+
+    def opening(self) -> list[CompletionChoice]:
+        """What a stream begins with: the prompts."""
+        number = len(self.prompts) * self.body.n if self.body.echo else 0
+        texts = [self.served.lm.text(self.prompts[index // self.body.n].tokens) for index in range(number)]
+        return [self.choice(index, Part(text, None)) for index, text in enumerate(texts)]
+
     async def stream(self, job: Job) -> AsyncIterator[str]:
-        """Chunks as OpenAI's client reads them."""
-
-        def chunk(answer: CompletionAnswer) -> str:
-            return f"data: {answer.model_dump_json()}\n\n"
-
+        """Chunks until every completion has ended."""
         try:
-            for index, text in enumerate(self.texts if self.body.echo else ()):
-                yield chunk(self.answer([self.choice(index, Part(text.prompt, None))]))
+            for choice in self.opening():
+                yield self.chunk([choice])
+            for index in range(len(self.prompts) * self.body.n if not self.requests else 0):  # max_tokens=0
+                yield self.chunk([self.choice(index, Part("", "length"), 0)])
             async for part, update in self.parts(job):
                 if part.text or part.reason is not None:
                     got = update.result or update.frame
                     assert got is not None
-                    yield chunk(self.answer([self.choice(update.index, part, got.nfe)]))
+                    yield self.chunk([self.choice(update.index, part, got.nfe)])
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                yield chunk(self.answer([], usage=True))
+                yield self.chunk([], self.usage)
             yield "data: [DONE]\n\n"
         except Problem as problem:
             yield f"data: {json.dumps(problem.body)}\n\n"
+
+
+# Chat: models here are no chat models and have no template, so the conversation is written out as lines.
+
+
+def conversation(messages: list[ChatMessage]) -> str:
+    """The text that a model continues: "Role: content" lines, and "Assistant:" at the end."""
+    return "".join(f"{m.role.capitalize()}: {m.text}\n" for m in messages) + "Assistant:"
+
+
+class Chat(Completion):
+    """One request to /v1/chat/completions: the completion of the conversation, up to the user's next line."""
+
+    kind = "chatcmpl"
+
+    def __init__(self, served: Served, body: ChatBody):
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop if isinstance(body.stop, list) else []
+        same = {name: getattr(body, name) for name in CompletionBody.model_fields if name in ChatBody.model_fields}
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        stop = [*stops, NEXT_TURN] if body.stop is not False else False
+        text = conversation(body.messages)
+        super().__init__(served, CompletionBody(**same | {"prompt": text, "max_tokens": most, "stop": stop}))
+        self.begun: set[int] = set()
+        """Answers of which some text was sent."""
+
+    async def parts(self, job: Job) -> AsyncIterator[tuple[Part, Update]]:
+        """An answer does not begin with the space after the colon."""
+        async for part, update in super().parts(job):
+            text = part.text if update.index in self.begun else part.text.lstrip()
+            if text:
+                self.begun.add(update.index)
+            yield Part(text, part.reason), update
+
+    def answer(self, choices: list[CompletionChoice]) -> ChatAnswer:
+        found = [
+            ChatChoice(message=AssistantMessage(content=c.text), **c.model_dump(include={*SAME_IN_CHAT}))
+            for c in choices
+        ]
+        return ChatAnswer(id=self.id, created=self.created, model=self.served.id, choices=found, usage=self.usage)
+
+    def opening(self) -> list[CompletionChoice]:
+        return [self.choice(index, Part("", None)) for index in range(self.body.n)]
+
+    def chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> str:
+        found = []
+        for c in choices:
+            opens = c.nfe is None
+            delta = {"role": "assistant", "content": ""} if opens else {"content": c.text} if c.text else {}
+            found.append({"delta": delta, **c.model_dump(include={*SAME_IN_CHAT})})
+        facts = {"id": self.id, "object": "chat.completion.chunk", "created": self.created, "model": self.served.id}
+        usage_now = {} if usage is None else {"usage": usage.model_dump()}
+        return f"data: {json.dumps(facts | {'choices': found} | usage_now, ensure_ascii=False)}\n\n"

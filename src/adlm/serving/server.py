@@ -5,18 +5,21 @@ ones 503, so that a load balancer can tell "going away" from "gone"; after serve
 cancelled and told so, and a second signal ends at once. And a client that does not finish its request line and headers
 in time is disconnected.
 
-The guard checks the key and reads the body, whole: bodies are small by limit, and afterwards the connection has only
-one thing left to say, that the client is gone. The route's task is cancelled then, and its sequences leave their slots.
+The guard checks name and key and reads the body, whole: bodies are small by limit, and afterwards the connection has
+only one thing left to say, that the client is gone. The route's task is cancelled then, and its sequences leave their
+slots.
 """
 
 import asyncio
 import hmac
 import logging
+import re
 import time
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -32,6 +35,27 @@ GONE = 499
 """Status counted for a client that left; never sent."""
 
 
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def names_this_machine(header: bytes | None, host: str) -> bool:
+    """Whether a Host header, with any port, is one that a server on loopback goes by. Programs may leave it out."""
+    if header is None:
+        return True
+    name = re.sub(r":\d*$", "", header.decode("latin-1")).lower()
+    return name in ("localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host.lower()}]")
+
+
+def path_of_route(scope: Scope) -> str:
+    """The path of the request's route, as it is declared: labels must not be what clients make up."""
+    route = scope.get("route")
+    if route is None:  # refused before it was looked up
+        routes = scope["app"].routes if "app" in scope else ()
+        route = next((r for r in routes if r.matches(scope)[0] != Match.NONE), None)
+    return getattr(route, "path", "other")
+
+
 class RequestGuard:
     """Middleware: key, size, time to send; then a client that left, the status and the time."""
 
@@ -42,13 +66,14 @@ class RequestGuard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.perf_counter(), GONE
+        began, status, complete = time.perf_counter(), GONE, False
 
         async def note_and_send(message: Message) -> None:
-            nonlocal status
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         task = asyncio.current_task()
         self.service.active.add(task)
@@ -59,7 +84,7 @@ class RequestGuard:
             except Problem as problem:
                 await problem.response()(scope, receive, note_and_send)
                 return
-            if body is not None and not await self.run(scope, body, receive, note_and_send):
+            if body is not None and not await self.run(scope, body, receive, note_and_send) and not complete:
                 status = GONE
         except Exception:
             status = 500  # sent by the outermost layer
@@ -67,13 +92,18 @@ class RequestGuard:
         finally:
             self.service.active.discard(task)
             self.service.close(scope)
-            # The route's own path: labels must not be what clients make up.
-            path = getattr(scope.get("route"), "path", "other")
+            path = path_of_route(scope)
             self.service.metrics.add("adlm_requests_total", 1, (path, str(status)))
             self.service.metrics.observe("adlm_request_seconds", time.perf_counter() - began, (path,))
 
     def check(self, scope: Scope) -> None:
-        """Refuse a wrong key, and new work while the server shuts down."""
+        """Refuse a foreign name, a wrong key, and new work while the server shuts down."""
+        host = self.service.cfg.host
+        # A page of another site can give its own name this machine's address, and then read what it likes. Where a key
+        # is asked for it lacks that, and where others listen names are not ours to know.
+        if not self.key and is_loopback(host) and not names_this_machine(dict(scope["headers"]).get(b"host"), host):
+            allowed = f"localhost, 127.0.0.1, [::1] and {host} (serve.host), unless a key is set"
+            raise Problem(403, f"the Host header names another machine; allowed are {allowed}", "wrong_host")
         if self.key and scope["path"].startswith(("/v1", "/metrics")):
             given = dict(scope["headers"]).get(b"authorization", b"")
             kind, _, key = given.partition(b" ")
@@ -109,7 +139,7 @@ class RequestGuard:
         raise Problem(413, message, "body_too_large", headers={"Connection": "close"})
 
     async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
-        """Run the route; False if the client left before its end."""
+        """Run the route; False if it was cut short: the client left, or had everything before the route was done."""
         given = False
         gone = asyncio.ensure_future(receive())  # the body is read: only a disconnect can follow
 

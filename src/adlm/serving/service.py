@@ -9,30 +9,45 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Scope
 
 from adlm.api import LanguageModel
+from adlm.api.scoring import Parts
 from adlm.config.keys import PER_REQUEST
-from adlm.diffusion.schedules import make_schedule
 from adlm.engine import Request
 from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig, ServeConfig
-from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Defaults, ModelCard, Problem
+from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Defaults, ModelCard, Pieces, Problem
+from adlm.serving.jobs import Job, within
 from adlm.serving.metrics import ServerMetrics
-from adlm.serving.worker import Job, Worker, within
+from adlm.serving.worker import Worker
 from adlm.tables import OBJECTIVES, SAMPLERS
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
 SUFFIX_TOKENS = 16
 """Tokens drawn before a suffix, unless max_tokens says otherwise."""
+SOON = {"Retry-After": "1"}
+LONGEST_HOLE = len("[MASK:]") + 18
+SHORT_TEXT = 4096
+"""Characters that are tokenised without asking how many tokens they could be."""
 SERVER_DEFAULTS = [name for name in SETTINGS if name not in PER_REQUEST]
 """The sampling settings that are defaults of requests."""
+
+
+class Prompt(NamedTuple):
+    """What stands before a completion."""
+
+    tokens: list[int]
+    """A begin token first."""
+    own: int
+    """Where the client's tokens begin: 1, or 0 if the begin token is its own."""
 
 
 class Served:
@@ -48,6 +63,8 @@ class Served:
         self.limit = Limit(cfg.max_length, "serve.max_length") if cfg.max_length else Limit(lm.length)
         self.length = min(self.limit.tokens, lm.length)
         """Tokens of a sequence for which no number is given: the model's, or as many as are allowed."""
+        self.longest_token = max(len(token) for token in lm.tokenizer.backend.get_vocab(with_added_tokens=False))
+        """Characters that a token can stand for, at most."""
         self.samplers = [name for name in sorted(SAMPLERS) if self.can_use(name)]
         self.known_pieces: dict[int, str] = {}
 
@@ -62,7 +79,7 @@ class Served:
 
     def writes_once(self, settings: SamplingConfig) -> bool:
         """Whether a token that was drawn is never masked again."""
-        return self.lm.model.config.causal or make_sampler(settings, make_schedule(self.lm.loaded.noise)).writes_once
+        return self.lm.model.config.causal or make_sampler(settings, self.lm.schedule).writes_once
 
     def card(self) -> ModelCard:
         model, s = self.lm.model, self.settings
@@ -113,6 +130,32 @@ class Served:
         require(steps <= most, f"steps={steps}, allowed are {most} (serve.max_steps)")
         return found
 
+    def check_cost(self, requests: Sequence[Request], more: int = 0) -> None:
+        """Refuse requests that would take more of the network than one client may have: tokens times evaluations, and
+        `more` that is not drawn but scored."""
+        most = self.length * max(self.cfg.max_steps, self.cfg.max_n * self.settings["steps"])
+        cost = more + sum(cost_of(r, self.lm) for r in requests)
+        require(
+            cost <= most,
+            f"the cost n x length x steps is {cost}, allowed are {most} (length {self.length} times"
+            f" serve.max_steps={self.cfg.max_steps}, or times serve.max_n={self.cfg.max_n} and the default steps)",
+        )
+
+    def check_text(self, text: str, what: str, longest: int = 0) -> None:
+        """Refuse a text that is too long whatever its tokens are, before it is tokenised. No token stands for more
+        characters than it has, or than `longest`."""
+        longest = max(self.longest_token, longest)
+        most = max(SHORT_TEXT, self.limit.tokens * longest)
+        require(
+            len(text) <= most,
+            f"{what} has {len(text)} characters, allowed are {most}: {self.limit.tokens} tokens ({self.limit.name}) of"
+            f" at most {longest}",
+        )
+
+    def encode(self, text: str, what: str) -> list[int]:
+        self.check_text(text, what)
+        return self.lm.tokenizer.encode(text)
+
     def tokens_of(self, text: str | None, tokens: Sequence[int | None] | None) -> list[int] | None:
         """A template, or tokens with null for holes, as tokens with masks; None if neither is given."""
         tok = self.lm.tokenizer
@@ -121,46 +164,74 @@ class Served:
             return [tok.mask_id if t is None else t for t in tokens]
         if text is None:
             return None
+        self.check_text(text, "the template", LONGEST_HOLE)
         return parse_template(text, tok.encode, tok.mask_id, [tok.bos_id], self.limit)
 
     def requests(self, body: CanvasBody, n: int = 1, watch: bool = False) -> list[Request]:
         """n requests to fill a canvas, checked; number i has seed + i."""
         arguments = self.arguments(body, n)
         check_canvas(body.length, prompt=body.prompt, template=body.template, tokens=body.tokens)
+        self.check_text(body.prompt or "", "the prompt")
         self.limit.check(body.length or 1, "length")
         tokens = self.tokens_of(body.template or None, body.tokens)
         stop = self.stop if body.stop is None else body.stop
         request = self.lm.request(
             prompt=body.prompt or "", length=body.length or self.length, stop=stop, **arguments
         )  # fmt: skip
-        return self.seeds(replace(request, watch=watch, tokens=request.tokens if tokens is None else tokens), n)
+        request = replace(request, watch=watch, tokens=request.tokens if tokens is None else tokens)
+        found = self.seeds(request, n)
+        self.check_cost(found)
+        return found
 
-    def completions(self, body: CompletionBody) -> list[Request]:
-        """n requests for each prompt; a sequence is begin, prompt, holes, suffix."""
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        arguments = self.arguments(body, len(prompts) * body.n)
+    def prompt(self, given: str | list[int]) -> Prompt:
+        """A prompt as tokens after a begin token; one given as tokens may bring its own."""
+        tok = self.lm.tokenizer
+        if isinstance(given, str):
+            tokens = self.encode(given, "the prompt")
+        else:
+            tokens = given
+            self.limit.check(len(tokens), "the prompt")
+            size = self.lm.model.vocab_size
+            bad = [t for t in tokens if not 0 <= t < size or t == tok.mask_id]
+            require(not bad, f"the prompt holds token {bad[0] if bad else ''}: outside 0..{size - 1}, or the mask")
+        begun = not isinstance(given, str) and tokens[:1] == [tok.bos_id]
+        found = Prompt(tokens if begun else [tok.bos_id, *tokens], 0 if begun else 1)
+        self.limit.check(len(found.tokens), "the prompt")
+        return found
+
+    def completions(self, body: CompletionBody) -> tuple[list[Prompt], list[Request]]:
+        """The prompts, and n requests for each; a sequence is begin, prompt, holes, suffix."""
+        given = body.prompt
+        several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        arguments = self.arguments(body, len(several) * body.n)
         require(body.best_of in (None, body.n), f"best_of={body.best_of} must equal n={body.n}: nothing is ranked")
         tok = self.lm.tokenizer
-        after = tok.encode(body.suffix) if body.suffix else []
+        after = self.encode(body.suffix, "the suffix") if body.suffix else []
         stop = body.stop is not False and not after
         found, room = [], self.limit.tokens if arguments["stride"] else self.length
-        for prompt in prompts:
-            before = [tok.bos_id, *tok.encode(prompt)]
-            self.limit.check(len(before), "the prompt")
-            holes = body.max_tokens or (SUFFIX_TOKENS if after else room - len(before))
-            self.limit.check(len(before) + holes + len(after), "prompt, max_tokens and suffix together")
+        prompts = [self.prompt(one) for one in several]
+        for before in prompts if body.max_tokens != 0 else ():
+            size = len(before.tokens)
+            holes = body.max_tokens or (SUFFIX_TOKENS if after else room - size)
+            self.limit.check(size + holes + len(after), "prompt, max_tokens and suffix together")
             require(holes >= 1, f"the prompt leaves nothing to draw in {room} tokens")
-            tokens = [*before, *[tok.mask_id] * holes, *after]
+            tokens = [*before.tokens, *[tok.mask_id] * holes, *after]
             found += self.seeds(replace(self.lm.request(stop=stop, **arguments), tokens=tokens), body.n)
-        return found
+        scored = bool(body.echo and body.wants_logprobs) and not self.lm.model.config.causal
+        self.check_cost(found, sum(len(p.tokens) ** 2 for p in prompts) if scored else 0)
+        return prompts, found
 
     def seeds(self, request: Request, n: int) -> list[Request]:
         """The request n times, each with its own seed."""
         self.worker.check(request)
         return [replace(request, seed=request.seed + i) for i in range(n)]
 
+    def tokenize(self, text: str) -> Pieces:
+        tokens = self.encode(text, "the text")
+        return Pieces(tokens=tokens, texts=self.pieces(tokens))
+
     def text_tokens(self, text: str) -> list[int]:
-        tokens = self.lm.tokenizer.encode(text)
+        tokens = self.encode(text, "the text")
         require(bool(tokens), "the text has no tokens")
         self.limit.check(len(tokens), "the text")
         return tokens
@@ -176,6 +247,19 @@ class Served:
         bad = [t for t in tokens if not 0 <= t < size]
         require(not bad, f"tokens holds {bad[0] if bad else ''}, outside the vocabulary 0..{size - 1}")
         return tokens
+
+
+def cost_of(request: Request, lm: LanguageModel) -> int:
+    """Tokens times evaluations that a sequence takes at most."""
+    s, tokens = request.settings, len(request.tokens)
+    sampler, holes = make_sampler(s, lm.schedule), sum(t == lm.model.mask_id for t in request.tokens)
+    steps = len(getattr(sampler, "t", ())) or s.steps  # times of its own are as many as it needs
+    if not sampler.steps_matter:
+        steps = holes
+    elif sampler.writes_once and not sampler.reads:  # a step that draws nothing costs nothing
+        steps = min(steps, holes)
+    windows = 1 + max(0, -(-(tokens - lm.length) // s.stride)) if s.stride else 1
+    return min(tokens, lm.length) * windows * steps * (2 if s.guidance else 1)
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:
@@ -198,6 +282,9 @@ class Service:
         self.active: set[Any] = set()
         """Tasks of requests under way."""
         self.jobs: set[Job] = set()
+        self.reader = ThreadPoolExecutor(1, "adlm-reader")
+        """Tokenises, while the loop answers others."""
+        self.preparing = 0
         workers = [m.worker for m in self.models.values()]
         gauges = {
             "adlm_slots": ("Sequences that share a network call.", lambda w: w.slots),
@@ -212,8 +299,25 @@ class Service:
         found = self.models.get(id) if id is not None else next(iter(self.models.values()))
         if found is None:
             names = ", ".join(self.models)
-            raise Problem(404, f"model {id[:80]!r} is not served; there is {names}", "model_not_found", "model")  # type: ignore[index]
+            message = (
+                f"model {str(id)[:80]!r} is not served; there is {names}. Models are named after their folders, and a"
+                f" request without `model` gets {next(iter(self.models))}"
+            )
+            raise Problem(404, message, "model_not_found", "model")
         return found
+
+    async def prepare(self, build: Callable[..., T], *arguments: Any) -> T:
+        """Build something off the event loop, one at a time: long texts take a while. What cannot be built is the
+        client's fault."""
+        if self.preparing >= self.cfg.queue:
+            raise Problem(429, f"{self.preparing} texts wait to be read (serve.queue)", "queue_full", headers=SOON)
+        self.preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.reader, build, *arguments)
+        except ValueError as problem:
+            raise Problem(400, str(problem)) from None
+        finally:
+            self.preparing -= 1
 
     def open(self, scope: Scope, served: Served, requests: list[Request], guesses: bool = False) -> Job:
         """Start sequences; `close` frees their slots whatever happens to who asked for them."""
@@ -229,7 +333,7 @@ class Service:
             worker.cancel(job)
             self.jobs.discard(job)
 
-    async def evaluate(self, served: Served, use: Callable[[], T]) -> T:
+    async def evaluate(self, served: Served, use: Parts[T]) -> T:
         """Another use of a model's network, within the time of a request."""
         end = asyncio.get_running_loop().time() + self.cfg.timeout
         try:
@@ -248,6 +352,7 @@ class Service:
     def stop_workers(self, seconds: float) -> None:
         """Let every model's thread end after the step it is in, and wait for them all, together at most `seconds`."""
         workers = [m.worker for m in self.models.values()]
+        self.reader.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.stop()
         end = time.monotonic() + seconds

@@ -1,105 +1,40 @@
 """The thread that owns a model's engine; the event loop talks to it through an inbox and gets updates back in batches.
 
 Nothing in the engine is shared: requests, cancellations and other uses of the network are functions put into the
-inbox, run between two steps. A step evaluates every sequence that has a slot, so sequences of any sampler and step
-share it, and one that arrives joins at the next step. The updates of a step cross to the loop in one call.
+inbox, run between two steps. A step evaluates sequences of any sampler and step together, and one that arrives joins at
+the next step. The updates of a step cross to the loop in one call.
+
+Requests share the network fairly (jobs.py): their sequences are paused and resumed exactly, and scores come in parts,
+one pass each.
 """
 
 import asyncio
 import logging
+import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 from adlm.api import LanguageModel
+from adlm.api.scoring import Parts
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
-from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.serving.bodies import Problem
+from adlm.serving.frames import Guesses
+from adlm.serving.jobs import Job, Share, Update, in_turn, next_seat, take_part
 from adlm.serving.metrics import ServerMetrics
-from adlm.tables import SAMPLERS
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
+# Parameters times tokens of a step that others may wait for: about a fifth of a second on two cores, less on a GPU.
+STEP_WORK = {"cpu": 1.2e10}
+STEP_WORK_ELSEWHERE = 1e13
 # Frames that wait for a slow reader; more are left out, and the next one shows what they showed.
 BACKLOG = 64
-# Frames of a sequence that carry the anchor network's guesses: each costs a pass of its own.
-GUESSED_FRAMES = 32
-
-
-class AnchorGuess(NamedTuple):
-    """What the anchor network would put into a hole."""
-
-    position: int
-    tokens: list[int]
-    """Most probable first."""
-    probabilities: list[float]
-
-
-class Update(NamedTuple):
-    """News of one sequence of a job: a frame, or its result."""
-
-    index: int
-    """Which of the job's sequences."""
-    frame: Frame | None = None
-    result: Result | None = None
-    guesses: list[AnchorGuess] | None = None
-
-
-class Job:
-    """The sequences of one HTTP request. Belongs to the event loop; workers only post to it."""
-
-    def __init__(self, requests: Sequence[Request], seconds: float, guesses: bool = False):
-        self.requests = list(requests)
-        self.seconds = seconds
-        self.end = asyncio.get_running_loop().time() + seconds
-        self.guesses = guesses
-        self.updates: asyncio.Queue[Update | Problem] = asyncio.Queue()
-        self.left = len(self.requests)
-        """Sequences without a result."""
-        self.open = set(range(len(self.requests)))
-        """Sequences that the reader of the updates still waits for."""
-
-    async def next(self) -> Update:
-        """The next frame or result of an open sequence. Raises the Problem that ended the job, or that its time is
-        over, or that a sequence was given up: that is the request's fault (bans that contradict each other)."""
-        while True:
-            try:
-                async with asyncio.timeout_at(self.end):
-                    update = await self.updates.get()
-            except TimeoutError:
-                raise out_of_time(self.seconds) from None
-            if isinstance(update, Problem):
-                raise update
-            if update.index not in self.open:
-                continue
-            if update.result is not None:
-                if update.result.problem:
-                    raise Problem(400, update.result.problem)
-                self.open.remove(update.index)
-            return update
-
-    async def results(self) -> AsyncIterator[tuple[int, Result]]:
-        """(index, result) of every sequence, in the order they end."""
-        while self.open:
-            update = await self.next()
-            if update.result is not None:
-                yield update.index, update.result
-
-
-async def within(seconds: float, end: float, answer: Awaitable[T]) -> T:
-    """The answer, or the Problem that it did not come before `end`, `seconds` after the request."""
-    try:
-        async with asyncio.timeout_at(end):
-            return await answer
-    except TimeoutError:
-        raise out_of_time(seconds) from None
-
-
-def out_of_time(seconds: float) -> Problem:
-    return Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout")
+LONGEST_RETRY = 60
+"""Seconds: Retry-After never says more."""
 
 
 def not_ready() -> Problem:
@@ -113,16 +48,23 @@ class Worker:
         self.name, self.lm, self.slots, self.waiting, self.metrics = name, lm, slots, waiting, metrics
         self.engine: Engine | CausalEngine | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.inbox: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
-        self.jobs: dict[int, tuple[Job, int]] = {}
-        """Engine id -> job and the index of its sequence. Only the thread touches it, as it does the next two."""
-        self.frames: dict[int, int] = {}
-        """Engine id -> frames seen."""
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.shares: list[Share] = []
+        """Requests under way, in the order they came. Only the thread touches it, as it does the next three."""
+        self.sequences: dict[int, tuple[Share, Job, int]] = {}
+        """Engine id -> whose sequence it is, and which of its job."""
+        self.guesses = Guesses(lm)
         self.stopping = False
+        parameters = sum(p.numel() for p in lm.model.parameters())
+        work = STEP_WORK.get(lm.device.type, STEP_WORK_ELSEWHERE)
+        self.budget = max(lm.length, int(work / parameters))
+        """Tokens of a step that others may wait for."""
         self.calls: set[asyncio.Future[Any]] = set()
         """Answers to other uses of the network that somebody waits for. Only the loop touches it."""
         self.taken = 0
         """Sequences accepted and not ended, other uses of the network included. Only the loop changes it."""
+        self.ends: deque[float] = deque(maxlen=64)
+        """When the last of them ended."""
         self.thread = threading.Thread(target=self.run, name=f"adlm-{name}", daemon=True)
 
     # From the event loop
@@ -134,9 +76,8 @@ class Worker:
     def stop(self) -> None:
         """Let the thread end after the step it is in; sequences still there are forgotten."""
 
-        def stop() -> bool:
+        def stop() -> None:
             self.stopping = True
-            return True
 
         self.inbox.put(stop)
 
@@ -167,44 +108,46 @@ class Worker:
             raise not_ready()
         if not admitted and self.taken + places > self.slots + self.waiting:
             message = f"the queue is full (serve.queue={self.waiting}); try again later"
-            raise Problem(429, message, "queue_full", headers={"Retry-After": "1"})
+            raise Problem(429, message, "queue_full", headers={"Retry-After": str(self.retry_after(places))})
+        if not self.taken:
+            self.ends.clear()
+            self.ends.append(time.monotonic())
         self.taken += places
+
+    def retry_after(self, places: int) -> int:
+        """Seconds until so many places should be free, at the rate at which they were freed lately."""
+        needed = self.taken + places - self.slots - self.waiting
+        elapsed, ended = time.monotonic() - self.ends[0], len(self.ends) - 1
+        return max(1, min(LONGEST_RETRY, math.ceil(needed * elapsed / max(1, ended))))
 
     def submit(self, job: Job) -> None:
         """Queue the sequences of a job; its updates follow. The caller must `cancel` a job that it gives up."""
         self.reserve(len(job.requests))
-        self.inbox.put(lambda: self.take_in(job))
+        self.inbox.put(lambda: self.take_in(Share(job)))
 
     def cancel(self, job: Job, index: int | None = None) -> None:
         """Free the slots of a job, or of one of its sequences; harmless after their end."""
         if job.left:
             self.inbox.put(lambda: self.take_out(job, index))
 
-    async def call(self, use: Callable[[], T], admitted: bool = False) -> T:
-        """Another use of the network (a score), between two steps: it would compete for the same cores."""
+    async def call(self, use: Parts[T], admitted: bool = False) -> T:
+        """Another use of the network (a score), part by part between steps: it would compete for the same cores."""
         self.reserve(1, admitted)
         assert self.loop is not None
-        loop, answer = self.loop, self.loop.create_future()
-
-        def finish(value: Any, error: BaseException | None) -> None:
-            self.taken -= 1
-            if not answer.done():
-                answer.set_exception(error) if error is not None else answer.set_result(value)
-
-        def action() -> bool:
-            value, error = None, None
-            if not answer.done():
-                try:
-                    value = use()
-                except Exception as problem:
-                    error = problem
-            self.post(loop, finish, value, error)
-            return True
-
+        answer = self.loop.create_future()
         self.calls.add(answer)
         answer.add_done_callback(self.calls.discard)
-        self.inbox.put(action)
+        self.inbox.put(lambda: self.take_in(Share(use=use, answer=answer)))
         return await answer
+
+    def answer(self, answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+        self.free(1)
+        if not answer.done():
+            answer.set_exception(error) if error is not None else answer.set_result(value)
+
+    def free(self, places: int) -> None:
+        self.taken -= places
+        self.ends.extend([time.monotonic()] * places)
 
     def give_up_calls(self, problem: Problem) -> None:
         """Answer every `call` with the problem; the one that runs continues unheard."""
@@ -220,21 +163,24 @@ class Worker:
                 continue
             ended = 1 if isinstance(update, Update) else job.left
             job.left -= ended
-            self.taken -= ended
+            self.free(ended)
             job.updates.put_nowait(update)
 
     # In the thread
 
     def run(self) -> None:
+        began = time.perf_counter()
+        log.info("%s: warming up", self.name)
         try:
             self.engine = self.warm_up()
         except Exception:
             log.exception("%s: the engine could not be started", self.name)
             return
+        log.info("%s: ready after %.1f s", self.name, time.perf_counter() - began)
         while not self.stopping:
             self.read_inbox()
-            if self.engine.busy and not self.stopping:
-                self.step()
+            if not self.stopping:
+                self.turn()
 
     def warm_up(self) -> Engine | CausalEngine:
         """The engine, after one sequence: on a GPU this is where the compiling is done."""
@@ -246,41 +192,115 @@ class Worker:
         return engine
 
     def read_inbox(self) -> None:
-        """Do everything that waits, but at most one long use of the network; wait if there is nothing to do."""
-        assert self.engine is not None
-        block = not self.engine.busy
+        """Do everything that waits; wait if there is nothing to do."""
+        block = not self.shares
         while True:
             try:
                 action = self.inbox.get(block=block)
             except queue.Empty:
                 return
-            if action():
-                return
+            action()
             block = False
 
-    def take_in(self, job: Job) -> bool:
-        assert self.engine is not None
-        for index, request in enumerate(job.requests):
-            try:
-                self.jobs[self.engine.submit(request)] = (job, index)
-            except ValueError as problem:
-                result = Result(0, list(request.tokens), request.seed, 0, 0.0, finished=False, problem=str(problem))
-                self.post(self.loop, self.deliver, [(job, Update(index, result=result))])
-        return False
+    def take_in(self, share: Share) -> None:
+        # Who comes has had as much as who had least: a past without requests is not saved up.
+        share.had = min((other.had for other in self.shares), default=0.0)
+        self.shares.append(share)
 
-    def take_out(self, job: Job, index: int | None) -> bool:
+    def take_out(self, job: Job, index: int | None) -> None:
+        """Cancel a job or one of its sequences. Those that have begun leave at the next step, by their results."""
         assert self.engine is not None
-        for id, (owner, number) in self.jobs.items():
+        for id, (_, owner, number) in self.sequences.items():
             if owner is job and index in (None, number):
                 self.engine.cancel(id)
-        return False
+        for share in [share for share in self.shares if share.job is job]:
+            for number in [number for number in share.fresh if index in (None, number)]:
+                share.fresh.remove(number)
+                self.refuse(job, number)
+            if share.over:
+                self.shares.remove(share)
 
-    def step(self) -> None:
+    def refuse(self, job: Job, index: int, problem: str = "") -> None:
+        """The result of a sequence that never began."""
+        request = job.requests[index]
+        result = Result(0, list(request.tokens), request.seed, 0, 0.0, finished=False, problem=problem)
+        self.post(self.loop, self.deliver, [(job, Update(index, result=result))])
+
+    def turn(self) -> None:
+        """Give out slots, evaluate the sequences and a part of the other use whose turn it is."""
+        assert self.engine is not None
+        self.seat()
+        uses = [share for share in in_turn(self.shares) if share.use is not None]
+        ids = take_part(self.shares, self.size, self.budget)
+        if ids or self.engine.cancelled:
+            self.step(ids)
+        if uses:
+            self.advance(min(uses, key=lambda share: share.had))
+
+    def size(self, id: int) -> int:
+        """Tokens that the network reads in one evaluation of a sequence."""
+        _, job, index = self.sequences[id]
+        request = job.requests[index]
+        if self.lm.model.config.causal:
+            return 1
+        return min(len(request.tokens), self.lm.length) * (2 if request.settings.guidance else 1)
+
+    def seat(self) -> None:
+        """Give out slots. If admitting takes long, the rest get theirs at the next step."""
+        engine = self.engine
+        assert engine is not None
+        free, reading = engine.slots.count(None), 0
+        while (seat := next_seat(self.shares, free)) is not None and reading < self.budget:
+            share, holder = seat
+            if holder is None:
+                free -= 1
+            else:
+                holder.paused.append(holder.seated.pop())
+                engine.pause(holder.paused[-1])
+            if share.paused:
+                share.seated.append(share.paused.popleft())
+                engine.resume(share.seated[-1])
+            else:
+                reading += self.begin(share)
+        self.shares = [share for share in self.shares if not share.over]
+
+    def begin(self, share: Share) -> int:
+        """Submit the next sequence of a request; returns the tokens that the network reads to admit it."""
+        assert self.engine is not None and share.job is not None
+        index = share.fresh.popleft()
+        request = share.job.requests[index]
+        try:
+            id = self.engine.submit(request)
+        except ValueError as problem:
+            self.refuse(share.job, index, str(problem))
+            return 0
+        self.sequences[id] = (share, share.job, index)
+        share.seated.append(id)
+        prompt = len(request.tokens) if self.lm.model.config.causal else 0
+        return prompt + len(request.required) * len(request.tokens)
+
+    def advance(self, share: Share) -> None:
+        """The next part of another use of the network; nothing, if nobody waits for it any more."""
+        assert share.use is not None and share.answer is not None
+        began, value, error = time.perf_counter(), None, None
+        try:
+            if not share.answer.done():
+                next(share.use)
+                share.had += time.perf_counter() - began
+                return
+        except StopIteration as end:
+            value = end.value
+        except Exception as problem:
+            error = problem
+        self.shares.remove(share)
+        self.post(self.loop, self.answer, share.answer, value, error)
+
+    def step(self, ids: Collection[int]) -> None:
         """Step the engine, count, and post what happened to the loop."""
         assert self.engine is not None
-        updates = None
+        updates, began = None, time.perf_counter()
         try:
-            updates = self.engine.step()
+            updates = self.engine.step(ids)
         except Exception:
             log.exception("%s: a step failed; its sequences are given up", self.name)
         if updates is None:  # not in the handler: there the traceback keeps the old engine in memory beside the new one
@@ -288,38 +308,25 @@ class Worker:
             return
         self.metrics.add("adlm_steps_total", 1, (self.name,))
         sent = []
-        watched = [u for u in updates if isinstance(u, Frame) and self.jobs[u.id][0].guesses]
-        guesses = self.guesses_of(watched) if watched else {}
+        frames = [(u, self.sequences[u.id]) for u in updates if isinstance(u, Frame)]
+        watched = [(frame, job.requests[index]) for frame, (_, job, index) in frames if job.guesses]
+        guesses = self.guesses.of(watched) if watched else {}
+        charge = (time.perf_counter() - began) / max(1, sum(map(self.size, ids)))
+        for id in ids:
+            self.sequences[id][0].had += charge * self.size(id)
         for update in updates:
-            job, index = self.jobs[update.id]
+            share, job, index = self.sequences[update.id]
             if isinstance(update, Frame):
                 sent.append((job, Update(index, frame=update, guesses=guesses.get(update.id))))
-            else:
-                self.count(update, job.requests[index])
-                del self.jobs[update.id]
-                self.frames.pop(update.id, None)
-                sent.append((job, Update(index, result=update)))
+                continue
+            self.count(update, job.requests[index])
+            del self.sequences[update.id]
+            self.guesses.seen.pop(update.id, None)
+            share.forget(update.id)
+            sent.append((job, Update(index, result=update)))
+        self.shares = [share for share in self.shares if not share.over]
         if sent:
             self.post(self.loop, self.deliver, sent)
-
-    def guesses_of(self, frames: list[Frame]) -> dict[int, list[AnchorGuess]]:
-        """Engine id -> the anchor network's guesses, for some of the frames: at most GUESSED_FRAMES of a sequence's
-        expected evaluations, evenly."""
-        chosen = []
-        for frame in frames:
-            job, index = self.jobs[frame.id]
-            number = self.frames[frame.id] = self.frames.get(frame.id, 0) + 1
-            request = job.requests[index]
-            holes = sum(t == self.lm.model.mask_id for t in request.tokens)
-            steps_matter = SAMPLERS.load(request.settings.sampler).steps_matter
-            expected = request.settings.steps if steps_matter else holes
-            if number % max(1, -(-expected // GUESSED_FRAMES)) == 0:
-                chosen.append(frame)
-        try:
-            return dict(zip([f.id for f in chosen], best_guesses(self.lm, [f.tokens for f in chosen])))
-        except Exception:  # an ornament: sequences continue without it
-            log.exception("%s: the anchor network's guesses failed; frames go without", self.name)
-            return {}
 
     def count(self, result: Result, request: Request) -> None:
         outcome = "failed" if result.problem else "finished" if result.finished else "cancelled"
@@ -332,15 +339,17 @@ class Worker:
     def give_up(self) -> None:
         """After a failed step the engine's state is unknown: answer everybody, start a fresh one."""
         problem = Problem(500, "the engine failed while this request was running; try again", "engine_failed")
-        jobs = {id(job): job for job, _ in self.jobs.values()}
-        self.jobs.clear()
-        self.frames.clear()
+        failed = {id(share): share for share, _, _ in self.sequences.values()}
+        jobs = [share.job for share in failed.values() if share.job is not None]
+        self.shares = [share for share in self.shares if id(share) not in failed]
+        self.sequences.clear()
+        self.guesses.seen.clear()
         self.engine = None
         self.lm.drop_engine()
         try:
             self.engine = self.lm.engine(self.slots)
         finally:  # not earlier: whoever tries again at once shall find it
-            self.post(self.loop, self.deliver, [(job, problem) for job in jobs.values()])
+            self.post(self.loop, self.deliver, [(job, problem) for job in jobs])
 
     def post(self, loop: asyncio.AbstractEventLoop | None, function: Callable[..., None], *arguments: Any) -> None:
         assert loop is not None
@@ -348,31 +357,3 @@ class Worker:
             loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody waits any more
             self.stopping = True
-
-
-@torch.inference_mode()
-def best_guesses(lm: LanguageModel, canvases: list[list[int]], top: int = 1) -> list[list[AnchorGuess]]:
-    """For every canvas, the anchor network's `top` tokens at each hole; canvases of one length share a pass.
-
-    Only holes go through the head. Canvases longer than the model are read by their last window.
-    """
-    model, found = lm.model, [[] for _ in canvases]
-    if model.anchor_head is None:
-        return found
-    length = model.config.length
-    for size in sorted({min(len(c), length) for c in canvases}):
-        members = [i for i, c in enumerate(canvases) if min(len(c), length) == size]
-        tokens_BL = torch.tensor([canvases[i][-size:] for i in members], device=lm.device)
-        at = (tokens_BL == model.mask_id).nonzero()
-        if not len(at):
-            continue
-        anchor_BLD = model(tokens_BL, lm.noise_level(tokens_BL)).anchor_BLD
-        assert anchor_BLD is not None
-        for piece in at.split(max(1, LOGITS_AT_ONCE // model.vocab_size)):
-            logits_NV = model.anchor_head(anchor_BLD[piece[:, 0], piece[:, 1]]).float()
-            logits_NV[:, model.mask_id] = -torch.inf
-            p, token = logits_NV.softmax(-1).topk(min(top, model.vocab_size - 1))
-            for (b, l), tokens, probabilities in zip(piece.tolist(), token.tolist(), p.tolist()):
-                i = members[b]
-                found[i].append(AnchorGuess(len(canvases[i]) - size + l, tokens, probabilities))
-    return found

@@ -1,0 +1,162 @@
+"""Requests under way: their sequences and news of them, and how they share one network.
+
+Slots: the request that holds fewest gets the next one, and one that holds more than another that waits gives a slot
+back. Time: where a step with everybody in it would take long, or a score is asked for, those take part that have had
+least. So a request of a few tokens takes its ordinary time beside the largest ones, which get what is left.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from adlm.api.scoring import Parts
+from adlm.engine import Frame, Request, Result
+from adlm.serving.bodies import Problem
+from adlm.serving.frames import AnchorGuess
+
+T = TypeVar("T")
+# Seconds of the network that a request may have had more than another that waits for its turn, or for a slot.
+TURN = 0.05
+SLOT_TURN = 0.5
+
+
+class Update(NamedTuple):
+    """News of one sequence of a job: a frame, or its result."""
+
+    index: int
+    """Which of the job's sequences."""
+    frame: Frame | None = None
+    result: Result | None = None
+    guesses: list[AnchorGuess] | None = None
+
+
+class Job:
+    """The sequences of one HTTP request. Belongs to the event loop; workers only post to it."""
+
+    def __init__(self, requests: Sequence[Request], seconds: float, guesses: bool = False):
+        self.requests = list(requests)
+        self.seconds = seconds
+        self.end = asyncio.get_running_loop().time() + seconds
+        self.guesses = guesses
+        self.updates: asyncio.Queue[Update | Problem] = asyncio.Queue()
+        self.left = len(self.requests)
+        """Sequences without a result."""
+        self.open = set(range(len(self.requests)))
+        """Sequences that the reader of the updates still waits for."""
+
+    async def next(self) -> Update:
+        """The next frame or result of an open sequence. Raises the Problem that ended the job, or that its time is
+        over, or that a sequence was given up: that is the request's fault (bans that contradict each other)."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self.end):
+                    update = await self.updates.get()
+            except TimeoutError:
+                raise out_of_time(self.seconds) from None
+            if isinstance(update, Problem):
+                raise update
+            if update.index not in self.open:
+                continue
+            if update.result is not None:
+                if update.result.problem:
+                    raise Problem(400, update.result.problem)
+                self.open.remove(update.index)
+            return update
+
+    async def results(self) -> AsyncIterator[tuple[int, Result]]:
+        """(index, result) of every sequence, in the order they end."""
+        while self.open:
+            update = await self.next()
+            if update.result is not None:
+                yield update.index, update.result
+
+
+async def within(seconds: float, end: float, answer: Awaitable[T]) -> T:
+    """The answer, or the Problem that it did not come before `end`, `seconds` after the request."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await answer
+    except TimeoutError:
+        raise out_of_time(seconds) from None
+
+
+def out_of_time(seconds: float) -> Problem:
+    return Problem(504, f"the request took longer than {seconds:g} s (serve.timeout)", "timeout")
+
+
+class Share:
+    """What one request wants of the network and what it has had. Only the thread touches it."""
+
+    def __init__(
+        self, job: Job | None = None, use: Parts[Any] | None = None, answer: asyncio.Future[Any] | None = None
+    ):
+        self.job, self.use, self.answer = job, use, answer
+        self.had = 0.0
+        """Seconds of the network."""
+        self.fresh = deque(range(len(job.requests) if job else 0))
+        """Sequences, by index, that have not begun."""
+        self.paused: deque[int] = deque()
+        """Engine ids, as in the next."""
+        self.seated: list[int] = []
+        """Those that have a slot, in the order they got it."""
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.fresh or self.paused)
+
+    @property
+    def over(self) -> bool:
+        return self.use is None and not (self.waiting or self.seated)
+
+    def forget(self, id: int) -> None:
+        for ids in (self.seated, self.paused):
+            if id in ids:
+                ids.remove(id)
+
+
+def next_seat(shares: Sequence[Share], free: int) -> tuple[Share, Share | None] | None:
+    """Who gets the next slot, and from whom: who holds fewest; if none is free, from who holds two more, or holds one
+    for long while the other has none. None: all stay."""
+    wanting = [share for share in shares if share.waiting]
+    if not wanting:
+        return None
+    share = min(wanting, key=lambda share: (len(share.seated), share.had))
+    if free:
+        return share, None
+    holder = max(shares, key=lambda share: (len(share.seated), share.had))
+    more = len(holder.seated) - len(share.seated)
+    long = not share.seated and holder.had > share.had + SLOT_TURN
+    return (share, holder) if more >= 2 or (more == 1 and long) else None
+
+
+def take_part(shares: Sequence[Share], sizes: Callable[[int], int], budget: int) -> list[int]:
+    """Engine ids of the sequences in the next step: all, if they are few and nothing else is asked for; else those of
+    the requests that have had least, the first of each, then the second of each, up to `budget` tokens."""
+    seated = [id for share in shares for id in share.seated]
+    if not any(share.use for share in shares) and sum(map(sizes, seated)) <= budget:
+        return seated
+    found, left = [], budget
+    near = sorted(in_turn(shares), key=lambda share: share.had)
+    for rank in range(max((len(share.seated) for share in near), default=0)):
+        for share in near:
+            if rank < len(share.seated):
+                size = sizes(share.seated[rank])
+                if found and size > left:
+                    return found
+                found.append(share.seated[rank])
+                left -= size
+    return found
+
+
+def in_turn(shares: Sequence[Share]) -> list[Share]:
+    """Of the requests that could use the network now, those that have not had more than their turn."""
+    able = [share for share in shares if share.seated or share.use]
+    least = min((share.had for share in able), default=0.0)
+    return [share for share in able if share.had < least + TURN]
+
+
+def in_one_part(use: Callable[[], T]) -> Parts[T]:
+    """A use of the network that is short."""
+    return use()
+    yield
