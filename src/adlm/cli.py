@@ -65,7 +65,7 @@ class Command:
     """Sections of the schema and single keys that change what the command does: --help lists them, and others are
     refused. Keys of `words`, and `out` where it has a text of its own, need not be named."""
     loads_torch: bool = True
-    """Its work begins with seconds of importing: said on the terminal."""
+    """Its work begins with seconds of importing, which it does not say itself."""
 
     @property
     def read_keys(self) -> list[str]:
@@ -233,7 +233,7 @@ COMMANDS: dict[str, Command] = {
         rest=True,
         short="serve",
         reads=("serve", *SERVED, "eval.checkpoint", *MODEL, "train.num_threads"),
-        loads_torch=False,  # it says so itself, also to a log
+        loads_torch=False,
     ),
     "config": Command(
         "adlm.cli:run_config",
@@ -429,9 +429,7 @@ def print_help(name: str, command: Command) -> None:
     if command.out:
         _print_entry("out", "", command.out)
     if command.sweeps:
-        _print_entry(
-            "sampling.KEY=64,128", "", "numbers and names of sampling may be lists: every combination is measured"
-        )
+        _print_entry("sampling.KEY=64,128", "", "numbers and names may be lists: every combination is measured")
     if command.groups:
         print("\nGroups (a name stands for several settings):")
     for group in command.groups:

@@ -33,9 +33,9 @@ from rich.table import Table
 from adlm import config
 from adlm.config.keys import group_choices
 from adlm.errors import choose, require
+from adlm.evaluation import write_result
 from adlm.evaluation.intervals import Estimate, student, summarise
 from adlm.evaluation.perplexity import measure, phases, token_counts
-from adlm.evaluation.results import write_result
 from adlm.io.load import load_checkpoint
 from adlm.io.paths import writable_folder, write_atomically
 from adlm.schema import Config

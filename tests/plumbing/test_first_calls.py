@@ -22,7 +22,7 @@ from runs import overrides
 import adlm
 from adlm import cli
 from adlm.api.language_model import GenerateSettings, StreamSettings
-from adlm.evaluation.results import result_path
+from adlm.evaluation import result_path
 from adlm.io.export import describe, save_folder
 from adlm.io.load import BOX, locate
 from adlm.schema import Config, DataConfig, SamplingConfig

@@ -8,5 +8,96 @@ anchors    anchors.py: what both networks predict where anchors are hidden; anch
            (the demo's page shows the same)
 lm-eval    harness.py: our models in lm-evaluation-harness
 
-results.py holds what all result files carry. `adlm compare` is adlm/compare.py: it also trains.
+Below: what every result file carries so that its numbers can be repeated (model, data, versions), and where it goes.
+`adlm compare` is adlm/compare.py: it also trains.
 """
+
+import contextlib
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adlm.data.blocks import Blocks
+from adlm.io.export import Loaded
+from adlm.io.load import BOX, BOX_NAME, locate
+from adlm.io.paths import write_atomically
+from adlm.training.setup import parameter_count
+
+PACKAGES = (
+    "adlm", "torch", "numpy", "tokenizers", "safetensors", "datasets", "transformers", "mauve-text", "faiss-cpu",
+    "scikit-learn", "gguf",
+)  # fmt: skip
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Versions of Python and the packages that numbers may depend on, and the device."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return found | {"device": kind}
+
+
+def data_facts(blocks: Blocks) -> dict[str, Any]:
+    """Which sequences these are: a fingerprint over source contents, reader, detokenizer, tokenizer and packing."""
+    m = blocks.manifest
+    detokenizer, detokenizer_version = m["origin"]["detokenizer"]
+    return {
+        "corpus": m["corpus"],
+        "split": m["split"],
+        "fingerprint": m["fingerprint"],
+        "contents": m["origin"]["contents"],
+        "files": m["files"],
+        "detokenizer": detokenizer,
+        "detokenizer_version": detokenizer_version,
+        "tokenizer": m["tokenizer"],
+        "packing": m["packing"],
+        "row_length": blocks.length,
+        "rows": len(blocks),
+        "corpus_documents": m["documents"],
+        "corpus_tokens": m["tokens"],
+    }
+
+
+def model_facts(loaded: Loaded, checkpoint: str, ema: bool) -> dict[str, Any]:
+    """Which model this is: `checkpoint` and `ema` as the user gave them."""
+    info = loaded.info
+    return {
+        "checkpoint": checkpoint or BOX_NAME,
+        "algo": info["algo"],
+        "step": info.get("step"),
+        "parameters": parameter_count(loaded.model),
+        "vocab_size": info["vocab_size"],
+        "length": loaded.model.config.length,
+        "weights": "averaged" if ema else "raw",
+        "tokenizer": loaded.tokenizer.fingerprint,
+    }
+
+
+def result_path(out: str, checkpoint: str, name: str) -> Path:
+    """The file of a result: `out` if that is FILE.json; else `name` in the folder `out`, or beside the checkpoint."""
+    if out.endswith(".json"):
+        return Path(out)
+    place = Path(out) if out else beside(checkpoint)
+    return (place.parent if place.is_file() else place) / name
+
+
+def beside(checkpoint: str) -> Path:
+    """Where results of a checkpoint go: its own folder or file; of the model in the package, which may be read-only
+    and is replaced by the next version, runs/box here."""
+    place = locate(checkpoint)
+    return Path("runs") / BOX_NAME if place == BOX else place
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result as JSON; one that cannot be written is still returned: a read-only folder must not lose it."""
+    try:
+        write_atomically(path, json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        print(f"warning: {path} cannot be written ({error.strerror}); give out=FILE", file=sys.stderr)

@@ -21,8 +21,8 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
+from adlm.evaluation import model_facts, result_path, versions, write_result
 from adlm.evaluation.anchors import NETWORKS, Guesses, Level, Reading, anchors_of, read_hidden, read_levels
-from adlm.evaluation.results import model_facts, result_path, versions, write_result
 from adlm.io.export import Loaded
 from adlm.io.paths import write_atomically
 from adlm.objectives.anchors import describe_rule, for_texts

@@ -26,11 +26,11 @@ from adlm.api import LanguageModel
 from adlm.api.command import draw, fingerprint, read_samples, record, request_of
 from adlm.engine import Request
 from adlm.errors import require
+from adlm.evaluation import beside, model_facts, versions
 from adlm.evaluation.evaluate_report import build_report, show
 from adlm.evaluation.judge import is_ours, locate
 from adlm.evaluation.measures import DEFINITIONS, Evaluation, entropy, judge_name, mauve_available, measure_all
 from adlm.evaluation.perplexity import open_checkpoint
-from adlm.evaluation.results import beside, model_facts, versions
 from adlm.io import progress
 from adlm.io.load import locate as locate_checkpoint
 from adlm.io.paths import writable_folder, write_atomically

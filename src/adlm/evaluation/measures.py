@@ -24,10 +24,10 @@ import numpy as np
 from adlm.api import LanguageModel
 from adlm.data.preparation import prepare
 from adlm.errors import require
+from adlm.evaluation import data_facts, write_result
 from adlm.evaluation.intervals import RESAMPLES, Interval, bootstrap_mean, bootstrap_ratio, student
 from adlm.evaluation.judge import Judge, ReadingRule, Scored, digest, judge_key, judge_samples, open_judge
 from adlm.evaluation.perplexity import own_data
-from adlm.evaluation.results import data_facts, write_result
 from adlm.io.paths import write_atomically
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World

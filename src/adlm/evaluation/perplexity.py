@@ -23,8 +23,8 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import draw_times
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
+from adlm.evaluation import data_facts, model_facts, result_path, versions, write_result
 from adlm.evaluation.intervals import Estimate, summarise
-from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
 from adlm.io import progress
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint

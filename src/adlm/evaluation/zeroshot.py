@@ -20,9 +20,9 @@ from adlm.data.preparation import prepare
 from adlm.data.sources import resolve
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import choose, require
+from adlm.evaluation import data_facts, model_facts, result_path, versions, write_result
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import measure, open_checkpoint, settings
-from adlm.evaluation.results import data_facts, model_facts, result_path, versions, write_result
 from adlm.io.export import Loaded
 from adlm.schema import Config, DataConfig
 from adlm.training.parallel import world
