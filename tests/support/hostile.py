@@ -1026,7 +1026,6 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     line = build(name, folder)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
     began = time.monotonic()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
@@ -1034,6 +1033,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         for number, file in ((1, "out.txt"), (2, "err.txt")):
             os.dup2(os.open(folder / file, os.O_CREAT | os.O_WRONLY), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        (folder / "statm").write_text(Path("/proc/self/statm").read_text())
         try:
             status = cli.main(line)
         except BaseException as error:
@@ -1042,6 +1042,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         sys.stderr.flush()
         os._exit(status)
     _, status, used = os.wait4(child, 0)
+    resident = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "name": name,
         "status": os.waitstatus_to_exitcode(status),
