@@ -96,7 +96,7 @@ def table(name: str, on: str, results: dict[str, Any]) -> Table:
             if "failed" in r:
                 out.add_row(batch, which, r["failed"], "", "", "")
                 continue
-            memory = f"{r['peak_gib']:.2f}" if "peak_gib" in r else ""
+            memory = f"{r['peak_gib']:.2f}" if r.get("peak_gib") else ""
             ratio = f"{entry['speedup']:.1f}x" if which == "ours" and "speedup" in entry else ""
             out.add_row(batch, which, f"{r[SPEED[name]]:,.2f}", f"{r[rate]:,.4g}", memory, ratio)
     return out
