@@ -139,6 +139,16 @@ def test_an_ordinary_request_beside_two_that_want_everything(server, http, lm):
     assert [c["tokens"] for c in first.json()["choices"][:2]] == [g.tokens for g in expected]
 
 
+def test_not_even_the_first_step_of_many_takes_long(server, http, monkeypatch):
+    """No more tokens are evaluated at once than others may wait for, also when all of them have just come."""
+    mine, sizes = worker(server), []
+    evaluate = mine.engine.evaluate
+    monkeypatch.setattr(mine.engine, "evaluate", lambda chosen: sizes.append(len(chosen)) or evaluate(chosen))
+    monkeypatch.setattr(mine, "budget", 64)
+    assert http.post("/v1/infill", json={"length": 32, "n": 8, "steps": 4}).status_code == 200
+    assert max(sizes) == 2
+
+
 def test_a_cost_beyond_what_anybody_may_have_is_refused(http):
     refused = http.post("/v1/infill", json={"length": 32, "n": 16, "steps": 4000, "sampler": "forward-backward"})
     message = refused.json()["error"]["message"]

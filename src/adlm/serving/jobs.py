@@ -1,9 +1,9 @@
 """Requests under way: their sequences and news of them, and how they share one network.
 
 Slots: the request that holds fewest gets the next one, and one that holds more than another that waits gives a slot
-back. Time: where a step with everybody in it would take long, or a score is asked for, it is the turn of those that have
-had least of the network since they came. So a request of a few tokens takes its ordinary time beside the largest ones,
-which get what is left, and at least a turn now and then.
+back. Time: where a step with everybody in it would take long, or a score is asked for, it is the turn of those that
+have had least of the network since they came. So a request of a few tokens takes its ordinary time beside the largest
+ones, which get what is left, and at least a turn now and then.
 """
 
 import asyncio
@@ -127,8 +127,8 @@ class Share:
 
 
 def next_seat(shares: Sequence[Share], free: int) -> tuple[Share, Share | None] | None:
-    """Who gets the next slot, and from whom: who holds fewest, the first of them; if none is free, from who holds two more, or holds one
-    for long while the other has none. None: all stay."""
+    """Who gets the next slot, and from whom: the first of those who hold fewest; if none is free, from who holds two
+    more, or holds one for long while the other has none. None: all stay."""
     wanting = [share for share in shares if share.waiting]
     if not wanting:
         return None
