@@ -255,7 +255,7 @@ def main() -> int:
     p.add_argument("--requests", type=int, default=2000, help="sent while memory is watched (0: none)")
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = args.checkpoint or str(make_model(args, Path(folder) / "model"))
+        path = str(Path(args.checkpoint).resolve() if args.checkpoint else make_model(args, Path(folder) / "model"))
         result = run(args, path)
     print(json.dumps(result))
     return 0 if result["sound"] else 1

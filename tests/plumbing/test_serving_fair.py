@@ -11,7 +11,7 @@ from served import load_tiny, serving, wait_until
 from adlm import api
 from adlm.api import LanguageModel, scoring
 from adlm.engine.request import Limit
-from adlm.serving.jobs import SLOT_TURN, TURN, Share, in_turn, next_seat, take_part
+from adlm.serving.jobs import SLOT_TURN, TURN, Share, next_seat, take_part, whose_turn
 from adlm.tables import SAMPLERS
 
 TEXT = "the cat sat on the mat and ate"
@@ -139,6 +139,16 @@ def test_an_ordinary_request_beside_two_that_want_everything(server, http, lm):
     assert [c["tokens"] for c in first.json()["choices"][:2]] == [g.tokens for g in expected]
 
 
+def test_not_even_the_first_step_of_many_takes_long(server, http, monkeypatch):
+    """No more tokens are evaluated at once than others may wait for, also when all of them have just come."""
+    mine, sizes = worker(server), []
+    evaluate = mine.engine.evaluate
+    monkeypatch.setattr(mine.engine, "evaluate", lambda chosen: sizes.append(len(chosen)) or evaluate(chosen))
+    monkeypatch.setattr(mine, "budget", 64)
+    assert http.post("/v1/infill", json={"length": 32, "n": 8, "steps": 4}).status_code == 200
+    assert max(sizes) == 2
+
+
 def test_a_cost_beyond_what_anybody_may_have_is_refused(http):
     refused = http.post("/v1/infill", json={"length": 32, "n": 16, "steps": 4000, "sampler": "forward-backward"})
     message = refused.json()["error"]["message"]
@@ -205,19 +215,27 @@ def test_slots_are_given_out_to_the_end():
         assert step < 10_000
 
 
-def test_those_take_part_who_have_had_least():
+def test_it_is_the_turn_of_who_has_had_least_and_now_and_then_of_who_waited_longest():
+    small, big, score = share(seated=[1]), share(0.5, seated=[2]), share(1.0, use=(_ for _ in ()))
+    small.last, big.last, score.last = 3, 1, 2
+    everybody = [big, share(waiting=1), score, small]
+    assert whose_turn(everybody, spared=False) is small and whose_turn(everybody, spared=True) is big
+    assert whose_turn([share(waiting=1)], spared=False) is None and whose_turn([], spared=True) is None
+
+
+def test_a_long_step_is_for_whose_turn_it_is():
     small, big, ahead = share(seated=[1]), share(seated=[2, 3, 4]), share(1.0, seated=[5])
     sizes = {1: 8, 2: 256, 3: 256, 4: 256, 5: 256}.__getitem__
-    assert take_part([small, big, ahead], sizes, budget=2000) == [1, 2, 3, 4, 5], "nobody waits for anybody"
-    assert take_part([small, big, ahead], sizes, budget=600) == [1, 2, 3]
-    assert take_part([big, ahead], sizes, budget=100) == [2], "at least one"
+    everybody = [small, big, ahead]
+    assert take_part(everybody, small, sizes, budget=2000) == [1, 2, 3, 4, 5], "nobody waits for anybody"
+    assert take_part(everybody, small, sizes, budget=600) == [1, 2, 3]
+    assert take_part([big, ahead], big, sizes, budget=100) == [2], "at least one"
     big.had = TURN
-    assert take_part([small, big, ahead], sizes, budget=600) == [1]
+    assert take_part(everybody, small, sizes, budget=600) == [1]
+    assert take_part(everybody, ahead, sizes, budget=600) == [5, 1], "who has waited longest, and the small one"
     # beside a score everybody takes turns
     score = share(use=(_ for _ in ()))
-    assert take_part([ahead, score], sizes, budget=2000) == [] and in_turn([ahead, score]) == [score]
-    score.had = 2.0
-    assert take_part([ahead, score], sizes, budget=2000) == [5] and in_turn([ahead, score]) == [ahead]
+    assert take_part([*everybody, score], small, sizes, budget=2000) == [1]
 
 
 # ---- Texts

@@ -108,14 +108,13 @@ class BaseEngine(Generic[S]):
 
     def step(self, only: Collection[int] | None = None) -> list[Frame | Result]:
         """Admit sequences, evaluate each once, and report: Frames of watched ones, Results of ended ones. `only`: ids
-        of those to evaluate beside the admitted; others keep their slots and stand still."""
+        of those to evaluate; others keep their slots and stand still."""
         self.updates = []
         self.drop_cancelled()
-        resting = set() if only is None else {s.id for s in self.slots if s is not None} - set(only)
         for i in range(len(self.slots)):
             while self.slots[i] is None and self.waiting:
                 self.admit(i, *self.waiting.popleft())
-        self.evaluate([i for i, s in enumerate(self.slots) if s is not None and s.id not in resting])
+        self.evaluate([i for i, s in enumerate(self.slots) if s is not None and (only is None or s.id in only)])
         return self.updates
 
     def run(self, requests: Iterable[Request], tick: Callable[[], None] = lambda: None) -> Iterator[Result]:

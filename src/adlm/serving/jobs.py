@@ -1,11 +1,13 @@
 """Requests under way: their sequences and news of them, and how they share one network.
 
 Slots: the request that holds fewest gets the next one, and one that holds more than another that waits gives a slot
-back. Time: where a step with everybody in it would take long, or a score is asked for, those take part that have had
-least. So a request of a few tokens takes its ordinary time beside the largest ones, which get what is left.
+back. Time: where a step with everybody in it would take long, or a score is asked for, it is the turn of those that
+have had least of the network since they came. So a request of a few tokens takes its ordinary time beside the largest
+ones, which get what is left, and at least a turn now and then.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +21,8 @@ T = TypeVar("T")
 # Seconds of the network that a request may have had more than another that waits for its turn, or for a slot.
 TURN = 0.05
 SLOT_TURN = 0.5
+# Seconds after which it is the turn of who has waited longest, whatever it has had.
+SPARED = 1.0
 
 
 class Update(NamedTuple):
@@ -94,6 +98,8 @@ class Share:
         self.job, self.use, self.answer = job, use, answer
         self.had = 0.0
         """Seconds of the network."""
+        self.last = time.monotonic()
+        """When it was its turn."""
         self.fresh = deque(range(len(job.requests) if job else 0))
         """Sequences, by index, that have not begun."""
         self.paused: deque[int] = deque()
@@ -106,6 +112,11 @@ class Share:
         return bool(self.fresh or self.paused)
 
     @property
+    def able(self) -> bool:
+        """Whether it could use the network now."""
+        return bool(self.seated or self.use)
+
+    @property
     def over(self) -> bool:
         return self.use is None and not (self.waiting or self.seated)
 
@@ -116,12 +127,12 @@ class Share:
 
 
 def next_seat(shares: Sequence[Share], free: int) -> tuple[Share, Share | None] | None:
-    """Who gets the next slot, and from whom: who holds fewest; if none is free, from who holds two more, or holds one
-    for long while the other has none. None: all stay."""
+    """Who gets the next slot, and from whom: the first of those who hold fewest; if none is free, from who holds two
+    more, or holds one for long while the other has none. None: all stay."""
     wanting = [share for share in shares if share.waiting]
     if not wanting:
         return None
-    share = min(wanting, key=lambda share: (len(share.seated), share.had))
+    share = min(wanting, key=lambda share: len(share.seated))
     if free:
         return share, None
     holder = max(shares, key=lambda share: (len(share.seated), share.had))
@@ -130,15 +141,16 @@ def next_seat(shares: Sequence[Share], free: int) -> tuple[Share, Share | None] 
     return (share, holder) if more >= 2 or (more == 1 and long) else None
 
 
-def take_part(shares: Sequence[Share], sizes: Callable[[int], int], budget: int) -> list[int]:
+def take_part(shares: Sequence[Share], first: Share, sizes: Callable[[int], int], budget: int) -> list[int]:
     """Engine ids of the sequences in the next step: all, if they are few and nothing else is asked for; else those of
-    the requests that have had least, the first of each, then the second of each, up to `budget` tokens."""
+    `first`, whose turn it is, and of who has had no more: the first of each, then the second of each, up to `budget`
+    tokens."""
     seated = [id for share in shares for id in share.seated]
     if not any(share.use for share in shares) and sum(map(sizes, seated)) <= budget:
         return seated
     found, left = [], budget
-    near = sorted(in_turn(shares), key=lambda share: share.had)
-    for rank in range(max((len(share.seated) for share in near), default=0)):
+    near = [first, *(s for s in shares if s is not first and s.had < least_had(shares) + TURN)]
+    for rank in range(max(len(share.seated) for share in near)):
         for share in near:
             if rank < len(share.seated):
                 size = sizes(share.seated[rank])
@@ -149,11 +161,14 @@ def take_part(shares: Sequence[Share], sizes: Callable[[int], int], budget: int)
     return found
 
 
-def in_turn(shares: Sequence[Share]) -> list[Share]:
-    """Of the requests that could use the network now, those that have not had more than their turn."""
-    able = [share for share in shares if share.seated or share.use]
-    least = min((share.had for share in able), default=0.0)
-    return [share for share in able if share.had < least + TURN]
+def least_had(shares: Sequence[Share]) -> float:
+    return min((share.had for share in shares if share.able), default=0.0)
+
+
+def whose_turn(shares: Sequence[Share], spared: bool) -> Share | None:
+    """Of the requests that could use the network now, the one that has had least, or has waited longest."""
+    able = [share for share in shares if share.able]
+    return min(able, key=lambda share: share.last if spared else share.had, default=None)
 
 
 def in_one_part(use: Callable[[], T]) -> Parts[T]:

@@ -23,13 +23,13 @@ from adlm.api.scoring import Parts
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
 from adlm.serving.bodies import Problem
 from adlm.serving.frames import Guesses
-from adlm.serving.jobs import Job, Share, Update, in_turn, next_seat, take_part
+from adlm.serving.jobs import SPARED, Job, Share, Update, next_seat, take_part, whose_turn
 from adlm.serving.metrics import ServerMetrics
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
-# Parameters times tokens of a step that others may wait for: about a fifth of a second on two cores, less on a GPU.
-STEP_WORK = {"cpu": 1.2e10}
+# Parameters times tokens of a step that others may wait for: about a tenth of a second of a core, less on a GPU.
+STEP_WORK = {"cpu": 6e9}
 STEP_WORK_ELSEWHERE = 1e13
 # Frames that wait for a slow reader; more are left out, and the next one shows what they showed.
 BACKLOG = 64
@@ -54,6 +54,8 @@ class Worker:
         self.sequences: dict[int, tuple[Share, Job, int]] = {}
         """Engine id -> whose sequence it is, and which of its job."""
         self.guesses = Guesses(lm)
+        self.spared = 0.0
+        """When it was last the turn of who had waited longest."""
         self.stopping = False
         parameters = sum(p.numel() for p in lm.model.parameters())
         work = STEP_WORK.get(lm.device.type, STEP_WORK_ELSEWHERE)
@@ -123,7 +125,7 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queue the sequences of a job; its updates follow. The caller must `cancel` a job that it gives up."""
         self.reserve(len(job.requests))
-        self.inbox.put(lambda: self.take_in(Share(job)))
+        self.inbox.put(lambda: self.shares.append(Share(job)))
 
     def cancel(self, job: Job, index: int | None = None) -> None:
         """Free the slots of a job, or of one of its sequences; harmless after their end."""
@@ -137,7 +139,7 @@ class Worker:
         answer = self.loop.create_future()
         self.calls.add(answer)
         answer.add_done_callback(self.calls.discard)
-        self.inbox.put(lambda: self.take_in(Share(use=use, answer=answer)))
+        self.inbox.put(lambda: self.shares.append(Share(use=use, answer=answer)))
         return await answer
 
     def answer(self, answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
@@ -202,11 +204,6 @@ class Worker:
             action()
             block = False
 
-    def take_in(self, share: Share) -> None:
-        # Who comes has had as much as who had least: a past without requests is not saved up.
-        share.had = min((other.had for other in self.shares), default=0.0)
-        self.shares.append(share)
-
     def take_out(self, job: Job, index: int | None) -> None:
         """Cancel a job or one of its sequences. Those that have begun leave at the next step, by their results."""
         assert self.engine is not None
@@ -227,15 +224,21 @@ class Worker:
         self.post(self.loop, self.deliver, [(job, Update(index, result=result))])
 
     def turn(self) -> None:
-        """Give out slots, evaluate the sequences and a part of the other use whose turn it is."""
+        """Give out slots; then a step, or a part of another use, for whose turn it is."""
         assert self.engine is not None
         self.seat()
-        uses = [share for share in in_turn(self.shares) if share.use is not None]
-        ids = take_part(self.shares, self.size, self.budget)
-        if ids or self.engine.cancelled:
+        now = time.monotonic()
+        spared = now > self.spared + SPARED
+        first = whose_turn(self.shares, spared)
+        self.spared = now if spared else self.spared
+        if first is not None and first.use is not None:
+            first.last = now
+            self.advance(first)
+        elif first is not None or self.engine.cancelled:
+            ids = take_part(self.shares, first, self.size, self.budget) if first is not None else []
+            for id in ids:
+                self.sequences[id][0].last = now
             self.step(ids)
-        if uses:
-            self.advance(min(uses, key=lambda share: share.had))
 
     def size(self, id: int) -> int:
         """Tokens that the network reads in one evaluation of a sequence."""
