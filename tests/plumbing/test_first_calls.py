@@ -349,6 +349,7 @@ def test_every_line_of_the_page_runs(tmp_path, monkeypatch):
         return SimpleNamespace(run=tiny)
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("A text of one's own.\n" * 100)
     monkeypatch.setitem(adlm.__dict__, "load", load_tiny)
     monkeypatch.setattr("adlm.api.command.load", load_tiny)
     monkeypatch.setattr("adlm.training.loop.train", begin)

@@ -64,7 +64,8 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions, half-split layout (the first half of a head is paired with the second), base 10000."""
+    """Rotary positions, half-split layout (the first half of a head is paired with the second), base 10000. Its tables
+    are numbers even in a model that is only shapes."""
 
     cos_LH: Tensor
     sin_LH: Tensor
@@ -72,8 +73,8 @@ class Rotary(nn.Module):
     def __init__(self, head_width: int, length: int):
         super().__init__()
         # float64 on the way: at position 1023 a float32 angle is off by 1e-4 already
-        inverse_H = 10000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
-        angle_LH = torch.outer(torch.arange(length, dtype=torch.float64), inverse_H)
+        inverse_H = 10000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width)
+        angle_LH = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), inverse_H)
         dtype = torch.get_default_dtype()
         self.register_buffer("cos_LH", angle_LH.cos().to(dtype), persistent=False)
         self.register_buffer("sin_LH", angle_LH.sin().to(dtype), persistent=False)
@@ -124,7 +125,7 @@ class TimeEmbedding(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(self.N_SINUSOIDS, width), nn.SiLU(), nn.Linear(width, width))
         half = self.N_SINUSOIDS // 2
-        exponent = torch.arange(half, dtype=torch.float64) / half
+        exponent = torch.arange(half, dtype=torch.float64, device="cpu") / half
         frequencies = torch.exp(-math.log(10000.0) * exponent).to(torch.get_default_dtype())
         self.register_buffer("frequencies", frequencies, persistent=False)
 

@@ -56,7 +56,8 @@ class Network(nn.Module):
         self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
         self.residual_dtype: torch.dtype | None = None
         """Precision of the residual stream; None: that of the embedding."""
-        initialise(self)
+        if not self.embedding.is_meta:  # shapes alone; filling them would import the compiler
+            initialise(self)
 
     def forward(
         self,
