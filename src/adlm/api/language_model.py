@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from adlm import tables
-from adlm.api.scoring import Parts, Score, score_tokens, whole
+from adlm.api.scoring import Parts, Score, T, score_tokens, whole
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
@@ -354,8 +354,17 @@ class LanguageModel:
         draws = accept("draws", draws, Count)
         tokens, given = self.encode("text", text), self.encode("context", context)
         noise, objective = self.loaded.noise, self.loaded.objective
-        with self.using_network():
-            return score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given)
+        return self.in_turns(score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given))
+
+    def in_turns(self, parts: Parts[T]) -> Parts[T]:
+        """A computation each part of which is alone with the network."""
+        while True:
+            try:
+                with self.using_network():
+                    next(parts)
+            except StopIteration as end:
+                return end.value
+            yield
 
     def encode(self, what: str, value: str | Sequence[int]) -> list[int]:
         """Token ids of a text, or those given."""

@@ -420,7 +420,7 @@ def _from_path(path: Path, name: str) -> Tokenizer:
     """A tokenizer.json, one of a pair of BPE files, a vocab.txt, or a folder that holds such files."""
     folder, own = (path, None) if path.is_dir() else (path.parent, path.name)
     json_file = folder / "tokenizer.json" if own is None else path
-    if json_file.is_file() and (own is None or (path.suffix == ".json" and not _is_bpe_vocabulary(path))):
+    if json_file.is_file() and (own is None or (path.suffix == ".json" and path.name not in dict(BPE_FILES))):
         return tokenizer_from(read_regular(json_file, LARGEST_FILE), name, f"data.tokenizer: {json_file}")
     short = name if name in TOKENIZERS else ""
     pairs = [pair for pair in BPE_FILES if own is None or own in pair]
@@ -429,20 +429,18 @@ def _from_path(path: Path, name: str) -> Tokenizer:
             return byte_level_bpe(folder / vocab, folder / merges, short or "gpt2")
     if own is not None and pairs:
         raise ValueError(f"data.tokenizer={name!r} needs both {pairs[0][0]} and {pairs[0][1]} in {folder}")
-    words = [own] if own and own.endswith(".txt") else [] if own else [*BERT_FILES, *_names(folder, "*-vocab.txt")]
+    words = (
+        [own]
+        if own and own.endswith(".txt")
+        else []
+        if own
+        else [*BERT_FILES, *sorted(p.name for p in folder.glob("*-vocab.txt"))]
+    )
     for vocab in words:
         if (folder / vocab).is_file():
             return word_piece(folder / vocab, short or "bert-base-uncased")
     wanted = "tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt"
     raise ValueError(f"data.tokenizer={name!r} holds no vocabulary; expected one of: {wanted}")
-
-
-def _is_bpe_vocabulary(path: Path) -> bool:
-    return any(path.name == vocab for vocab, _ in BPE_FILES)
-
-
-def _names(folder: Path, pattern: str) -> list[str]:
-    return sorted(p.name for p in folder.glob(pattern))
 
 
 def _find_vocabulary(root: Path, name: str) -> Path | None:

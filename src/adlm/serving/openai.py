@@ -252,7 +252,7 @@ class Completion:
 
     def left_to_right(self, tokens: list[int], given: list[int], top: int) -> Parts[list[TokenLogProbs]]:
         lm = self.served.lm
-        return left_to_right(lm.model, tokens, given, lm.schedule, top)
+        return lm.in_turns(left_to_right(lm.model, tokens, given, lm.schedule, top))
 
     def alternatives(self, token: int, known: TokenLogProbs) -> dict[str, float]:
         """The likeliest tokens by their text, and the one that is there; of one text the likeliest."""
