@@ -429,13 +429,8 @@ def _from_path(path: Path, name: str) -> Tokenizer:
             return byte_level_bpe(folder / vocab, folder / merges, short or "gpt2")
     if own is not None and pairs:
         raise ValueError(f"data.tokenizer={name!r} needs both {pairs[0][0]} and {pairs[0][1]} in {folder}")
-    words = (
-        [own]
-        if own and own.endswith(".txt")
-        else []
-        if own
-        else [*BERT_FILES, *sorted(p.name for p in folder.glob("*-vocab.txt"))]
-    )
+    listed = [*BERT_FILES, *sorted(p.name for p in folder.glob("*-vocab.txt"))]
+    words = [own] if own and own.endswith(".txt") else [] if own else listed
     for vocab in words:
         if (folder / vocab).is_file():
             return word_piece(folder / vocab, short or "bert-base-uncased")
