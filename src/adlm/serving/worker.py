@@ -252,11 +252,14 @@ class Worker:
         """Give out slots. If admitting takes long, the rest get theirs at the next step."""
         engine = self.engine
         assert engine is not None
-        free, reading = engine.slots.count(None), 0
+        submitted = {id for id, _ in engine.waiting}  # they have a slot from the next step on
+        free, reading = engine.slots.count(None) - len(submitted), 0
         while (seat := next_seat(self.shares, free)) is not None and reading < self.budget:
             share, holder = seat
             if holder is None:
                 free -= 1
+            elif holder.seated[-1] in submitted:
+                break
             else:
                 holder.paused.append(holder.seated.pop())
                 engine.pause(holder.paused[-1])
