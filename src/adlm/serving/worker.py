@@ -22,7 +22,7 @@ from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
 from adlm.serving.bodies import Problem
-from adlm.serving.frames import Guesses
+from adlm.serving.frames import FrameGuesses
 from adlm.serving.jobs import SPARED, Job, Share, Update, next_seat, take_part, whose_turn
 from adlm.serving.metrics import ServerMetrics
 
@@ -53,7 +53,7 @@ class Worker:
         """Requests under way, in the order they came. Only the thread touches it, as it does the next three."""
         self.sequences: dict[int, tuple[Share, Job, int]] = {}
         """Engine id -> whose sequence it is, and which of its job."""
-        self.guesses = Guesses(lm)
+        self.guesses = FrameGuesses(lm)
         self.spared = 0.0
         """When it was last the turn of who had waited longest."""
         self.stopping = False
