@@ -149,6 +149,16 @@ def test_not_even_the_first_step_of_many_takes_long(server, http, monkeypatch):
     assert max(sizes) == 2
 
 
+def test_texts_and_scores_that_come_together_all_end(server, http, lm):
+    """Also where it is a score's turn before the texts that have just got slots are admitted."""
+    many = {"length": 32, "n": 8, "steps": 30, "sampler": "forward-backward"}
+    asked = [InThread(server, "/v1/score", {"text": TEXT, "draws": 256}) for _ in range(2)]
+    asked += [InThread(server, "/v1/infill", many | {"seed": seed}) for seed in (1, 2)]
+    assert http.post("/v1/infill", json={"length": 8, "seed": 1}).status_code == 200
+    assert [a.answer().status_code for a in asked] == [200] * 4
+    wait_until(lambda: worker(server).taken == 0)
+
+
 def test_a_cost_beyond_what_anybody_may_have_is_refused(http):
     refused = http.post("/v1/infill", json={"length": 32, "n": 16, "steps": 4000, "sampler": "forward-backward"})
     message = refused.json()["error"]["message"]

@@ -281,9 +281,9 @@ def test_frames_for_a_reader_that_does_not_read_are_left_out_and_nothing_is_lost
 @pytest.mark.parametrize("steps", [31, 32, 33, 63, 64, 65, 200])
 def test_only_so_many_frames_cost_a_pass_of_their_own(lm, steps):
     from adlm.engine import Frame
-    from adlm.serving.frames import GUESSED_FRAMES, Guesses
+    from adlm.serving.frames import GUESSED_FRAMES, FrameGuesses
 
-    mine, request = Guesses(lm), lm.request(length=8, sampler="remdm-cap", steps=steps)
+    mine, request = FrameGuesses(lm), lm.request(length=8, sampler="remdm-cap", steps=steps)
     guessed = sum(bool(mine.of([(Frame(0, request.tokens, n, n, []), request)])) for n in range(steps))
     assert GUESSED_FRAMES / 2 <= guessed + 1 <= GUESSED_FRAMES + 1
 

@@ -142,7 +142,7 @@ class AnchorGuess(NamedTuple):
     probabilities: list[float]
 
 
-class AnchorGuesses:
+class FrameGuesses:
     """The anchor network's guesses for some of the frames of each sequence: at most GUESSED_FRAMES of its expected
     evaluations, evenly."""
 

@@ -22,7 +22,7 @@ from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
 from adlm.engine import CausalEngine, Engine, Frame, Request, Result
 from adlm.serving.bodies import Problem
-from adlm.serving.frames import AnchorGuesses
+from adlm.serving.frames import FrameGuesses
 from adlm.serving.jobs import SPARED, Job, Share, Update, next_seat, take_part, whose_turn
 from adlm.serving.metrics import ServerMetrics
 
@@ -53,7 +53,7 @@ class Worker:
         """Requests under way, in the order they came. Only the thread touches it, as it does the next three."""
         self.sequences: dict[int, tuple[Share, Job, int]] = {}
         """Engine id -> whose sequence it is, and which of its job."""
-        self.guesses = AnchorGuesses(lm)
+        self.guesses = FrameGuesses(lm)
         self.spared = 0.0
         """When it was last the turn of who had waited longest."""
         self.stopping = False
@@ -252,11 +252,14 @@ class Worker:
         """Give out slots. If admitting takes long, the rest get theirs at the next step."""
         engine = self.engine
         assert engine is not None
-        free, reading = engine.slots.count(None), 0
+        submitted = {id for id, _ in engine.waiting}  # they have a slot from the next step on
+        free, reading = engine.slots.count(None) - len(submitted), 0
         while (seat := next_seat(self.shares, free)) is not None and reading < self.budget:
             share, holder = seat
             if holder is None:
                 free -= 1
+            elif holder.seated[-1] in submitted:
+                break
             else:
                 holder.paused.append(holder.seated.pop())
                 engine.pause(holder.paused[-1])
