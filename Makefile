@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Every package in the version of the lock file, its hash checked. To use a build of your own: UV_NO_VERIFY_HASHES=1
+# Every package in the version of the lock file, its hash checked, unless PIP_FIND_LINKS names builds of your own (such as
+# torch for CPUs alone, which the package index does not have).
 UV     := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python \
-          -c requirements.lock --build-constraint requirements.lock
+          -c requirements.lock --build-constraint requirements.lock $(if $(PIP_FIND_LINKS),--no-verify-hashes)
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test test-slow lint format lock dist clean
@@ -53,9 +54,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Versions and hashes that still fit are kept; `rm requirements.lock` first takes the newest of everything. Hashes come from
-# the package index. When torch changes, add the hash of its CPU build (sha256sum torch-*+cpu*.whl) to its entry by hand:
-# that build is not in the index.
+# Versions and hashes that still fit are kept; `rm requirements.lock` first takes the newest of everything.
 lock: | $(BIN)/uv
 	env -u UV_FIND_LINKS $(BIN)/uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 \
 	  --generate-hashes -c constraints.txt --custom-compile-command "make lock" -o requirements.lock

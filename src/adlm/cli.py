@@ -119,7 +119,7 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("data=file",),
         short="checkpoint",
-        reads=("seed", "out", "checkpoint", "data", "optim", "train", "track", "sampling"),
+        reads=("seed", "out", "checkpoint", "data", "optim", "train", "track", "sampling", *BOUND),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",

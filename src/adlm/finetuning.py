@@ -21,8 +21,8 @@ from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import bits_per_byte, measure
 from adlm.io.export import CONFIG, TOKENIZER, Loaded, save_folder
-from adlm.io.load import default_checkpoint, load_checkpoint
-from adlm.io.paths import path_of, pick_device, write_atomically
+from adlm.io.load import load_checkpoint, locate
+from adlm.io.paths import pick_device, write_atomically
 from adlm.reporting.html import Html, columns, section, tag, tiles
 from adlm.schema import Config
 from adlm.tables import GROUPS
@@ -75,7 +75,7 @@ def finetune(
 
 def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
     """`adlm finetune TEXT`: train, measure before and after, write report.html, say what to try next."""
-    start = path_of(cfg.checkpoint.init_from or default_checkpoint())
+    start = locate(cfg.checkpoint.init_from)
     require(start.exists(), f"checkpoint.init_from={str(start)!r} does not exist")
     loaded = load_checkpoint(start, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
     cfg = settings_for(loaded, start, line)
@@ -154,7 +154,7 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         return config.load([*fixed, *(f"{key}={value}" for key, value in chosen.items()), *line])
 
     cfg = answer({})
-    most = min(EPOCHS * tokens, TOKENS[device]) / (cfg.train.global_batch_size * cfg.model.length)
+    most = min(EPOCHS * tokens, TOKENS.get(device, TOKENS["cpu"])) / (cfg.train.global_batch_size * cfg.model.length)
     cfg = answer({"train.steps": max(10, round(most))})
     return answer(owntext.schedule(cfg, size))
 

@@ -183,7 +183,7 @@ def test_dtype_and_device(folder):
     assert low.hidden("ab").denoiser_BLD.isfinite().all()
     with pytest.raises(ValueError, match=r"^dtype='float16' is unknown"):
         adlm.load(folder, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"^device='gpu' is no device; use auto, cpu, cuda or cuda:N$"):
+    with pytest.raises(ValueError, match=r"^device='gpu' is no device; use auto, cpu, cuda, cuda:N or mps$"):
         adlm.load(folder, device="gpu")
     for path in ("nowhere", "a/sampling.x/y", "sampling.x"):
         with pytest.raises(ValueError, match=f"^source='{path}' does not exist$"):

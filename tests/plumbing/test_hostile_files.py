@@ -159,8 +159,8 @@ def test_a_checkpoint_with_a_malformed_manifest_is_corrupt(tmp_path, name, capsy
 def test_a_spoiled_memory_of_digests_is_made_anew(tmp_path, text):
     (tmp_path / "source.txt").write_text("hello")
     (tmp_path / "sources.json").write_text(text, encoding="latin-1")
-    first = sha256(tmp_path / "source.txt", tmp_path)
-    assert first == sha256(tmp_path / "source.txt", tmp_path) and len(first) == 64
+    (first,) = sha256([tmp_path / "source.txt"], tmp_path)
+    assert sha256([tmp_path / "source.txt"], tmp_path) == [first] and len(first) == 64
     assert first in json.loads((tmp_path / "sources.json").read_text()).values()
 
 

@@ -140,8 +140,11 @@ def reads_text_unstated(call: ast.Call) -> bool:
         return False
     if of is not None and name in ("read_text", "write_text"):
         return len(call.args) <= (name == "write_text")
-    if name != "open" or of in ("os", "self", "service"):  # the last two have an `open` of their own
+    if name != "open" or of == "os":
         return False
+    first = call.args[0] if call.args else None
+    if of is not None and first is not None and not (isinstance(first, ast.Constant) and isinstance(first.value, str)):
+        return False  # no mode of a file, but an `open` of its own: of an archive, a service
     modes = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     modes += [k.value.value for k in call.keywords if k.arg == "mode" and isinstance(k.value, ast.Constant)]
     return not any("b" in mode and set(mode) <= set("rwxab+") for mode in modes)
@@ -155,7 +158,7 @@ def owner(attribute: ast.Attribute) -> str:
 def test_a_console_of_a_code_page_shows_any_text(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="cp1252", write_through=True)
     monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(cli, "_run", lambda argv: print("a cat: 猫") or 0)
+    monkeypatch.setattr(cli, "_run", lambda *argv: print("a cat: 猫") or 0)
     assert cli.main(["sample"]) == 0
     assert out.buffer.getvalue().decode("cp1252").split() == ["a", "cat:", "\\u732b"]
 

@@ -138,7 +138,7 @@ def test_the_start_is_not_silent_and_warns_of_an_open_door(lm, monkeypatch, caps
 
     def load(*args):
         said["at loading"] = capsys.readouterr().out
-        return LanguageModel(lm.loaded)
+        return lm.loaded
 
     class Nothing:
         server_state = type("State", (), {"total_requests": 0})
@@ -146,7 +146,7 @@ def test_the_start_is_not_silent_and_warns_of_an_open_door(lm, monkeypatch, caps
         def run(self, sockets):
             sockets[0].close()
 
-    monkeypatch.setattr("adlm.api.load", load)
+    monkeypatch.setattr("adlm.api.language_model.load_any", load)
     monkeypatch.setattr("adlm.serving.server.make_server", lambda *args: Nothing())
     monkeypatch.setattr("adlm.serving.worker.Worker.stop", lambda self: None)
     monkeypatch.setattr("threading.Thread.join", lambda self, timeout=None: None)

@@ -57,7 +57,7 @@ class Base:
         """A folder of `adlm data prepare`; padded, so that it has lengths too."""
         if self.prepared is None:
             line = [*overrides(self.folder, data__wrap="false"), "data.max_sequences=8"]
-            line = [word for word in line if not word.startswith(("train.", "checkpoint.", "optim.", "out="))]
+            line = [word for word in line if word.startswith(("data", "model.length="))]
             with contextlib.redirect_stdout(io.StringIO()):
                 assert cli.main(["data", "prepare", "train", *line]) == 0
             self.prepared = next(p.parent for p in (self.folder / "cache").glob("*/manifest.json"))
@@ -933,7 +933,7 @@ OTHERS = {
     "evaluate": other("evaluate"),
     "zeroshot": other("zeroshot"),
     "serve": lambda line: ["serve", line[1], "port=0"],
-    "export": lambda line: ["export", line[1], line[1] + "/out.ckpt"],
+    "export": lambda line: ["convert", line[1], line[1] + "/out.ckpt"],
     "import": lambda line: ["import", line[1], line[1] + "-out"],
 }
 for _name, _other in OTHERS.items():

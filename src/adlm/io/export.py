@@ -24,8 +24,9 @@ from adlm.errors import require
 from adlm.io.paths import check_object, digest, read_json
 from adlm.migration import migrate
 from adlm.models import Network, build_model
-from adlm.rules import accept
+from adlm.rules import Choices, accept
 from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.tables import Table
 
 FORMAT = 1
 WEIGHTS, CONFIG, TOKENIZER, CARD = "model.safetensors", "config.json", "tokenizer.json", "README.md"
@@ -100,7 +101,7 @@ def is_export_of(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer,
     step of `info`."""
     settings = ("format", "algo", "model", "noise", "objective", "vocab_size", "mask_id", "step")
     try:
-        found = json.loads((folder / CONFIG).read_text())
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if any(found[key] != info[key] for key in settings) or found[WEIGHTS_DIGEST] != digest(folder / WEIGHTS):
             return False
         stored, fingerprint = load_file(folder / WEIGHTS), load_tokenizer(str(folder / TOKENIZER)).fingerprint
@@ -195,6 +196,7 @@ def section(kind: type[T], values: dict[str, Any], source: str = CONFIG) -> T:
     """One section of saved settings of any version as its class: `section(ModelConfig, info["model"])`.
 
     Keys that this version has moved to another section are left out; keys of a newer version are refused by name.
+    Names of a table are not looked up here: a model may have an anchor rule that is gone, and still be used.
     """
     prefix = next(name for name, hint in get_type_hints(Config).items() if hint is kind) + "."
     check_object(values, {}, {}, f"{source}: {prefix.removesuffix('.')}")
@@ -204,9 +206,14 @@ def section(kind: type[T], values: dict[str, Any], source: str = CONFIG) -> T:
     require(not unknown, f"{source} has unknown {kind.__name__} keys: {', '.join(unknown)}")
     hints = get_type_hints(kind, include_extras=True)
     try:
-        return kind(**{name: accept(prefix + name, value, hints[name]) for name, value in own.items()})
+        return kind(**{name: accept(prefix + name, value, _without_names(hints[name])) for name, value in own.items()})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+
+
+def _without_names(hint: Any) -> Any:
+    rules = getattr(hint, "__metadata__", ())
+    return str if any(isinstance(rule, Choices) and isinstance(rule.of, Table) for rule in rules) else hint
 
 
 def card(info: dict[str, Any]) -> str:

@@ -88,7 +88,7 @@ def exported_step(folder: Path) -> float:
     if (folder / "reason.json").is_file():
         return math.inf
     try:
-        step = json.loads((folder / CONFIG).read_text())["step"]
+        step = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return -1
     return step if isinstance(step, int) else -1

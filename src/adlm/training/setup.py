@@ -176,7 +176,8 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        sizes = getattr(os, "sysconf")  # noqa: B009  # which Windows lacks
+        return sizes("SC_PAGE_SIZE") * sizes("SC_PHYS_PAGES") / 2**30
     except (AttributeError, ValueError, OSError):  # a system that does not say
         return math.inf
 
