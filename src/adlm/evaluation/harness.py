@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
+from adlm.errors import missing_extra, require
+
 try:
     from lm_eval import models  # noqa: F401  # with ours alone in its registry, the harness would not look for its own
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ModuleNotFoundError as error:
-    missing = f"this needs the package {error.name}: pip install 'adlm[harness]'"
+    missing = missing_extra(error) or str(error)
     if __name__ == "__main__":
         sys.exit(f"adlm: error: {missing}")
     raise ModuleNotFoundError(missing, name=error.name) from None
@@ -33,7 +35,6 @@ except ModuleNotFoundError as error:
 from adlm.api import LanguageModel, load
 from adlm.api.language_model import python_words
 from adlm.engine import Request
-from adlm.errors import require
 from adlm.rules import Count, accept
 from adlm.schema import SamplingConfig
 

@@ -27,7 +27,7 @@ from adlm.training import setup
 from adlm.training.batches import corrupted_batches, on_device, validate
 from adlm.training.metrics import perplexity, plot_curves
 from adlm.training.optim import learning_rate_factor
-from adlm.training.parallel import Step, accumulating, parallelise, world
+from adlm.training.parallel import Step, World, accumulating, parallelise, world
 from adlm.training.run import Run, SampleHook, claimed_run_folder
 
 
@@ -90,53 +90,58 @@ def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, s
 def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
     """Train to cfg.train.steps, or until a signal asks to stop; continue where the run folder's checkpoint stopped."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
-        # before signals wait for a step to end: preparing may take hours, and leaves nothing to save
-        data = setup.prepare_data(cfg, ranks)
-        with Run(cfg, folder, ranks) as run:
-            objective = setup.objective_for(cfg, data)
-            flops = setup.training_flops(cfg, objective, data)
-            model = setup.make_model(cfg, data.tokenizer, fresh=run.resumed_step is None).to(ranks.device)
-            facts = setup.plan(cfg, model, data, flops, ranks)
-            step_module = Step(model)
-            wrapped = parallelise(step_module, cfg.train, ranks)
-            run.begin(step_module, data.tokenizer, setup.show(facts), flops, data.fingerprints())
+        # In a function of its own, so that the wrapped model is gone before the process group: torch's DDP, if it holds
+        # the last reference, waits for threads of the group that may wait for Python's lock.
+        return train_run(cfg, folder, ranks, sample)
 
-            if run.step == 0 and cfg.train.valid_every:
+
+def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> TrainResult:
+    """`train` in its folder and world."""
+    # before signals wait for a step to end: preparing may take hours, and leaves nothing to save
+    data = setup.prepare_data(cfg, ranks)
+    with Run(cfg, folder, ranks) as run:
+        objective = setup.objective_for(cfg, data)
+        flops = setup.training_flops(cfg, objective, data)
+        model = setup.make_model(cfg, data.tokenizer, fresh=run.resumed_step is None).to(ranks.device)
+        facts = setup.plan(cfg, model, data, flops, ranks)
+        step_module = Step(model)
+        wrapped = parallelise(step_module, cfg.train, ranks)
+        run.begin(step_module, data.tokenizer, setup.show(facts), flops, data.fingerprints())
+
+        if run.step == 0 and cfg.train.valid_every:
+            validate_ema(run, wrapped, objective, data)
+        consumed = run.step * cfg.train.global_batch_size
+        stream = Batches(data.train, cfg.seed, cfg.train.global_batch_size, ranks.rank, ranks.size, consumed=consumed)
+        batches = iter(()) if run.was_finished else iter(stream)
+        for batch, corrupted in corrupted_batches(objective, batches, run.step, cfg, ranks):
+            tokens = sum(micro_batch.count for micro_batch in corrupted)
+            exact = torch.full((), float(tokens), dtype=torch.float64, device=ranks.float64_device)
+            count = ranks.sum(exact).float()
+            for i, micro_batch in enumerate(on_device(part, ranks.device) for part in corrupted):
+                if cfg.model.dropout:
+                    first = int(batch.examples[i * len(batch.examples) // len(corrupted)])
+                    torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step, first))
+                with accumulating(wrapped, last=i == len(corrupted) - 1), ranks.autocast():
+                    output = wrapped(micro_batch)
+                    (output.total * (ranks.size / count)).backward()
+                run.window.add(output.terms)
+            run.update(learning_rate_factor(cfg.optim, run.step, cfg.train.steps), count)
+
+            run.log_if_due()
+            if run.is_time_to_validate:
                 validate_ema(run, wrapped, objective, data)
-            consumed = run.step * cfg.train.global_batch_size
-            stream = Batches(
-                data.train, cfg.seed, cfg.train.global_batch_size, ranks.rank, ranks.size, consumed=consumed
-            )
-            batches = iter(()) if run.was_finished else iter(stream)
-            for batch, corrupted in corrupted_batches(objective, batches, run.step, cfg, ranks):
-                tokens = sum(micro_batch.count for micro_batch in corrupted)
-                exact = torch.full((), float(tokens), dtype=torch.float64, device=ranks.float64_device)
-                count = ranks.sum(exact).float()
-                for i, micro_batch in enumerate(on_device(part, ranks.device) for part in corrupted):
-                    if cfg.model.dropout:
-                        first = int(batch.examples[i * len(batch.examples) // len(corrupted)])
-                        torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step, first))
-                    with accumulating(wrapped, last=i == len(corrupted) - 1), ranks.autocast():
-                        output = wrapped(micro_batch)
-                        (output.total * (ranks.size / count)).backward()
-                    run.window.add(output.terms)
-                run.update(learning_rate_factor(cfg.optim, run.step, cfg.train.steps), count)
+            if run.is_time_to_sample:
+                run.show_sample(sample)
+            run.save_if_due()
+            if run.ends:
+                break
 
-                run.log_if_due()
-                if run.is_time_to_validate:
-                    validate_ema(run, wrapped, objective, data)
-                if run.is_time_to_sample:
-                    run.show_sample(sample)
-                run.save_if_due()
-                if run.ends:
-                    break
-
-            if run.was_interrupted:
-                run.say_interrupted()
-            else:
-                export_run(run, facts)
-            ppl = run.bound and perplexity(run.bound)
-            return TrainResult(str(folder), run.step, run.bound, ppl, not run.was_interrupted, run.stopped_by)
+        if run.was_interrupted:
+            run.say_interrupted()
+        else:
+            export_run(run, facts)
+        ppl = run.bound and perplexity(run.bound)
+        return TrainResult(str(folder), run.step, run.bound, ppl, not run.was_interrupted, run.stopped_by)
 
 
 def validate_ema(run: Run, wrapped: torch.nn.Module, objective: setup.Objective, data: setup.Data) -> None:
