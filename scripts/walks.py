@@ -234,7 +234,7 @@ def walk_completions(folder: Path) -> Walk:
     with Recorder() as recorder:
 
         def answer(server: uvicorn.Server, sockets: Any = None) -> None:
-            with TestClient(server.config.app) as client:
+            with TestClient(server.config.app, base_url="http://127.0.0.1") as client:
                 deadline = threading.Event()
                 while client.get("/readyz").status_code != 200:
                     deadline.wait(0.05)
