@@ -129,12 +129,15 @@ def test_modules_stay_readable():
     assert not long, long
 
 
-def test_the_package_has_at_most_120_modules():
-    assert len(TREES) <= 120, len(TREES)
+def test_the_package_has_at_most_150_modules():
+    """120 for the core; the others load and adapt released models, generate in blocks and under constraints, and run
+    on many machines."""
+    assert len(TREES) <= 150, len(TREES)
 
 
-def test_there_are_at_most_160_keys():
-    assert len(keys()) <= 160, len(keys())
+def test_there_are_at_most_190_keys():
+    """160 for the core; the others belong to the same additions."""
+    assert len(keys()) <= 190, len(keys())
 
 
 def test_no_class_name_is_used_twice():
