@@ -67,8 +67,11 @@ def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     assert entries["adlm"]["flops_per_token"] > 1.3 * mdlm
 
 
-@pytest.mark.parametrize("gammas", [(0.3, 0.0, -1.0), (0.3, 0.2, 0.0), (0.0, 0.0, 0.3)])
-def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
+@pytest.mark.parametrize(
+    ("gammas", "counted"),
+    [((0.3, 0.0, -1.0), 1.0), ((0.3, 0.2, 0.0), 1.0), ((0.0, 0.0, 0.3), 1.0), ((0.3, 0.0, -1.0, 0.25), 0.25)],
+)
+def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas, counted):
     class Texts:
         def __len__(self):
             return 8
@@ -79,9 +82,9 @@ def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
         def attention_masks(self, indices):
             return None
 
-    cfg = ObjectiveConfig(gamma=gammas[0], gamma_warmup=gammas[1], gamma_end=gammas[2])
+    cfg = ObjectiveConfig("anelbo", *gammas)
     scored, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
-    assert 0.3 < scored < 0.7 and anchors == 1.0
+    assert 0.3 < scored < 0.7 and anchors == counted
 
 
 def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):
