@@ -13,7 +13,7 @@ LAYERS = [
     "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths", "compat.pickles",
     "compat.distributed", "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config",
     "engine", "io.export", "training", "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
-    "serving", "bench", "demo", "finetuning", "compare", "cli", "__main__",
+    "serving", "bench", "demo", "finetuning", "compare", "speedrun", "commands", "cli", "__main__",
 ]  # fmt: skip
 BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema", "io.paths", "data"}
 # What may be imported at the top of a module; the rest is optional and imported where used.
@@ -23,7 +23,7 @@ NEED_AN_EXTRA = {"serving", "evaluation/harness.py", "models/kernels.py", "engin
 # No tensors here: the command line must answer `--help` without loading torch.
 NO_TORCH = {
     "rules", "tables", "migration", "schema_commands", "schema", "errors", "config", "data", "compat.command_lines",
-    "compat.pickles", "compat.distributed", "compat.checkpoints", "cli",
+    "compat.pickles", "compat.distributed", "compat.checkpoints", "commands", "cli",
 }  # fmt: skip
 
 
