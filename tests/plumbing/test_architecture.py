@@ -184,7 +184,7 @@ def test_no_second_tables():
     """Tuples, lists, sets and dicts of a module that repeat three names or more of a table."""
     wrong = []
     for module, tree in TREES.items():
-        if module in {"tables.py", "schema.py", "schema_commands.py", *ALLOWED}:
+        if module in {"tables.py", "commands.py", "schema.py", "schema_commands.py", *ALLOWED}:
             continue
         for statement in tree.body:
             # PAPER: published numbers by name are facts, and no table.
