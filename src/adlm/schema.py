@@ -211,6 +211,11 @@ class ObjectiveConfig:
             f"objective.T={self.T} (discrete time) exists for nelbo and d3pm; objective.name={self.name} needs"
             " objective.T=0",
         )
+        require(
+            not (model.block_lengths or model.shift) or (self.name in ("nelbo", "anelbo") and self.T == 0),
+            f"model.block_length={model.block_length!r}, model.shift={str(model.shift).lower()}: block diffusion and"
+            f" shifted outputs exist for nelbo and anelbo in continuous time, not for {self.name}, T={self.T}",
+        )
 
 
 @dataclass
