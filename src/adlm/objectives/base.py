@@ -54,7 +54,7 @@ class Term(NamedTuple):
     head: str
     """denoiser or anchor."""
     positions_N: Tensor
-    """Positions scored, as indices into the flattened [B * L] hidden states."""
+    """Positions scored, as indices into the flattened [B * L] hidden states, which are those of the tokens."""
     targets_N: Tensor
     weights_N: Tensor
     """Weight of each position, without `scale`; more columns if the chunk loss takes more numbers per position."""
@@ -80,8 +80,11 @@ class CorruptedBatch(NamedTuple):
     """Positions of which the denoiser's states are computed, where these are more than its term scores (`rounded`)."""
     block_B: Tensor | None = None
     """Block length of each sequence, where tokens_BL is [noisy ; clean] (blocks.py)."""
-    shift: bool = False
-    """Predictions are read at the position before their token."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.tokens_BL.shape[1] // (1 if self.block_B is None else 2)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -206,8 +209,7 @@ def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: boo
 
 @torch.no_grad()
 def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
-    """The loss of every token of a validation batch in nats, float64 [B, L]; 0 where nothing is scored. In a causal
-    model's batch token l stands at l - 1."""
+    """The loss of every position of a validation batch in nats, float64 [B, L]; 0 where nothing is scored."""
     batch = on_device(batch, next(model.parameters()).device)
     (term,) = batch.terms.values()
     at_N = read_positions(batch)
@@ -221,12 +223,8 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
         chunk_loss=term.chunk_loss,
     )
     device = float64_device(losses_N.device)
-    B, M = batch.tokens_BL.shape
-    L = M if batch.block_B is None else M // 2
-    read_N = term.positions_N.to(device)
-    token_N = read_N // M * L + read_N % M % L + int(batch.shift)
-    losses = torch.zeros(B, L, dtype=torch.float64, device=device)
-    losses.view(-1).index_copy_(0, token_N, losses_N.to(device).double())
+    losses = torch.zeros(len(batch.tokens_BL), batch.length, dtype=torch.float64, device=device)
+    losses.view(-1).index_copy_(0, term.positions_N.to(device), losses_N.to(device).double())
     return losses
 
 

@@ -6,9 +6,8 @@ Every block has noise of its own: a time t_b with weight w(t_b), or k of its n t
 has both, and why they are one bound). Training counts: with K = 1 then every token is masked with weight 1, which is
 autoregression without any noise, where a random time would leave a token out or weigh it by 1/t. K = L is the NELBO.
 
-The network reads [noisy ; clean] (models/blockwise.py), or the noisy sequences alone where all are one block. With
-shifted outputs the prediction of token i is read at i - 1: in the noisy half, or, where i begins a block, in the clean
-half. Token 0 is then given, and neither masked nor scored.
+The network reads [noisy ; clean] (models/blockwise.py), or the noisy sequences alone where all are one block. If
+predictions are shifted nothing stands before token 0: it is given, and neither masked nor scored.
 """
 
 from typing import NamedTuple
@@ -87,24 +86,19 @@ class NoisedBlocks:
         self.masked_BL[:, : int(shift)] = False
         self.z_BL = torch.where(self.masked_BL, mask_id, sequences.tokens_BL)
         self.whole = bool((block_B >= sequences.tokens_BL.shape[1]).all())
+        """All sequences are one block, before which nothing clean stands."""
 
     def where(self, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the predictions of the scored tokens are read, their targets and weights."""
-        L = scored_BL.shape[1]
+        """Positions, targets and weights of the scored tokens, those left out that cannot be predicted."""
         positions_N = (scored_BL & predictable(self.sequences, self.shift)).flatten().nonzero().squeeze(1)
-        row_N, l_N = positions_N // L, positions_N % L
-        read_N = row_N * (L if self.whole else 2 * L) + l_N
-        if self.shift:
-            begins_N = l_N % self.block_B[row_N] == 0  # never where all is one block: token 0 is given
-            read_N = read_N - 1 + L * begins_N
         targets_N = self.sequences.tokens_BL.flatten().index_select(0, positions_N)
-        return read_N, targets_N, self.weight_BL.flatten().index_select(0, positions_N).float()
+        return positions_N, targets_N, self.weight_BL.flatten().index_select(0, positions_N).float()
 
     def batch(self, terms: dict[str, Term]) -> CorruptedBatch:
         tokens_BM = self.z_BL if self.whole else torch.cat((self.z_BL, self.sequences.tokens_BL), dim=1)
         count = int(predictable(self.sequences, self.shift).sum())
         block_B = None if self.whole else self.block_B
-        return CorruptedBatch(tokens_BM, None, count, terms, block_B=block_B, shift=self.shift)
+        return CorruptedBatch(tokens_BM, None, count, terms, block_B=block_B)
 
 
 def predictable(sequences: Sequences, shift: bool) -> Tensor:
