@@ -87,7 +87,7 @@ SECTION_OF = {"lr_scheduler": "optim", "task": "reason", "method": "reason"} | d
 MODEL = ("eval.ema", "train.device", "data.tokenizer", "data.root")
 """Which weights of a checkpoint are loaded, and where."""
 RANKS = ("train.device", "train.precision", "train.num_threads")
-BOUND = ("eval.draws", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size")
+BOUND = ("eval.draws", "eval.block_length", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size")
 SERVED = tuple(key for key in keys() if key.startswith("sampling.") and key.rpartition(".")[2] not in PER_REQUEST)
 
 RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint; of the box: runs/box)"
@@ -120,6 +120,15 @@ COMMANDS: dict[str, Command] = {
         defaults=("data=file",),
         short="checkpoint",
         reads=("seed", "out", "checkpoint", "data", "optim", "train", "track", "sampling", *BOUND),
+    ),
+    "adapt": Command(
+        "adlm.adapting:run_adapt",
+        "make a block-diffusion model of a causal one (a GGUF file, a Llama-type folder, a run of algo=ar): adlm adapt"
+        " BASE data=NAME; anchored with algo=adlm",
+        words=("checkpoint.init_from",),
+        required=1,
+        line=True,
+        reads=("model", "noise", "objective", *TRAINING, "sampling"),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",

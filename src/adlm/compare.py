@@ -85,7 +85,7 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     each = [*line, "compare.jobs=1"]  # how many train at once changes no run
     runs = {name: config.load([*each, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
     require(
-        cfg.eval.estimator == "continuous",
+        cfg.eval.estimator in ("auto", "continuous"),
         "adlm compare sets one number beside another: eval.estimator=continuous",
     )
     require(cfg.compare.jobs == 1 or "RANK" not in os.environ, "compare.jobs > 1 does not go together with torchrun")

@@ -99,8 +99,8 @@ def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
 
 def bound_of(loaded: Loaded, valid: Blocks, cfg: Config, ranks: World) -> tuple[Estimate, float]:
     """The bound (or exact value) on the held-out text, and the same in bits per byte."""
-    ((name, found),) = measure(loaded, valid, cfg.eval, ranks).items()
-    return found, bits_per_byte(found, valid, loaded.tokenizer, name)
+    (found,) = measure(loaded, valid, cfg.eval, ranks).values()
+    return found, bits_per_byte(found, valid, loaded.tokenizer)
 
 
 def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]]) -> None:

@@ -14,7 +14,7 @@ LAYERS = [
     "compat.distributed", "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config",
     "engine", "io.export", "compat.tensors", "compat.gguf_files", "compat.layouts", "io.released", "training",
     "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
-    "serving", "bench", "demo", "finetuning", "compare", "cli", "__main__",
+    "serving", "bench", "demo", "finetuning", "adapting", "compare", "cli", "__main__",
 ]  # fmt: skip
 BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema", "io.paths", "data"}
 # What may be imported at the top of a module; the rest is optional and imported where used.

@@ -134,6 +134,10 @@ class Objective:
         example and `draw`."""
         raise NotImplementedError
 
+    def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
+        """Corrupt for the bound that is watched during training."""
+        return self.corrupt_for_bound(sequences, 0)
+
     def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
         """Corrupt for the same bound, estimated by numbers of masks instead of times; where `subs`."""
         raise NotImplementedError

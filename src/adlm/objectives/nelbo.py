@@ -82,6 +82,10 @@ class Nelbo(Objective):
             return self.batch_of(self.blocks_by_time(sequences, draw, self.blocks))
         return self.batch_of(self.noised(sequences, VALIDATION_SEED, draw))
 
+    def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
+        """By numbers of masks for blocks: times would weigh single tokens by 1/t."""
+        return (self.corrupt_for_bound if self.blocks is None else self.corrupt_exact_count)(sequences, 0)
+
     def noised_for_training(self, sequences: Sequences, step: int, progress: float) -> "Noised | NoisedBlocks":
         density = time_density(self.cfg, progress)
         if self.blocks is None:

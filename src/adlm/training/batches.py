@@ -91,7 +91,7 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
         tokens, mask = valid.rows(indices % found), valid.attention_masks(indices % found)
         if not real.all():
             mask = (np.ones_like(tokens, dtype=bool) if mask is None else mask) & real[:, None]
-        corrupted = objective.corrupt_for_bound(sequences_on(sums.device, tokens, mask, indices, n), 0)
+        corrupted = objective.corrupt_for_validation(sequences_on(sums.device, tokens, mask, indices, n))
         with ranks.autocast():
             output = wrapped(on_device(corrupted, ranks.device))
         (bound,) = output.terms.values()
