@@ -15,6 +15,7 @@ from adlm.rules import (
     FractionBelowOne,
     InnerFraction,
     NotNegative,
+    Numbers,
     Place,
     Positive,
     PositiveFraction,
@@ -41,6 +42,9 @@ class EvalConfig:
     """Noise draws per sequence of the bound; 2 or more also give its Monte Carlo error."""
     estimator: Annotated[str, Choices(("continuous", "exact-count", "both"))] = "continuous"
     """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
+    block_length: Annotated[str, Numbers()] = ""
+    """ppl: block lengths K of the bound, one bound each: 1,4,16,64,1024 (0: the whole sequence; empty: the model's
+    own)."""
     seed: Seed = 0
     """Of the evaluation noise; the same for all models, so that their numbers are paired."""
     sequences: WholeNumber = 0

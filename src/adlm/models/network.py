@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from adlm import tables
 from adlm.diffusion.absorbing import subs
 from adlm.errors import require
+from adlm.models.blockwise import cached_pattern, training_pattern
 from adlm.models.bridge import Bridge
 from adlm.models.transformer import Block, LayerCache, Stack
 from adlm.schema import ModelConfig
@@ -29,13 +30,18 @@ class Hidden(NamedTuple):
 
 
 class Cache:
-    """What a causal network remembers of the tokens it has read: keys and values of both stacks, block by block."""
+    """What a causal or block-diffusion network remembers of the tokens it has read: keys and values of both stacks."""
 
     def __init__(self, denoiser: list[LayerCache], anchor: list[LayerCache] | None, seen_B: Tensor):
         self.denoiser = denoiser
         self.anchor = anchor
         self.seen_B = seen_B
         """Tokens already read in each sequence."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has room for, in each sequence."""
+        return self.denoiser[0].k_BNLH.shape[2]
 
 
 class Network(nn.Module):
@@ -66,19 +72,22 @@ class Network(nn.Module):
         cache: Cache | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        block_B: Tensor | None = None,
     ) -> Hidden:
         """Hidden states; sigma_B (noise level of each sequence) matters only to a time-conditioned network.
 
-        With a cache (causal networks), tokens_BL continues each sequence where it stopped. `at_N` or `at_BQ` says
-        which positions the denoiser's head will read, if they are few: its states are then theirs, [1, N, D]
-        (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the last block
-        is spared.
+        With a cache (causal networks, block diffusion), tokens_BL continues each sequence where it stopped. `at_N` or
+        `at_BQ` says which positions the denoiser's head will read, if they are few: its states are then theirs,
+        [1, N, D] (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the
+        last block is spared. `block_B` is the block length of each sequence, of which tokens_BL is then the noisy and
+        the clean form, one behind the other (blockwise.py).
         """
         positions_BL = None
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             cache.seen_B += tokens_BL.shape[1]
-        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL, at_N, at_BQ)
+        x_BLD = nn.functional.embedding(tokens_BL, self.embedding)
+        return self.read(x_BLD, sigma_B, cache, positions_BL, at_N, at_BQ, block_B)
 
     def read(
         self,
@@ -88,21 +97,30 @@ class Network(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        block_B: Tensor | None = None,
     ) -> Hidden:
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         if self.residual_dtype is not None:
             x_BLD = x_BLD.to(self.residual_dtype)
-        anchor_BLD = None
+        anchor_BLD = pattern = None
+        if cache is not None:
+            assert positions_BL is not None
+            pattern = cached_pattern(positions_BL, block_B, cache.length)
+        elif block_B is not None:
+            positions_BL, pattern = training_pattern(block_B, x_BLD.shape[1] // 2)
         if self.anchor is not None and self.anchor_head is not None and self.bridge is not None:
             anchor_cache = None if cache is None else cache.anchor
-            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
+            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL, pattern=pattern)
             x_BLD = self.bridge(stream_BLD, anchor_BLD, self.anchor_head)
         denoiser_cache = None if cache is None else cache.denoiser
-        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ)
+        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, pattern)
         return Hidden(denoised.normed_BLD, anchor_BLD)
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        require(self.config.causal, "a KV cache needs model.causal=true: a bidirectional model re-reads every position")
+        require(
+            self.config.causal or bool(self.config.block_lengths),
+            "a KV cache needs model.causal=true or model.block_length: other models re-read every position",
+        )
         require(
             0 < length <= self.config.length, f"cache length={length} is outside 1..model.length={self.config.length}"
         )

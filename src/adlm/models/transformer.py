@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adlm.models.blockwise import Pattern, attend
 from adlm.models.layers import (
     Modulation,
     Norm,
@@ -67,9 +68,10 @@ class Context(NamedTuple):
     c_BC: Tensor | None = None
     """Conditioning vector, with adaLN."""
     cache: LayerCache | None = None
-    """Keys and values read before, with `positions_BL` of the new tokens and `mask` of what they may attend to."""
+    """Keys and values read before, with `positions_BL` of the new tokens."""
     positions_BL: Tensor | None = None
-    mask: Tensor | None = None
+    pattern: Pattern | None = None
+    """Which position attends to which; None: all to all, or to the past if the block is causal."""
     keys: tuple[Tensor, Tensor] | None = None
     """Dropout keys of the two branches; None: torch's own dropout."""
     at_N: Tensor | None = None
@@ -98,13 +100,11 @@ class AttentionBlock(nn.Module):
             assert not self.causal
             q_BLNH = pick_each(q_BLNH.flatten(2), context.at_BQ).unflatten(2, q_BLNH.shape[2:])
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        if context.cache is None:
-            o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=self.causal)
-        else:
+        if context.cache is not None:
             assert context.positions_BL is not None
             k_BNLH, v_BNLH = context.cache.extend(k_BNLH, v_BNLH, context.positions_BL)
             q_BNLH = q_BNLH.to(k_BNLH.dtype)
-            o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=context.mask)
+        o_BNLH = attend(q_BNLH, k_BNLH, v_BNLH, context.pattern, self.causal)
         return o_BNLH.transpose(1, 2).flatten(2)
 
 
@@ -198,17 +198,13 @@ class Stack(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        pattern: Pattern | None = None,
     ) -> Features:
         """`at_N` or `at_BQ`: the positions that are read (see `Context`); the last block finishes those alone."""
-        L, mask = x_BLD.shape[1], None
-        layers: list[LayerCache] | list[None] = [None] * len(self.blocks)
-        if cache is not None:
-            layers = cache
-            assert positions_BL is not None
-            key_position = torch.arange(cache[0].k_BNLH.shape[2], device=x_BLD.device)
-            mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
+        L = x_BLD.shape[1]
+        layers: list[LayerCache] | list[None] = [None] * len(self.blocks) if cache is None else cache
         cos, sin = self.rotary.tables(L, positions_BL)
-        context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
+        context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, pattern)
         stream, last = ResidualStream(x_BLD), self.blocks[-1]
         for block, layer, keys in zip(self.blocks, layers, self.dropout_keys(x_BLD.device)):
             own = context._replace(cache=layer, keys=keys)
