@@ -58,10 +58,6 @@ def block_of(request: Request, model: Network) -> int:
         f"sampling.block_length={asked}: the model was trained for blocks of {known}",
     )
     first = tokens.index(model.mask_id)
-    require(
-        first > 0 or not shift_of(model),
-        "this model needs a first token to start from, and position 0 is a hole: nothing predicts it",
-    )
     block = asked or (lengths[0] if lengths else c.length)
     why = needs_whole(request, first, block, model)
     if block == c.length or (why and not asked and c.length in lengths):
@@ -69,6 +65,10 @@ def block_of(request: Request, model: Network) -> int:
     kind = "a causal model" if c.causal else f"a model that writes blocks of {block}"
     whole = f" or sampling.block_length={c.length}" if c.length in lengths else ""
     require(not why, f"{why}: {kind} continues text; take a diffusion model that reads the whole canvas{whole}")
+    require(
+        first > 0 or not shift_of(model),
+        f"{kind} needs a first token to start from, and position 0 is a hole: nothing predicts it",
+    )
     return block
 
 
@@ -100,7 +100,7 @@ class Reading(NamedTuple):
     position first + l - 1)."""
 
     def places(self, slot_N: NDArray[np.int64], position_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where in the flattened states [B, 1 + n] the state of a position of a slot is."""
+        """Where in the flattened states [B, 1 + n] that of a position of a slot is."""
         return slot_N * (self.n + 1) + 1 + position_N - self.rows[FIRST][slot_N]
 
 
@@ -210,7 +210,7 @@ class BlockReader:
         source = int(np.argmax(common))
         shared = common[source]
         if common[i] < shared:
-            for layer in layers_of(self.cache):
+            for layer in tensors_of(self.cache):
                 layer[i, :, :shared] = layer[source, :, :shared]
         self.held[i] = Held(block, wanted, list(tokens))
         if shared < wanted:
@@ -225,27 +225,27 @@ class BlockReader:
 
     def keep(self, i: int) -> Kept:
         held = self.held[i]
-        layers = [layer[i, :, : held.filled].clone() for layer in layers_of(self.cache)]
+        layers = [layer[i, :, : held.filled].clone() for layer in tensors_of(self.cache)]
         return Kept(Held(held.block, held.filled, held.tokens), layers, [edge[i].clone() for edge in self.edges])
 
     def bring_back(self, i: int, kept: Kept) -> None:
         self.held[i] = kept.held
-        for layer, copy in zip(layers_of(self.cache), kept.layers):
+        for layer, copy in zip(tensors_of(self.cache), kept.layers):
             layer[i, :, : copy.shape[1]] = copy
         for edge, copy in zip(self.edges, kept.edges):
             edge[i] = copy
 
 
 def view(cache: Cache, slots: slice, keys: int) -> Cache:
-    """The first positions of some slots, sharing memory."""
+    """Some slots, sharing memory, of which the first positions are read."""
 
     def part(layers: list[LayerCache]) -> list[LayerCache]:
-        return [LayerCache(c.k_BNLH[slots, :, :keys], c.v_BNLH[slots, :, :keys]) for c in layers]
+        return [LayerCache(c.k_BNLH[slots], c.v_BNLH[slots], keys) for c in layers]
 
     anchor = None if cache.anchor is None else part(cache.anchor)
     return Cache(part(cache.denoiser), anchor, cache.seen_B[slots])
 
 
-def layers_of(cache: Cache) -> list[Tensor]:
+def tensors_of(cache: Cache) -> list[Tensor]:
     """Keys and values of all layers, [B, N, L, H] each."""
-    return [kv for layer in [*cache.denoiser, *(cache.anchor or [])] for kv in (layer.k_BNLH, layer.v_BNLH)]
+    return [kv for layer in cache.layers for kv in (layer.k_BNLH, layer.v_BNLH)]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule, noise_level
-from adlm.engine.blocks import BlockReader, Reading, shift_of
+from adlm.engine.blocks import BlockReader, Reading
 from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Draws, Filters, Head, pieces, widen
 from adlm.engine.graphs import MASK_SIZES, SEQUENCE_SIZES, Fixed, Graphs, Uploads, at_least
 from adlm.engine.prepare import autocast, compile_blocks, prepare
@@ -72,7 +72,7 @@ class Evaluator:
         self.device = float64_device(self.network_device)  # of canvases and draws
         cuda = self.device.type == "cuda"
         self.model, self.bf16 = prepare(model, self.network_device, precision)
-        self.length, self.mask_id, self.shift = model.config.length, model.mask_id, shift_of(model)
+        self.length, self.mask_id = model.config.length, model.mask_id
         self.time_conditioned = model.config.time_conditioning
         self.schedule, self.tau = schedule, tau
         # At least one slot more than there are: padding reads and writes there.
@@ -201,9 +201,9 @@ class Evaluator:
     def places(self, call: Call, sequences: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
         """Where the states of the draws come from: the positions wanted of each of the `sequences` [B, Q] (None: all),
         and for each draw its place among all of them, and that of the state it is guided away from [2, N]."""
-        position_N = call.draws.ints[POSITION] - self.shift
+        position_N = call.draws.ints[POSITION]
         if isinstance(call.read, Reading):
-            return None, call.read.places(call.source, position_N)
+            return None, call.read.places(call.source, position_N - self.blocks.shift)
         length, sequence_N = call.read.length, call.source[0]  # sequences in ascending order
         column_N = np.arange(len(sequence_N)) - np.searchsorted(sequence_N, sequence_N)
         most = int(column_N.max(initial=0)) + 1
@@ -251,7 +251,7 @@ class Evaluator:
             found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, floats, guided)[:N])
         if "anchor" in reads:
             assert anchor_BLD is not None
-            whole = places if at_BQ is None else call.source * anchor_BLD.shape[1] + call.draws.ints[POSITION] - self.shift
+            whole = places if at_BQ is None else call.source * anchor_BLD.shape[1] + call.draws.ints[POSITION]
             at_N, sequence_N = (torch.from_numpy(a[0]).to(self.device) for a in (whole, call.source))
             found["anchor"] = self.anchor_look(anchor_BLD.flatten(0, 1)[at_N], tokens_BL, sequence_N, ints[:, :N])
         return Prediction(**found)

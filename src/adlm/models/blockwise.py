@@ -95,13 +95,21 @@ def compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attend(q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, pattern: Pattern | None, causal: bool) -> Tensor:
-    """Attention of queries to keys by the pattern; without one to all of them, or to those before (`causal`)."""
-    if pattern is None or isinstance(pattern, Tensor):
-        return F.scaled_dot_product_attention(
-            q_BNLH, k_BNLH, v_BNLH, attn_mask=pattern, is_causal=causal and pattern is None
-        )
-    from torch.nn.attention.flex_attention import flex_attention
+def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Pattern | None, causal: bool) -> Tensor:
+    """Attention of N heads of queries to K heads of keys and values, each shared by N / K of them. `mask`: which query
+    sees which key; None: all of them, or those before (`causal`)."""
+    groups = q_BNlH.shape[1] // k_BKLH.shape[1]
+    if not (mask is None or isinstance(mask, Tensor)):
+        from torch.nn.attention.flex_attention import flex_attention
 
-    flex = flex_attention if torch.compiler.is_compiling() or not q_BNLH.is_cuda else compiled_flex_attention()
-    return flex(q_BNLH, k_BNLH, v_BNLH, block_mask=pattern)
+        flex = flex_attention if torch.compiler.is_compiling() or not q_BNlH.is_cuda else compiled_flex_attention()
+        return flex(q_BNlH, k_BKLH, v_BKLH, block_mask=mask, enable_gqa=groups > 1)
+    is_causal = causal and mask is None
+    l, few = q_BNlH.shape[2], groups * q_BNlH.shape[2] <= k_BKLH.shape[2]
+    if groups > 1 and few and not is_causal and (mask is None or mask.shape[1] == 1):
+        # Few queries: heads that share keys are more queries of one head, and no key is repeated.
+        shared_BKMH = q_BNlH.unflatten(1, (-1, groups)).flatten(2, 3)
+        repeated = None if mask is None else mask.expand(-1, -1, l, -1).repeat(1, 1, groups, 1)
+        out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, repeated)
+        return out_BKMH.unflatten(2, (groups, l)).flatten(1, 2)
+    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=groups > 1)
