@@ -90,7 +90,8 @@ class Engine(BaseEngine[Canvas]):
         if block:
             tokens = list(request.tokens)
             first = tokens.index(mask_id)
-            self.evaluator.load(i, tokens + [mask_id] * (-len(tokens) % block), window.banned)
+            rest = min(-len(tokens) % block, self.evaluator.length - len(tokens))  # of the last block: never drawn
+            self.evaluator.load(i, tokens + [mask_id] * rest, window.banned)
             self.evaluator.blocks.admit(i, block, tokens[: first - first % block])
         elif "blocks" in vars(self.evaluator):
             self.evaluator.blocks.forget(i)
