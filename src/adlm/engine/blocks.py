@@ -160,7 +160,7 @@ class BlockReader:
         after it: the others have then read a finished block. `sizes`: static numbers of slots."""
         B, held = max(starts) + 1, self.held
         B = at_least(B, sizes) if self.graphs.on else B
-        n = max(self.reach(i, start) - held[i].filled for i, start in starts.items())
+        n = max(1, *(self.reach(i, start) - held[i].filled for i, start in starts.items()))
         if B * n > FUSED:
             n = max(held[i].block for i in starts)
         rows = np.zeros((3, B), dtype=np.int64)
