@@ -68,7 +68,10 @@ class SamplingConfig:
     """A name of the samplers table (`adlm config sampling.sampler=list`); empty: the model's own, which is mdlm, or
     score (sedd), ddpm (d3pm), autoregressive (ar, a2r)."""
     steps: Count = 256
-    """Number of steps T from all masks to none."""
+    """Number of steps T from all masks to none; in blocks, of each block."""
+    block_length: WholeNumber = 0
+    """Tokens of a block, for models trained with model.block_length: text is written block after block, with a cache
+    (0: the model's own, or the whole canvas where a template needs it)."""
     n: Count = 1
     """Samples to draw."""
     length: WholeNumber = 0

@@ -31,7 +31,7 @@ from adlm.api.scoring import Parts, Score, T, score_tokens, whole
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
-from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
+from adlm.engine import Engine, Request, Result
 from adlm.engine.prepare import autocast
 from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, parse_template
 from adlm.errors import choose, require
@@ -65,6 +65,7 @@ class StreamSettings(TypedDict, total=False):
     seed: int
     sampler: str
     steps: int
+    block_length: int
     temperature: float
     top_p: float
     top_k: int
@@ -174,7 +175,7 @@ class LanguageModel:
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
         self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
-        self.kept_engine: Engine | CausalEngine | None = None
+        self.kept_engine: Engine | None = None
         self.lock = threading.Lock()
         """Held by whoever uses the network; the engine's own, too."""
 
@@ -268,7 +269,7 @@ class LanguageModel:
             limit = None if c.stride > 0 else Limit(self.length)
             return parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
-        given = c.prompt or c.stop or self.model.config.causal
+        given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
         total = len(start) + new if new else c.length or self.length
         check_length(total, self.length, c.stride)
@@ -312,7 +313,7 @@ class LanguageModel:
                 found.append(tokens)
         return found
 
-    def engine(self, slots: int) -> Engine | CausalEngine:
+    def engine(self, slots: int) -> Engine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
         number is asked for: each engine has its own copy of the blocks. Who still reads from another one may."""
         with self.lock:
@@ -320,7 +321,7 @@ class LanguageModel:
                 self.drop_engine()
             if self.kept_engine is None:
                 tau = self.loaded.objective.tau
-                engine = make_engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
+                engine = Engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
                 engine.lock = self.lock
                 self.kept_engine = engine
             return self.kept_engine

@@ -88,12 +88,13 @@ class Network(nn.Module):
 
         `block_B` is the block length of each sequence. Without a cache tokens_BL is then [noisy ; clean]
         (blockwise.py), and the states are those of the noisy half; `at_N` counts in it, and leaves out the first token
-        of a sequence if predictions are shifted. With a cache it says what new tokens see.
+        of a sequence if predictions are shifted. With a cache it says what new tokens see; states then stand where
+        they were computed, shifted or not.
         """
         positions_BL = None
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-            cache.seen_B += tokens_BL.shape[1]
+            cache.seen_B = cache.seen_B + tokens_BL.shape[1]
         x_BLD = nn.functional.embedding(tokens_BL, self.embedding)
         return self.read(x_BLD, sigma_B, cache, positions_BL, at_N, at_BQ, mask, block_B)
 
@@ -128,27 +129,19 @@ class Network(nn.Module):
             states_BMD = self.denoiser(x_BLD, sigma_B, None, positions_BL, read_N, mask=mask).normed_BLD
             denoiser_BLD = pick_each(states_BMD, read_BL) if at_N is None else states_BMD
             return Hidden(denoiser_BLD, None if anchor_BLD is None else pick_each(anchor_BLD, read_BL))
-        if self.config.shift:
-            denoiser_BLD = self.shifted(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, mask)
+        if self.config.shift and cache is None:
+            denoiser_BLD = self.shifted(x_BLD, sigma_B, at_N, at_BQ, mask)
             return Hidden(denoiser_BLD, None if anchor_BLD is None else earlier(anchor_BLD))
         denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, mask)
         return Hidden(denoised.normed_BLD, anchor_BLD)
 
     def shifted(
-        self,
-        x_BLD: Tensor,
-        sigma_B: Tensor | None,
-        cache: list[LayerCache] | None,
-        positions_BL: Tensor | None,
-        at_N: Tensor | None,
-        at_BQ: Tensor | None,
-        mask: Mask | None,
+        self, x_BLD: Tensor, sigma_B: Tensor | None, at_N: Tensor | None, at_BQ: Tensor | None, mask: Mask | None
     ) -> Tensor:
         """The denoiser's states, each at the position it predicts (model.shift): the one after it."""
         if at_BQ is not None:
-            at_BQ = (at_BQ - 1).clamp(min=0)
-            return self.denoiser(x_BLD, sigma_B, cache, positions_BL, at_BQ=at_BQ, mask=mask).normed_BLD
-        states_BLD = earlier(self.denoiser(x_BLD, sigma_B, cache, positions_BL, mask=mask).normed_BLD)
+            return self.denoiser(x_BLD, sigma_B, at_BQ=(at_BQ - 1).clamp(min=0), mask=mask).normed_BLD
+        states_BLD = earlier(self.denoiser(x_BLD, sigma_B, mask=mask).normed_BLD)
         # Positions 0 and 1 read the same state, and `at_N` has each only once: picked here, not inside the last block.
         return states_BLD if at_N is None else pick_flat(states_BLD, at_N)
 

@@ -44,9 +44,9 @@ class LayerCache:
         return self.visible or self.k_BNLH.shape[2]
 
     def extend(self, k_BNlH: Tensor, v_BNlH: Tensor, positions_Bl: Tensor) -> tuple[Tensor, Tensor]:
-        index = positions_Bl[:, None, :, None].expand_as(k_BNlH)
-        self.k_BNLH.scatter_(2, index, k_BNlH.to(self.k_BNLH.dtype))
-        self.v_BNLH.scatter_(2, index, v_BNlH.to(self.v_BNLH.dtype))
+        row_B1 = torch.arange(len(positions_Bl), device=positions_Bl.device)[:, None]
+        for kept, new in ((self.k_BNLH, k_BNlH), (self.v_BNLH, v_BNlH)):
+            kept[row_B1, :, positions_Bl] = new.transpose(1, 2).to(kept.dtype)  # compiled in place, as a scatter is not
         return self.k_BNLH[:, :, : self.reach], self.v_BNLH[:, :, : self.reach]
 
 
@@ -117,17 +117,17 @@ class AttentionBlock(nn.Module):
 def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None, causal: bool) -> Tensor:
     """Attention of N heads of queries to K heads of keys and values, each shared by N / K of them. `mask` as in
     Context."""
-    N, K = q_BNlH.shape[1], k_BKLH.shape[1]
+    N, K, l = q_BNlH.shape[1], k_BKLH.shape[1], q_BNlH.shape[2]
     if mask is not None and not isinstance(mask, Tensor):
         return attend_by_tiles(q_BNlH, k_BKLH, v_BKLH, mask)
-    if N == K:
-        return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=causal and mask is None)
-    if q_BNlH.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
-        # One query: heads that share keys are as many queries of one head, and no key is repeated.
-        shared_BKGH = q_BNlH.unflatten(1, (K, N // K)).squeeze(3)
-        return F.scaled_dot_product_attention(shared_BKGH, k_BKLH, v_BKLH, mask).flatten(1, 2).unsqueeze(2)
     is_causal = causal and mask is None
-    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=True)
+    if N > K and l * N <= k_BKLH.shape[2] * K and not is_causal and (mask is None or mask.shape[1] == 1):
+        # Few queries: heads that share keys are more queries of one head, and no key is repeated.
+        shared_BKMH = q_BNlH.unflatten(1, (K, N // K)).flatten(2, 3)
+        again = None if mask is None else mask.expand(-1, -1, l, -1).repeat(1, 1, N // K, 1)
+        out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, again)
+        return out_BKMH.unflatten(2, (N // K, l)).flatten(1, 2)
+    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=N > K)
 
 
 class Block(AttentionBlock):
