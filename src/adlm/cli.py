@@ -109,7 +109,7 @@ COMMANDS: dict[str, Command] = {
         words=("data.path",),
         own_text=True,
         flags={"dry-run": "print model, tokens and memory, then stop"},
-        reads=(*TRAINING, "sampling"),
+        reads=(*TRAINING, "lora", "sampling"),
     ),
     "finetune": Command(
         "adlm.finetuning:run_finetune",
@@ -119,7 +119,7 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("data=file",),
         short="checkpoint",
-        reads=("seed", "out", "checkpoint", "data", "optim", "train", "track", "sampling", *BOUND),
+        reads=("seed", "out", "checkpoint", "lora", "data", "optim", "train", "track", "sampling", *BOUND),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",

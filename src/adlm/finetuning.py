@@ -139,7 +139,7 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
     # Training ended with the bound's own times, and goes on there.
     chosen |= {"objective.time_density": 1.0, "objective.time_density_anneal": 0.0, "objective.gamma_warmup": 0.0}
-    chosen |= rates(loaded)
+    chosen |= rates(loaded, low_rank=typed.lora.rank > 0)
     tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
     batch = owntext.power_of_two(tokens / loaded.model.config.length / 4, 1, 8)
     chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": batch}
@@ -159,10 +159,13 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     return answer(owntext.schedule(cfg, size))
 
 
-def rates(loaded: Loaded) -> dict[str, Any]:
-    """Optimizer and peak rates: those of the recipes for long runs. The published block was trained with AdamW."""
+def rates(loaded: Loaded, low_rank: bool) -> dict[str, Any]:
+    """Optimizer and peak rates: those of the recipes for long runs. The published block was trained with AdamW; so are
+    adapters, at a higher rate, since they start at zero."""
     modern = loaded.model.config.norm == "rmsnorm"
     shared = {"optim.schedule": "linear", "optim.weight_decay": 0.0}
+    if low_rank:
+        return shared | {"optim": "adamw", "optim.lr": 2e-3}
     if modern:
         return shared | {"optim": "muon", "optim.lr": 6e-4, "optim.muon_lr": 2e-3}
     return shared | {"optim": "adamw", "optim.lr": 3e-4}

@@ -12,15 +12,22 @@ from adlm.compat.checkpoints import load_release
 from adlm.data.preparation import tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
-from adlm.io.export import CONFIG, TOKENIZER, Loaded, check_shapes, describe, load_folder, section
-from adlm.io.paths import checkpoint_steps, path_of
+from adlm.io.export import (
+    CONFIG,
+    TOKENIZER,
+    Loaded,
+    check_shapes,
+    describe,
+    load_base,
+    load_folder,
+    section,
+    with_adapters,
+)
+from adlm.io.paths import BOX, BOX_NAME, checkpoint_steps, path_of
 from adlm.models import build_model
+from adlm.models.lora import check_adapters
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
-BOX = Path(__file__).parents[1] / "box"
-"""The exported folder that ships inside the package."""
-BOX_NAME = "box"
-"""What it is called: `adlm ppl box`, `adlm.load("box")`."""
 DEMO = Path("runs/demo")
 
 
@@ -110,6 +117,11 @@ def load_newest(run: Path, ema: bool, device: torch.device | str, step: int) -> 
     )
     tokenizer = tokenizer_of(run, cfg.data, state["tokenizer"])
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if adapter := state.get("extra", {}).get("adapter"):
+        base = load_base(adapter, run, device)
+        check_adapters(shapes, base.model.state_dict(), adapter["rank"], f"{run}: its adapters do not fit")
+        about = {"step": state["step"], "parameters": parameter_count(base.model), "adapter": adapter}
+        return with_adapters(base, weights, describe(cfg, tokenizer, **about))
     check_shapes(shapes, cfg.model, tokenizer.vocab_size, tokenizer.mask_id, f"{run}: its weights do not fit")
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)

@@ -190,10 +190,11 @@ def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Te
 
 
 def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bool:
-    """Whether the vectors go into the weights: they must be shared, and positions outnumber rows of the matrix (a
-    decoder that reads one token at a time has fewer activations than weights)."""
+    """Whether the vectors go into the weights: they must be shared, the weight must be all of the map (an adapter adds
+    to it), and positions outnumber rows of the matrix (a decoder that reads one token at a time has fewer activations
+    than weights)."""
     shared = modulation is None or modulation.shift.shape[:-1].numel() == 1
-    return shared and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
+    return shared and type(linear) is nn.Linear and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
 
 
 def fold_entry(norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
