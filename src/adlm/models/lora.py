@@ -43,7 +43,6 @@ class AdaptedLinear(nn.Linear):
 def adapt(model: Network, cfg: LoraConfig) -> Network:
     """Freeze the model, and give every matrix of its blocks an adapter, drawn from torch's global generator."""
     model.requires_grad_(False)
-    model.freeze_bridge()
     for owner in [module for name, module in model.named_modules() if ".blocks." in f".{name}."]:
         for name, layer in list(owner.named_children()):
             if isinstance(layer, nn.Linear) and name != "modulation":

@@ -91,7 +91,9 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network
             model.load_state_dict(loaded.model.state_dict())
         except RuntimeError as error:
             raise ValueError(f"{given} is another model: {str(error).splitlines()[1].strip()}") from None
-    return adapt(model, cfg.lora) if low_rank else model
+    if low_rank:
+        adapt(model, cfg.lora).freeze_bridge()
+    return model
 
 
 def adapter_facts(cfg: Config, model: Network) -> dict[str, Any]:
