@@ -21,7 +21,7 @@ from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import bits_per_byte, measure
 from adlm.io.export import CONFIG, TOKENIZER, Loaded, save_folder
-from adlm.io.load import load_checkpoint, locate
+from adlm.io.load import is_released, load_checkpoint, locate
 from adlm.io.paths import pick_device, write_atomically
 from adlm.reporting.html import Html, columns, section, tag, tiles
 from adlm.schema import Config
@@ -173,9 +173,9 @@ def rates(loaded: Loaded, low_rank: bool) -> dict[str, Any]:
 
 def exported(loaded: Loaded, start: Path, out: Path) -> Path:
     """An exported folder of the model to start from: itself, the one of its run, or one written into the run folder
-    (of a release checkpoint, or of a run that has not finished)."""
+    (of a model of another project, or of a run that has not finished)."""
     for folder in (start, start / "export"):
-        if (folder / CONFIG).is_file():
+        if (folder / CONFIG).is_file() and not is_released(folder):
             return folder.resolve()
     save_folder(out / "start", loaded.model.state_dict(), loaded.tokenizer, loaded.info)
     return (out / "start").resolve()
