@@ -16,6 +16,7 @@ from adlm.api import LanguageModel, load
 from adlm.config import owntext
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
+from adlm.data.sources import resolve
 from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, wishes
 from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
@@ -140,7 +141,11 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     # Training ended with the bound's own times, and goes on there.
     chosen |= {"objective.time_density": 1.0, "objective.time_density_anneal": 0.0, "objective.gamma_warmup": 0.0}
     chosen |= rates(loaded, low_rank=typed.lora.rank > 0)
-    tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
+    source = resolve(typed.data, "train")
+    if source.holds_pairs:  # one a sequence
+        tokens = float(loaded.model.config.length * sum(1 for _ in source.pairs()))
+    else:
+        tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
     batch = owntext.power_of_two(tokens / loaded.model.config.length / 4, 1, 8)
     chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": batch}
     chosen |= {"eval.sequences": 256, "train.valid_sequences": 96}

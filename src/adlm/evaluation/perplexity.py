@@ -31,7 +31,7 @@ from adlm.io.load import load_checkpoint
 from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.schema import Config, DataConfig, EvalConfig
-from adlm.training.batches import sequences_on
+from adlm.training.batches import batch_of, sequences_on
 from adlm.training.parallel import World, world
 
 # Tokens of one forward pass when eval.batch_size does not say how many sequences.
@@ -152,7 +152,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
     with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks.is_main) as advance:
         for start in mine:
             indices = np.arange(start, min(start + size, n))
-            batch = sequences_on(device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+            batch = sequences_on(device, batch_of(blocks, indices, indices), n)
             for d in range(draws):
                 if phase_N is not None:
                     batch = batch._replace(times_B=(d + phase_N[torch.from_numpy(indices)].to(device)) / draws)
@@ -161,7 +161,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
                 advance()
     # Every rank holds its own sequences and zeros: the sum is exact.
     values_ND = ranks.sum(torch.from_numpy(values_ND).to(device)).cpu().numpy()
-    return summarise(values_ND, token_counts(blocks, n) - exact, None if phase_N is None else phase_N.numpy())
+    return summarise(values_ND, token_counts(blocks, n, exact), None if phase_N is None else phase_N.numpy())
 
 
 def noise_counter(seed: int, draw: int) -> int:
@@ -174,19 +174,25 @@ def phases(seed: int, n: int) -> Tensor:
     return draw_times(VALIDATION_SEED, noise_counter(seed, 0), torch.arange(n), n)
 
 
-def token_counts(blocks: Blocks, n: int) -> np.ndarray:
-    """Tokens of each of the first n sequences, padding not counted."""
-    if blocks.lengths is None:
-        return np.full(n, blocks.length, dtype=np.int64)
-    return blocks.lengths[:n].astype(np.int64)
+def scored_spans(blocks: Blocks, n: int, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Where the scored tokens of each of the first n sequences begin and end: after the prompt, before the padding. An
+    exact likelihood does not score the first token, which is given."""
+    begin = np.full(n, int(exact)) if blocks.starts is None else blocks.starts[:n].astype(np.int64)
+    end = np.full(n, blocks.length) if blocks.lengths is None else blocks.lengths[:n].astype(np.int64)
+    return begin, end
+
+
+def token_counts(blocks: Blocks, n: int, exact: bool) -> np.ndarray:
+    """Scored tokens of each of the first n sequences."""
+    begin, end = scored_spans(blocks, n, exact)
+    return end - begin
 
 
 def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer, name: str) -> float:
     """Bits per byte of the scored text: comparable between tokenizers. Tokens such as the end of a text are no bytes,
     but what they cost counts."""
-    first = int(name == "exact")  # which is given, not scored
-    sequences, counts = blocks.rows(np.arange(e.rows)), token_counts(blocks, e.rows)
-    bytes_N = (tokenizer.count_bytes(tokens[first:count]) for tokens, count in zip(sequences, counts))
+    spans = zip(blocks.rows(np.arange(e.rows)), *scored_spans(blocks, e.rows, name == "exact"))
+    bytes_N = (tokenizer.count_bytes(tokens[begin:end]) for tokens, begin, end in spans)
     return e.nats * e.tokens / math.log(2) / max(1, sum(bytes_N))
 
 

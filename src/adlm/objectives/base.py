@@ -35,10 +35,22 @@ class Sequences(NamedTuple):
     """False at padding, which carries no loss; None: no padding."""
     times_B: Tensor | None = None
     """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` sequences."""
+    given_BL: Tensor | None = None
+    """True at what is given, a prompt: never masked, never scored. Padding is then always masked: it must not tell
+    where an answer ends. None: nothing is given."""
+
+    @property
+    def scored_BL(self) -> Tensor | None:
+        """True at what may be scored: neither padding nor given; None: everything."""
+        real_BL = None if self.attention_mask_BL is None else self.attention_mask_BL.bool()
+        if self.given_BL is None:
+            return real_BL
+        return ~self.given_BL if real_BL is None else real_BL & ~self.given_BL
 
     @property
     def token_count(self) -> int:
-        return self.tokens_BL.numel() if self.attention_mask_BL is None else int(self.attention_mask_BL.sum())
+        """Tokens that the loss is divided by."""
+        return self.tokens_BL.numel() if self.scored_BL is None else int(self.scored_BL.sum())
 
 
 class Term(NamedTuple):

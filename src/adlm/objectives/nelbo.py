@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.absorbing import mask_tokens
-from adlm.diffusion.schedules import MOST_NOISE, Schedule, beta_quantile, draw_times, noise_level
+from adlm.diffusion.schedules import MOST_NOISE, Schedule, beta_quantile, draw_times, mask_fraction, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
 from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, select
 from adlm.schema import ObjectiveConfig
@@ -39,7 +39,11 @@ class Noised:
         self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B, mask_id)
         # not z == mask: a clean sequence may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
-        self.sigma_B = schedule.sigma(t_B).clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
+        sigma_B = schedule.sigma(t_B)
+        if sequences.given_BL is not None:
+            self.z_BL = after_prompts(sequences, self.z_BL, mask_id)
+            sigma_B = noise_level(masked_overall(sequences, mask_fraction(t_B, schedule)), schedule)
+        self.sigma_B = sigma_B.clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
         if T > 0:
             alpha_s_B = self.alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
             weight_B = T * (alpha_s_B - alpha_t_B) / (1 - alpha_t_B)
@@ -48,10 +52,29 @@ class Noised:
         self.weight_B = weight_B.float()
 
     def where(self, scored_BL: Tensor, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, targets and weights (w(t) unless given) where `scored_BL` holds, padding left out."""
-        if self.sequences.attention_mask_BL is not None:
-            scored_BL = scored_BL & self.sequences.attention_mask_BL.bool()
+        """Positions, targets and weights (w(t) unless given) where `scored_BL` holds, padding and prompts left out."""
+        if self.sequences.scored_BL is not None:
+            scored_BL = scored_BL & self.sequences.scored_BL
         return select(scored_BL, self.sequences.tokens_BL, self.weight_B if weight_B is None else weight_B)
+
+
+def after_prompts(sequences: Sequences, z_BL: Tensor, mask_id: int) -> Tensor:
+    """z_t of answers: prompts as they are, padding masked."""
+    assert sequences.given_BL is not None
+    z_BL = torch.where(sequences.given_BL, sequences.tokens_BL, z_BL)
+    if sequences.attention_mask_BL is None:
+        return z_BL
+    return z_BL.masked_fill(~sequences.attention_mask_BL.bool(), mask_id)
+
+
+def masked_overall(sequences: Sequences, fraction_B: Tensor) -> Tensor:
+    """Fraction of a whole sequence that is masked, where that fraction of its answer is: nothing of a prompt, all of
+    the padding. A network that is conditioned on its noise level knows whole sequences."""
+    if sequences.given_BL is None or sequences.scored_BL is None:
+        return fraction_B
+    answer_B = sequences.scored_BL.to(fraction_B).mean(-1)
+    padding_B = 1 - answer_B - sequences.given_BL.to(fraction_B).mean(-1)
+    return fraction_B * answer_B + padding_B
 
 
 def time_density(cfg: ObjectiveConfig, progress: float) -> float:
@@ -74,8 +97,9 @@ class Nelbo(Objective):
 
     def noised(self, sequences: Sequences, seed: int, counter: int, density: float = 1.0) -> Noised:
         """z_t of every sequence; times from Beta(density, density), uniform for the bound."""
-        cfg, (tokens_BL, example_B, total, _, t_B) = self.cfg, sequences
-        t_B = draw_times(seed, counter, example_B, total) if t_B is None else t_B
+        cfg, tokens_BL, example_B = self.cfg, sequences.tokens_BL, sequences.example_B
+        t_B = sequences.times_B
+        t_B = draw_times(seed, counter, example_B, sequences.total) if t_B is None else t_B
         t_B = beta_quantile(t_B, density)
         if cfg.T > 0:
             t_B = ((t_B * cfg.T).floor().clamp(max=cfg.T - 1) + 1) / cfg.T
@@ -98,11 +122,11 @@ class Nelbo(Objective):
         One set of uniforms per sequence decides everything: the positions with the k smallest are masked, and the k-th
         smallest is the time, since it is Beta(k, L-k+1) distributed and independent of which positions these are -
         exactly the law of t given k masks. Padding (masked like any position, but not scored) and the noise level of a
-        time-conditioned network follow from it.
+        time-conditioned network follow from it. After prompts, k of the tokens of the answer are masked.
         """
-        x_BL, example_B, total, attention_mask_BL, t_B = sequences
-        real_BL = torch.ones_like(x_BL, dtype=torch.bool) if attention_mask_BL is None else attention_mask_BL.bool()
-        t_B = draw_times(VALIDATION_SEED, draw, example_B, total) if t_B is None else t_B
+        x_BL, example_B, t_B = sequences.tokens_BL, sequences.example_B, sequences.times_B
+        real_BL = torch.ones_like(x_BL, dtype=torch.bool) if sequences.scored_BL is None else sequences.scored_BL
+        t_B = draw_times(VALIDATION_SEED, draw, example_B, sequences.total) if t_B is None else t_B
         length_B = real_BL.sum(-1)
         k_B = ((t_B * length_B).floor().long() + 1).clamp(max=length_B.clamp(min=1))
         position_L = torch.arange(x_BL.shape[1], device=x_BL.device)
@@ -111,6 +135,8 @@ class Nelbo(Objective):
         time_B = ordered_BL.gather(1, k_B[:, None] - 1).squeeze(1)
         masked_BL = u_BL <= time_B[:, None]
         z_BL = torch.where(masked_BL, self.mask_id, x_BL)
+        if sequences.given_BL is not None:
+            z_BL = after_prompts(sequences, z_BL, self.mask_id)
         term = Term("denoiser", *select(masked_BL & real_BL, x_BL, length_B / k_B), exclude=self.mask_id)
-        sigma_B = noise_level(time_B, self.schedule).float()
+        sigma_B = noise_level(masked_overall(sequences, time_B), self.schedule).float()
         return CorruptedBatch(z_BL, sigma_B, sequences.token_count, {"nelbo": term})

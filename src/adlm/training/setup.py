@@ -23,7 +23,7 @@ from adlm.models.network import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
-from adlm.training.batches import micro_batches, sequences_on
+from adlm.training.batches import batch_of, micro_batches, sequences_on
 from adlm.training.parallel import World
 
 IDENTITY = ("origin", "packing", "max_sequences")
@@ -117,7 +117,7 @@ def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float
     """Fractions of the positions that training sends through the denoiser's and through the anchor network's head."""
     n = min(COUNTED_SEQUENCES, len(blocks))
     indices = np.arange(n)
-    clean = sequences_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+    clean = sequences_on(torch.device("cpu"), batch_of(blocks, indices, indices), n)
     corrupted = objective.corrupt(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
