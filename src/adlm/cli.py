@@ -209,6 +209,7 @@ COMMANDS: dict[str, Command] = {
         "a run, or whatever else can be loaded -> an exported folder, to keep or to share: adlm export RUN FOLDER",
         words=("eval.checkpoint", "out"),
         required=2,
+        flags={"transformers": "a folder that transformers' AutoModel classes load, too"},
         out="exported folder",
         reads=MODEL,
     ),

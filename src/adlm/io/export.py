@@ -93,7 +93,8 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         new, kept = Path(name), weights_file(info)
-        save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, new / kept)
+        values = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+        save_file(values, new / kept, metadata={"format": "pt"})
         (new / CONFIG).write_text(json.dumps(info | {WEIGHTS_DIGEST: digest(new / kept)}, indent=1), encoding="utf-8")
         tokenizer.save(new / TOKENIZER)
         (new / CARD).write_text(card(info), encoding="utf-8")
