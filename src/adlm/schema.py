@@ -74,6 +74,8 @@ class ModelConfig:
     """Modulate norms and gates by a conditioning vector, as the published block does."""
     time_conditioning: bool = False
     """Condition on the noise level sigma(t); needs adaln. False conditions on a constant."""
+    time_input: Annotated[str, Choices(("sigma", "t"))] = "sigma"
+    """What time conditioning reads: sigma, or t, the fraction of masks (GIDD)."""
     cond_dim: Count = 128
     """Width of the conditioning vector."""
     norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
