@@ -19,12 +19,14 @@ from adlm.rules import (
     FractionBelowOne,
     InnerFraction,
     NotNegative,
+    Numbers,
     Place,
     Positive,
     PositiveFraction,
     Range,
     Seed,
     WholeNumber,
+    numbers,
 )
 from adlm.schema_commands import (
     BenchConfig,
@@ -64,10 +66,16 @@ class ModelConfig:
     (it continues the residual stream, anchors only appear in the loss)."""
     causal: bool = False
     """Attention to the past only (AR, A2R)."""
+    block_length: Annotated[str, Numbers()] = ""
+    """Block diffusion: tokens K of a block, which is denoised after the blocks before it (1: token by token; 0 or
+    empty: the whole sequence at once). Of several, 16,1,4,64,1024, each training sequence takes one in turn, and the
+    first is the model's own K in bounds and generation; a number named twice comes up twice as often."""
     adaln: bool = True
     """Modulate norms and gates by a conditioning vector, as the published block does."""
     time_conditioning: bool = False
     """Condition on the noise level sigma(t); needs adaln. False conditions on a constant."""
+    time_input: Annotated[str, Choices(("sigma", "t"))] = "sigma"
+    """What time conditioning reads: sigma, or t, the fraction of masks (GIDD)."""
     cond_dim: Count = 128
     """Width of the conditioning vector."""
     norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
@@ -146,6 +154,27 @@ class ModelConfig:
             not (self.causal and self.time_conditioning),
             "model.causal=true has no noise level: set model.time_conditioning=false",
         )
+        require(
+            not (self.causal and self.block_length),
+            f"model.block_length={self.block_length!r} is for diffusion models: a causal model is block diffusion with"
+            " K = 1 already",
+        )
+        require(
+            not (self.block_lengths and self.time_conditioning),
+            f"model.block_length={self.block_length}: every block has a noise level of its own, which"
+            " model.time_conditioning=true cannot tell apart",
+        )
+
+    @property
+    def block_lengths(self) -> tuple[int, ...]:
+        """The block lengths K that the model is trained for, its own first; empty: the whole sequence, always."""
+        found = numbers(self.block_length)
+        return tuple(min(K or self.length, self.length) for K in found) if any(found) else ()
+
+    @property
+    def own_block_length(self) -> int:
+        """The block length K of bounds and generation, unless another one is asked for."""
+        return self.block_lengths[0] if self.block_lengths else self.length
 
 
 @dataclass

@@ -179,7 +179,8 @@ def modulation_at(modulation: Modulation | None, at_N: Tensor, length: int) -> M
 def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> Tensor:
     """linear(norm(x) * (1 + scale) + shift)."""
     if not folds(x_BLD, modulation, linear):
-        return linear(norm(x_BLD) if modulation is None else modulation.apply(norm(x_BLD)))
+        h_BLD = norm(x_BLD) if modulation is None else modulation.apply(norm(x_BLD))
+        return linear(h_BLD.to(product_dtype(h_BLD, linear.weight)))
     weight, bias = fold_entry(norm, modulation, linear)
     return F.linear(normalise(x_BLD, norm.kind, product_dtype(x_BLD, weight), norm.epsilon), weight, bias)
 

@@ -183,7 +183,7 @@ def linear_losses(
     check_shapes(hidden_ND, head, targets_N, weights_N)
     size = default_chunk(hidden_ND, head)
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
-    b = offsets(head.weight, head.bias, exclude, head.weight.shape[0], accumulate)
+    b = offsets(head.weight, head.bias, exclude, head.weight.shape[0], head.weight.dtype)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
     for start in range(0, hidden_ND.shape[0], size):  # not `split`: it makes one chunk of no positions, too
         part = slice(start, start + size)

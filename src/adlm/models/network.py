@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from adlm import tables
 from adlm.diffusion.absorbing import subs
 from adlm.errors import require
+from adlm.models.blockwise import Pattern, cached_pattern, training_pattern
 from adlm.models.bridge import Bridge
 from adlm.models.layers import pick_flat
 from adlm.models.transformer import Block, LayerCache, Stack
@@ -30,13 +31,18 @@ class Hidden(NamedTuple):
 
 
 class Cache:
-    """What a causal network remembers of the tokens it has read: keys and values of both stacks, block by block."""
+    """What a causal or block-diffusion network remembers of the tokens it has read: keys and values of both stacks."""
 
     def __init__(self, denoiser: list[LayerCache], anchor: list[LayerCache] | None, seen_B: Tensor):
         self.denoiser = denoiser
         self.anchor = anchor
         self.seen_B = seen_B
         """Tokens already read in each sequence."""
+
+    @property
+    def reach(self) -> int:
+        """Tokens of each sequence that are attended to, at most."""
+        return self.denoiser[0].reach
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -74,21 +80,24 @@ class Network(nn.Module):
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
         mask: Tensor | None = None,
+        block_B: Tensor | None = None,
     ) -> Hidden:
         """Hidden states; sigma_B (noise level of each sequence) matters only to a time-conditioned network.
 
-        With a cache (causal networks), tokens_BL continues each sequence where it stopped. `at_N` or `at_BQ` says
-        which positions the denoiser's head will read, if they are few: its states are then theirs, [1, N, D]
-        (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the last block
-        is spared. `mask` says what each position may attend to, as booleans broadcastable to [B, heads, L, L] (padding
-        is real_BL[:, None, None]); without one that is everything, or the past if causal.
+        With a cache (causal networks, block diffusion), tokens_BL continues each sequence where it stopped. `at_N` or
+        `at_BQ` says which positions the denoiser's head will read, if they are few: its states are then theirs,
+        [1, N, D] (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the
+        last block is spared. `mask` says what each position may attend to, as booleans broadcastable to
+        [B, heads, L, L] (padding is real_BL[:, None, None]); without one that is everything, or the past if causal.
+        `block_B` is the block length of each sequence, of which tokens_BL is then the noisy and the clean form, one
+        behind the other (blockwise.py). Then, and with a cache, states stand where they were computed, shifted or not.
         """
         positions_BL = None
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-            cache.seen_B += tokens_BL.shape[1]
+            cache.seen_B = cache.seen_B + tokens_BL.shape[1]
         x_BLD = nn.functional.embedding(tokens_BL, self.embedding)
-        return self.read(x_BLD, sigma_B, cache, positions_BL, at_N, at_BQ, mask)
+        return self.read(x_BLD, sigma_B, cache, positions_BL, at_N, at_BQ, mask, block_B)
 
     def read(
         self,
@@ -98,43 +107,44 @@ class Network(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Pattern | None = None,
+        block_B: Tensor | None = None,
     ) -> Hidden:
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         if self.residual_dtype is not None:
             x_BLD = x_BLD.to(self.residual_dtype)
         anchor_BLD = None
+        if cache is not None:
+            assert positions_BL is not None
+            mask = cached_pattern(positions_BL, block_B, cache.reach) if mask is None else mask
+        elif block_B is not None:
+            positions_BL, mask = training_pattern(block_B, x_BLD.shape[1] // 2)
         if self.anchor is not None and self.anchor_head is not None and self.bridge is not None:
             anchor_cache = None if cache is None else cache.anchor
             stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL, mask=mask)
             x_BLD = self.bridge(stream_BLD, anchor_BLD, self.anchor_head)
         denoiser_cache = None if cache is None else cache.denoiser
-        if self.config.shift:
-            denoiser_BLD = self.shifted(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, mask)
+        if self.config.shift and cache is None and block_B is None:
+            denoiser_BLD = self.shifted(x_BLD, sigma_B, at_N, at_BQ, mask)
             return Hidden(denoiser_BLD, None if anchor_BLD is None else earlier(anchor_BLD))
         denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, mask)
         return Hidden(denoised.normed_BLD, anchor_BLD)
 
     def shifted(
-        self,
-        x_BLD: Tensor,
-        sigma_B: Tensor | None,
-        cache: list[LayerCache] | None,
-        positions_BL: Tensor | None,
-        at_N: Tensor | None,
-        at_BQ: Tensor | None,
-        mask: Tensor | None,
+        self, x_BLD: Tensor, sigma_B: Tensor | None, at_N: Tensor | None, at_BQ: Tensor | None, mask: Pattern | None
     ) -> Tensor:
         """The denoiser's states, each at the position it predicts (model.shift): the one after it."""
         if at_BQ is not None:
-            at_BQ = (at_BQ - 1).clamp(min=0)
-            return self.denoiser(x_BLD, sigma_B, cache, positions_BL, at_BQ=at_BQ, mask=mask).normed_BLD
-        states_BLD = earlier(self.denoiser(x_BLD, sigma_B, cache, positions_BL, mask=mask).normed_BLD)
+            return self.denoiser(x_BLD, sigma_B, at_BQ=(at_BQ - 1).clamp(min=0), mask=mask).normed_BLD
+        states_BLD = earlier(self.denoiser(x_BLD, sigma_B, mask=mask).normed_BLD)
         # Positions 0 and 1 read the same state, and `at_N` has each only once: picked here, not inside the last block.
         return states_BLD if at_N is None else pick_flat(states_BLD, at_N)
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        require(self.config.causal, "a KV cache needs model.causal=true: a bidirectional model re-reads every position")
+        require(
+            self.config.causal or bool(self.config.block_lengths),
+            "a KV cache needs model.causal=true or model.block_length: other models re-read every position",
+        )
         require(
             0 < length <= self.config.length, f"cache length={length} is outside 1..model.length={self.config.length}"
         )

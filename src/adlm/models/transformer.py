@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adlm.models.blockwise import Pattern, attend
 from adlm.models.layers import (
     Modulation,
     Norm,
@@ -43,9 +44,9 @@ class LayerCache:
         return self.visible or self.k_BNLH.shape[2]
 
     def extend(self, k_BNlH: Tensor, v_BNlH: Tensor, positions_Bl: Tensor) -> tuple[Tensor, Tensor]:
-        index = positions_Bl[:, None, :, None].expand_as(k_BNlH)
-        self.k_BNLH.scatter_(2, index, k_BNlH.to(self.k_BNLH.dtype))
-        self.v_BNLH.scatter_(2, index, v_BNlH.to(self.v_BNLH.dtype))
+        row_B1 = torch.arange(len(positions_Bl), device=positions_Bl.device)[:, None]
+        for kept, new in ((self.k_BNLH, k_BNlH), (self.v_BNLH, v_BNlH)):
+            kept[row_B1, :, positions_Bl] = new.transpose(1, 2).to(kept.dtype)  # compiled in place, as a scatter is not
         return self.k_BNLH[:, :, : self.reach], self.v_BNLH[:, :, : self.reach]
 
 
@@ -75,8 +76,9 @@ class Context(NamedTuple):
     cache: LayerCache | None = None
     """Keys and values read before, with `positions_BL` of the new tokens."""
     positions_BL: Tensor | None = None
-    mask: Tensor | None = None
-    """What each position may attend to, broadcastable to [B, N, l, L]; None: everything, or the past if causal."""
+    mask: Pattern | None = None
+    """What each position may attend to, broadcastable to [B, N, l, L], or a pattern of blocks (blockwise.py); None:
+    everything, or the past if causal."""
     keys: tuple[Tensor, Tensor] | None = None
     """Dropout keys of the two branches; None: torch's own dropout."""
     at_N: Tensor | None = None
@@ -111,20 +113,6 @@ class AttentionBlock(nn.Module):
             k_BNLH, v_BNLH = context.cache.extend(k_BNLH, v_BNLH, context.positions_BL)
             q_BNLH = q_BNLH.to(k_BNLH.dtype)
         return attend(q_BNLH, k_BNLH, v_BNLH, context.mask, self.causal).transpose(1, 2).flatten(2)
-
-
-def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Attention of N heads of queries to K heads of keys and values, each shared by N / K of them. `mask` as in
-    Context."""
-    N, K = q_BNlH.shape[1], k_BKLH.shape[1]
-    if N == K:
-        return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=causal and mask is None)
-    if q_BNlH.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
-        # One query: heads that share keys are as many queries of one head, and no key is repeated.
-        shared_BKGH = q_BNlH.unflatten(1, (K, N // K)).squeeze(3)
-        return F.scaled_dot_product_attention(shared_BKGH, k_BKLH, v_BKLH, mask).flatten(1, 2).unsqueeze(2)
-    is_causal = causal and mask is None
-    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=True)
 
 
 class Block(AttentionBlock):
@@ -182,7 +170,7 @@ class Features(NamedTuple):
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
-        self.time_conditioning, self.dropout = cfg.time_conditioning, cfg.dropout
+        self.time_conditioning, self.time_input, self.dropout = cfg.time_conditioning, cfg.time_input, cfg.dropout
         self.kv_heads, self.head_width = cfg.kv_heads, cfg.head_width
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
         self.rotary = Rotary(self.head_width, cfg.length, cfg.rope_base)
@@ -201,6 +189,8 @@ class Stack(nn.Module):
             raise ValueError(
                 "sigma_B is missing: this model is time-conditioned and needs the noise level of each sequence"
             )
+        if self.time_input == "t":
+            sigma_B = -torch.expm1(-sigma_B)
         # tiny, and its output scales every activation: not worth rounding to bf16
         with torch.autocast(x_BLD.device.type, enabled=False):
             return self.time_embedding(sigma_B)
@@ -217,18 +207,12 @@ class Stack(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Pattern | None = None,
     ) -> Features:
         """`at_N` or `at_BQ`: the positions that are read (see `Context`); the last block finishes those alone. `mask`:
         what each position may attend to (see `Context`), of all keys of the cache where there is one."""
         L = x_BLD.shape[1]
-        layers: list[LayerCache] | list[None] = [None] * len(self.blocks)
-        if cache is not None:
-            layers = cache
-            assert positions_BL is not None
-            if mask is None:
-                key_position = torch.arange(cache[0].reach, device=x_BLD.device)
-                mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
+        layers: list[LayerCache] | list[None] = [None] * len(self.blocks) if cache is None else cache
         cos, sin = self.rotary.tables(L, positions_BL)
         context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
         stream, last = ResidualStream(x_BLD), self.blocks[-1]
