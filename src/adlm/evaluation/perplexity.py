@@ -25,6 +25,7 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.evaluation import data_facts, model_facts, result_path, versions, write_result
 from adlm.evaluation.intervals import Estimate, summarise
+from adlm.evaluation.published import published
 from adlm.io import progress
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
@@ -51,6 +52,8 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
             blocks = prepare(data, loaded.tokenizer, loaded.model.config.length, "valid")
         estimates = measure(loaded, blocks, cfg.eval, ranks)
         per_byte = {name: bits_per_byte(e, blocks, loaded.tokenizer, name) for name, e in estimates.items()}
+        known = published(cfg.eval.checkpoint, loaded)
+        value = known.perplexities.get(blocks.manifest["corpus"]) if known else None
         result = {
             **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
             **{name: e.as_dict() | {"bits_per_byte": per_byte[name]} for name, e in estimates.items()},
@@ -58,8 +61,12 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
             "settings": settings(cfg.eval, ranks),
             "versions": versions(ranks.device),
         }
+        if known and value is not None:
+            result["published"] = {"perplexity": value, "source": known.source}
         if ranks.is_main:
             print(describe(estimates, per_byte, f"{blocks.manifest['corpus']} {blocks.manifest['split']}"))
+            if known and value is not None:
+                print(f"    published: perplexity {value:.2f} ({known.source})")
             write_result(result_path(cfg.out, cfg.eval.checkpoint, f"ppl-{blocks.manifest['corpus']}.json"), result)
         return result
 

@@ -34,9 +34,9 @@ class AdlmConfig(PretrainedConfig):
 DEFAULTS = {
     "hidden_size": 16, "n_heads": 2, "n_kv_heads": 0, "head_size": 0, "n_blocks": 1, "n_denoiser_blocks": 1,
     "length": 1024, "dropout": 0.0, "anchored": False, "bridge": "linear", "causal": False, "adaln": False,
-    "time_conditioning": False, "cond_dim": 128, "norm": "layernorm", "qk_norm": False, "norm_eps": 0.0,
-    "activation": "gelu", "bias": True, "qkv_bias": False, "rope_base": 10000.0, "tied": False, "shift": False,
-    "mlp_ratio": 4, "mlp_size": 0,
+    "time_conditioning": False, "time_input": "sigma", "cond_dim": 128, "norm": "layernorm", "qk_norm": False,
+    "norm_eps": 0.0, "activation": "gelu", "bias": True, "qkv_bias": False, "rope_base": 10000.0, "tied": False,
+    "shift": False, "mlp_ratio": 4, "mlp_size": 0,
 }  # fmt: skip
 
 
@@ -148,7 +148,8 @@ class AdlmStack(nn.Module):
         cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
         c = None
         if self.time_embedding is not None:  # without time conditioning one constant vector
-            c = self.time_embedding(sigma if self.m["time_conditioning"] else torch.zeros(1, device=x.device))
+            level = sigma if self.m["time_conditioning"] else torch.zeros(1, device=x.device)
+            c = self.time_embedding(-torch.expm1(-level) if self.m["time_input"] == "t" else level)
         for block in self.blocks:
             x = block(x, cos, sin, c, mask)
         final = None if self.modulation is None else modulations(self.modulation, c, 2)

@@ -43,6 +43,11 @@ def save_for_transformers(folder: Path, loaded: Loaded) -> str:
         not cfg.anchored or cfg.bridge in BRIDGES.entries,
         f"model.bridge={cfg.bridge} is one of another package: its code cannot be written into the folder",
     )
+    require(
+        not cfg.block_lengths,
+        f"model.block_length={cfg.block_length}: transformers has no class for a model that writes block after block;"
+        " adlm export without --transformers keeps it",
+    )
     name = "AdlmForCausalLM" if cfg.causal else "AdlmForMaskedLM"
     shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
     about = {
