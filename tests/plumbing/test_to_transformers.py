@@ -135,3 +135,33 @@ def test_layouts_are_chosen_by_what_the_block_has():
     assert not llama_type(loaded(**KINDS["llama masked"]).model.config), "no code of transformers reads both ways"
     both = {**LLAMA, "causal": True, "qk_norm": True, "qkv_bias": True}
     assert not llama_type(loaded(**both).model.config)
+
+
+def test_a_llama_model_goes_through_fine_tuning_and_back(tmp_path, capsys):
+    """A folder of transformers, low-rank fine-tuning on pairs, and a folder of transformers again, without code."""
+    torch.manual_seed(0)
+    cfg = transformers.LlamaConfig(
+        vocab_size=TOK.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=24, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    base = tmp_path / "base"
+    before = transformers.LlamaForCausalLM(cfg)
+    before.save_pretrained(base)
+    TOK.save(base / "tokenizer.json")
+    pairs = [{"prompt": f"{i % 7}+{i % 5}=", "completion": f"{i % 7 + i % 5}"} for i in range(24)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = [
+        str(tmp_path / "sums.jsonl"), f"init_from={base}", f"out={tmp_path / 'run'}", "lora.rank=2", "train.steps=6",
+        f"data.cache_dir={tmp_path / 'cache'}", "data.valid_fraction=0.25", "train.device=cpu", "sampling.steps=4",
+    ]  # fmt: skip
+    assert cli.main(["finetune", *words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["after"] < facts["before"]
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--transformers"]) == 0
+    assert not (tmp_path / "hf" / "modeling_adlm.py").exists()
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    x_BL = tokens()[:, :4]
+    ours = load_checkpoint(tmp_path / "run").model
+    with torch.no_grad():
+        torch.testing.assert_close(after(x_BL).logits, ours.logits(x_BL), rtol=0, atol=1e-5)
+        assert (after(x_BL).logits - before(x_BL).logits).abs().max() > 1e-3
