@@ -253,7 +253,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
     loaded = load_checkpoint(run, cfg.eval.ema, ranks.device)
     ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks).items()
     assert estimate.row_nats is not None
-    counts_N = token_counts(data.valid, estimate.rows) - (kind == "exact")
+    counts_N = token_counts(data.valid, estimate.rows, kind == "exact")
     flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
     speeds = [event["tokens_per_s"] for event in read_metrics(run) if event["kind"] == "train"]
     return Entry(

@@ -13,11 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from tiny import MODERN, random_tokens, tiny_model
-from torch import nn
 
 from adlm.diffusion.schedules import beta_quantile, draw_times, make_schedule, strata
-from adlm.models import Hidden
-from adlm.models.layers import pick_flat
 from adlm.objectives import Sequences, loss, make_objective, sequence_bounds
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.objectives.anelbo import gamma_at

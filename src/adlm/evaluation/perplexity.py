@@ -27,6 +27,7 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.evaluation import data_facts, model_facts, result_path, versions, write_result
 from adlm.evaluation.intervals import Estimate, summarise
+from adlm.evaluation.published import published
 from adlm.io import progress
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
@@ -34,7 +35,7 @@ from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.rules import numbers
 from adlm.schema import Config, DataConfig, EvalConfig, ModelConfig
-from adlm.training.batches import sequences_on
+from adlm.training.batches import batch_of, sequences_on
 from adlm.training.parallel import World, world
 
 # Tokens of one forward pass when eval.batch_size does not say how many sequences.
@@ -54,6 +55,8 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
             blocks = prepare(data, loaded.tokenizer, loaded.model.config.length, "valid")
         estimates = measure(loaded, blocks, cfg.eval, ranks)
         per_byte = {name: bits_per_byte(e, blocks, loaded.tokenizer) for name, e in estimates.items()}
+        known = published(cfg.eval.checkpoint, loaded)
+        value = known.perplexities.get(blocks.manifest["corpus"]) if known else None
         result = {
             **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
             **{name: e.as_dict() | {"bits_per_byte": per_byte[name]} for name, e in estimates.items()},
@@ -61,8 +64,12 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
             "settings": settings(cfg.eval, ranks),
             "versions": versions(ranks.device),
         }
+        if known and value is not None:
+            result["published"] = {"perplexity": value, "source": known.source}
         if ranks.is_main:
             print(describe(estimates, per_byte, f"{blocks.manifest['corpus']} {blocks.manifest['split']}"))
+            if known and value is not None:
+                print(f"    published: perplexity {value:.2f} ({known.source})")
             write_result(result_path(cfg.out, cfg.eval.checkpoint, f"ppl-{blocks.manifest['corpus']}.json"), result)
         return result
 
@@ -136,9 +143,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> di
     return found
 
 
-def bounds(
-    loaded: Loaded, settings: ModelConfig, blocks: Blocks, cfg: EvalConfig, ranks: World
-) -> dict[str, Estimate]:
+def bounds(loaded: Loaded, settings: ModelConfig, blocks: Blocks, cfg: EvalConfig, ranks: World) -> dict[str, Estimate]:
     """The estimates of one block length, by estimator. `settings`: the model's, with that block length."""
     model = loaded.model
     objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed, settings)
@@ -168,9 +173,7 @@ def bounds(
 
 
 @torch.no_grad()
-def estimate(
-    nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, name: str, given: int = 0
-) -> Estimate:
+def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, name: str, given: int = 0) -> Estimate:
     """The average over the first eval.sequences sequences, each at eval.draws times.
 
     `exact`, the likelihood of a causal model, has no noise. `given`: tokens at the beginning of a sequence that are not
@@ -184,7 +187,7 @@ def estimate(
     with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks.is_main) as advance:
         for start in mine:
             indices = np.arange(start, min(start + size, n))
-            batch = sequences_on(device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+            batch = sequences_on(device, batch_of(blocks, indices, indices), n)
             for d in range(draws):
                 if phase_N is not None:
                     batch = batch._replace(times_B=(d + phase_N[torch.from_numpy(indices)].to(device)) / draws)
@@ -193,7 +196,7 @@ def estimate(
                 advance()
     # Every rank holds its own sequences and zeros: the sum is exact.
     values_ND = ranks.sum(torch.from_numpy(values_ND).to(device)).cpu().numpy()
-    return summarise(values_ND, token_counts(blocks, n) - given, None if phase_N is None else phase_N.numpy())
+    return summarise(values_ND, token_counts(blocks, n, given), None if phase_N is None else phase_N.numpy())
 
 
 def noise_counter(seed: int, draw: int) -> int:
@@ -206,19 +209,28 @@ def phases(seed: int, n: int) -> Tensor:
     return draw_times(VALIDATION_SEED, noise_counter(seed, 0), torch.arange(n), n)
 
 
-def token_counts(blocks: Blocks, n: int) -> np.ndarray:
-    """Tokens of each of the first n sequences, padding not counted."""
-    if blocks.lengths is None:
-        return np.full(n, blocks.length, dtype=np.int64)
-    return blocks.lengths[:n].astype(np.int64)
+def scored_spans(blocks: Blocks, n: int, given: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Where the scored tokens of each of the first n sequences begin and end: after the prompt, before the padding.
+    `given`: tokens at the beginning that are not scored where there is no prompt."""
+    begin = np.full(n, given) if blocks.starts is None else blocks.starts[:n].astype(np.int64)
+    end = np.full(n, blocks.length) if blocks.lengths is None else blocks.lengths[:n].astype(np.int64)
+    return begin, end
+
+
+def token_counts(blocks: Blocks, n: int, given: int = 0) -> np.ndarray:
+    """Scored tokens of each of the first n sequences."""
+    begin, end = scored_spans(blocks, n, given)
+    return end - begin
 
 
 def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer) -> float:
     """Bits per byte of the scored text: comparable between tokenizers. Tokens such as the end of a text are no bytes,
     but what they cost counts."""
-    sequences, counts = blocks.rows(np.arange(e.rows)), token_counts(blocks, e.rows)
-    first = (int(counts.sum()) - e.tokens) // e.rows  # tokens of a sequence that are given, not scored
-    bytes_N = (tokenizer.count_bytes(tokens[first:count]) for tokens, count in zip(sequences, counts))
+    first = 0
+    if blocks.starts is None:  # tokens of a sequence that are given, not scored
+        first = (int(token_counts(blocks, e.rows).sum()) - e.tokens) // e.rows
+    spans = zip(blocks.rows(np.arange(e.rows)), *scored_spans(blocks, e.rows, first))
+    bytes_N = (tokenizer.count_bytes(tokens[begin:end]) for tokens, begin, end in spans)
     return e.nats * e.tokens / math.log(2) / max(1, sum(bytes_N))
 
 
