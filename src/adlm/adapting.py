@@ -32,6 +32,8 @@ ANCHORED = {
     "gamma": 0.1, "gamma_warmup": 0.0, "anchor_rule": "all", "anchor_fraction": 0.25, "anchor_positions": "masked",
 }  # fmt: skip
 """The anchor loss of the recipe `fast`."""
+QUIET = 0.1
+"""The anchor network's first predictions are nearly uniform: its norm starts at this part of the base's last one."""
 OPTIMIZER = {
     "optim.name": "adamw", "optim.lr": 5e-4, "optim.beta2": 0.95, "optim.schedule": "linear", "optim.warmup": 50,
     "optim.ema": 0.0, "train.global_batch_size": 32, "train.steps": 2000,
@@ -106,8 +108,8 @@ def adapted_weights(loaded: Loaded, cfg: ModelConfig) -> dict[str, Tensor]:
 
 
 def in_two_stacks(base: dict[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Weights of one stack as those of anchor network and denoiser. Both end in a norm and a head, the anchor network's
-    being copies."""
+    """Weights of one stack as those of anchor network and denoiser. Both end in a norm and a head. The anchor network's
+    are copies, the norm a small one: in the middle of a model they say nothing yet, and should not say it loudly."""
     found: dict[str, Tensor] = {}
     for name, value in base.items():
         stack, _, rest = name.partition(".blocks.")
@@ -119,5 +121,6 @@ def in_two_stacks(base: dict[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor
         else:
             found[f"denoiser.blocks.{int(number) - cfg.n_blocks}.{part}"] = value
         if name.startswith(("denoiser.norm.", "head.")):
-            found[f"anchor_{name}" if name.startswith("head.") else name.replace("denoiser", "anchor")] = value.clone()
+            own = f"anchor_{name}" if name.startswith("head.") else name.replace("denoiser", "anchor")
+            found[own] = value.clone() if name.startswith("head.") else QUIET * value
     return found
