@@ -136,7 +136,7 @@ COMMANDS: dict[str, Command] = {
         words=("checkpoint.init_from",),
         required=1,
         line=True,
-        reads=("model", "noise", "objective", *TRAINING, "sampling"),
+        reads=(*TRAINING, "lora", "sampling"),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",
