@@ -65,7 +65,7 @@ def test_an_anchored_model_has_the_same_blocks(base):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("model.hidden_size=32",), "another network than the base's"),
+        (("model.n_blocks=5",), "another network than the base's"),
         (("recipe=fast",), "recipe cannot be set here"),
         (("model.block_length=4,x",), "model.block_length='4,x' must be whole numbers"),
     ],
