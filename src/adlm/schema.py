@@ -74,6 +74,8 @@ class ModelConfig:
     """Modulate norms and gates by a conditioning vector, as the published block does."""
     time_conditioning: bool = False
     """Condition on the noise level sigma(t); needs adaln. False conditions on a constant."""
+    time_input: Annotated[str, Choices(("sigma", "t"))] = "sigma"
+    """What time conditioning reads: sigma, or t, the fraction of masks (GIDD)."""
     cond_dim: Count = 128
     """Width of the conditioning vector."""
     norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
@@ -173,6 +175,16 @@ class ModelConfig:
     def own_block_length(self) -> int:
         """The block length K of bounds and generation, unless another one is asked for."""
         return self.block_lengths[0] if self.block_lengths else self.length
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters: a matrix W of the blocks becomes W + (alpha / rank) B A, and only B and A train."""
+
+    rank: WholeNumber = 0
+    """Rank of the adapters of a model that is fine-tuned (checkpoint.init_from); 0: all of its weights train."""
+    alpha: Positive = 16.0
+    """Strength of the adapters: B A is multiplied by alpha / rank."""
 
 
 @dataclass
@@ -397,6 +409,7 @@ class Config:
     """Where the command writes: by default the run folder (empty: runs/<algo>-<data>-<model>); commands that make no
     run say in their --help what it is."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)

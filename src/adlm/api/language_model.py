@@ -35,7 +35,7 @@ from adlm.engine import Engine, Request, Result
 from adlm.engine.prepare import autocast
 from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, parse_template
 from adlm.errors import choose, require
-from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
+from adlm.io.export import CARD, PLACEHOLDER, Loaded, save_folder
 from adlm.io.load import BOX_NAME, load_checkpoint
 from adlm.io.paths import float64_device, path_of, pick_device
 from adlm.models.network import Hidden
@@ -126,26 +126,31 @@ def load(
     tokenizer: str = "",
     root: str = "",
     dtype: str | torch.dtype = "auto",
+    revision: str = "",
 ) -> "LanguageModel":
-    """Load a run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box.
+    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub name
+    "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
 
     `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in; auto is bfloat16 on a GPU while
-    generating, and float32 elsewhere. Weights stay float32.
+    generating, and else the precision of the weights: float32 for our models, that of the file for released ones.
+    `tokenizer` and `root` (a folder with vocabulary files) help a model that comes without its tokenizer.
     """
     name = str(dtype).removeprefix("torch.")
     precision = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)  # torch's names, and ours
     rules_of(TrainConfig)["precision"].check("dtype", precision)
     with python_words():
-        return LanguageModel(load_any(source, str(device), ema, tokenizer, root), precision)
+        loaded = load_any(source, str(device), ema, tokenizer, root, revision)
+        if precision == "fp32":
+            loaded.model.float()
+        return LanguageModel(loaded, precision)
 
 
-def load_any(source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "") -> Loaded:
+def load_any(
+    source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "", revision: str = ""
+) -> Loaded:
     """A model from a place or from the hub; errors in the words of the command line."""
-    path, place = path_given("source", source), pick_device(device)
-    if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
-        advice = "give a run folder, an exported folder or a .ckpt file"
-        path = hub.fetch(str(source), (CONFIG, WEIGHTS, TOKENIZER), f"model {str(source)!r}", advice)
-    return load_checkpoint(path, ema, place, tokenizer, root)
+    path_given("source", source)
+    return load_checkpoint(source, ema, pick_device(device), tokenizer, root, revision)
 
 
 def texts_of(text: str | Words) -> list[str]:

@@ -4,6 +4,7 @@ The network is built as shapes; then each parameter is made on the device and fi
 time: there is never a second copy of the weights. They keep the file's precision (float16 becomes float32).
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from adlm.compat.gguf_files import open_gguf
-from adlm.compat.layouts import Released, read_config
+from adlm.compat.layouts import ANY_MASK, Released, read_config, refuse
 from adlm.compat.tensors import Tensors, open_folder
-from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from
 from adlm.errors import require
 from adlm.io.export import CONFIG, Loaded, describe, expected_shapes
 from adlm.io.paths import read_json
@@ -30,11 +31,13 @@ def load_released(path: Path, device: torch.device | str, tokenizer: str = "", r
     """Load a folder with a config.json of another project, or a GGUF file."""
     if path.is_file():
         config, tensors, own = open_gguf(path)
-        found = read_config(config, str(path))
+        found = read_config(config, tensors)
         used = load_tokenizer(tokenizer, root=root) if tokenizer else own
     else:
-        found = read_config(read_json(path / CONFIG), str(path / CONFIG))
+        config = read_json(path / CONFIG)
+        refuse(config, str(path))
         tensors = open_folder(path)
+        found = read_config(config, tensors)
         used = tokenizer_of_folder(path, found, tokenizer, root)
     source = tensors.source
     for name, values in (("model", found.model), ("objective", found.objective), ("noise", found.noise)):
@@ -64,12 +67,24 @@ def tokenizer_of_folder(folder: Path, found: Released, name: str, root: str) -> 
         f"{folder} holds no tokenizer: put its tokenizer.json (or vocab.json and merges.txt) there, or name one as"
         " data.tokenizer",
     )
-    return load_tokenizer(found.tokenizer, root=root or str(folder))
+    gpt2 = load_tokenizer("gpt2", root=root or str(folder))
+    return with_padding(gpt2) if found.tokenizer == "gpt2-pad" else gpt2
+
+
+def with_padding(tokenizer: Tokenizer) -> Tokenizer:
+    """The same vocabulary with [PAD] before the mask, as GIDD has it."""
+    described = json.loads(tokenizer.backend.to_str())
+    at = tokenizer.mask_id
+    kept = [token for token in described["added_tokens"] if token["id"] != at]
+    mask = next(token for token in described["added_tokens"] if token["id"] == at)
+    described["added_tokens"] = [*kept, {**mask, "content": "[PAD]"}, {**mask, "id": at + 1}]
+    return tokenizer_from(json.dumps(described).encode(), tokenizer.name, f"the tokenizer {tokenizer.name!r}")
 
 
 def vocabulary(found: Released, tokenizer: Tokenizer, source: str) -> tuple[int, int]:
     """(rows of our embedding, mask id). A model without a mask gets one: a row it has to spare, or one more."""
     rows, mask_id = found.vocab_size, found.mask_id
+    mask_id = tokenizer.mask_id if mask_id == ANY_MASK else mask_id
     most = rows + (mask_id is None)
     require(
         rows - SPARE_ROWS < tokenizer.vocab_size <= most,
@@ -103,7 +118,8 @@ def check_parameters(found: Released, tensors: Tensors, vocab_size: int, mask_id
         rows = sum(shape[0] for shape in shapes if shape)
         wanted = found.vocab_size if expected[ours][0] == vocab_size else expected[ours][0]
         require(
-            same and rows == wanted, f"{what}: {parts[0]:.80} is {shapes[0]}, and {ours} {(wanted, *expected[ours][1:])}"
+            same and rows == wanted,
+            f"{what}: {parts[0]:.80} is {shapes[0]}, and {ours} {(wanted, *expected[ours][1:])}",
         )
 
 

@@ -185,7 +185,7 @@ class Features(NamedTuple):
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
-        self.time_conditioning, self.dropout = cfg.time_conditioning, cfg.dropout
+        self.time_conditioning, self.time_input, self.dropout = cfg.time_conditioning, cfg.time_input, cfg.dropout
         self.kv_heads, self.head_width = cfg.kv_heads, cfg.head_width
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
         self.rotary = Rotary(self.head_width, cfg.length, cfg.rope_base)
@@ -204,6 +204,8 @@ class Stack(nn.Module):
             raise ValueError(
                 "sigma_B is missing: this model is time-conditioned and needs the noise level of each sequence"
             )
+        if self.time_input == "t":
+            sigma_B = -torch.expm1(-sigma_B)
         # tiny, and its output scales every activation: not worth rounding to bf16
         with torch.autocast(x_BLD.device.type, enabled=False):
             return self.time_embedding(sigma_B)
