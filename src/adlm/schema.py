@@ -93,7 +93,7 @@ class ModelConfig:
     rope_base: AtLeastOne = 10000.0
     """Base of the rotary frequencies."""
     tied: bool = False
-    """The head is the embedding; needs bias=false and no anchors."""
+    """The head is the embedding, the anchor network's too; needs bias=false, and bridge=none if anchored."""
     shift: bool = False
     """The prediction for position i is read at position i-1 (for position 0, at 0), as in diffusion models made of
     causal ones. Causal models read so by themselves."""
@@ -135,8 +135,9 @@ class ModelConfig:
             f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}",
         )
         require(
-            not (self.tied and (self.anchored or self.bias)),
-            "model.tied=true needs model.anchored=false and model.bias=false: an embedding has no bias",
+            not (self.tied and (self.bias or (self.anchored and self.bridge != "none"))),
+            "model.tied=true needs model.bias=false, and model.bridge=none if anchored: an embedding has no bias, and"
+            " another bridge reads a head of its own",
         )
         require(
             not (self.shift and self.causal),
@@ -156,8 +157,7 @@ class ModelConfig:
         )
         require(
             not (self.causal and self.block_length),
-            f"model.block_length={self.block_length!r} is for diffusion models: a causal model is block diffusion with"
-            " K = 1 already",
+            f"model.block_length={self.block_length} needs model.causal=false: a causal model has blocks of one token",
         )
         require(
             not (self.block_lengths and self.time_conditioning),
@@ -267,6 +267,11 @@ class ObjectiveConfig:
             self.T == 0 or self.name in ("nelbo", "d3pm"),
             f"objective.T={self.T} (discrete time) exists for nelbo and d3pm; objective.name={self.name} needs"
             " objective.T=0",
+        )
+        require(
+            not (model.block_lengths or model.shift) or (self.name in ("nelbo", "anelbo") and self.T == 0),
+            f"model.block_length={model.block_length!r}, model.shift={str(model.shift).lower()}: block diffusion and"
+            f" shifted outputs exist for nelbo and anelbo in continuous time, not for {self.name}, T={self.T}",
         )
 
 

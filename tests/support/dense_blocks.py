@@ -26,22 +26,10 @@ class DenseBlocks:
     @torch.no_grad()
     def states(self, z: tuple[int, ...], start: int) -> list[torch.Tensor]:
         """States of denoiser and anchor network that predict each position of the block at `start`."""
-        model, K, L = self.model, self.K, self.model.config.length
-        row = torch.tensor([*z, *[self.mask_id] * (L - len(z))])
+        row = torch.tensor([*z, *[self.mask_id] * (self.model.config.length - len(z))])
         # no other block sees what is noisy, and what is clean from here on is seen by none before
-        hidden = model(torch.cat([row, row])[None], block_B=torch.tensor([K]))
-        found = []
-        for h_1MD in hidden:
-            if h_1MD is None:
-                continue
-            noisy, clean = h_1MD[0, :L], h_1MD[0, L:]
-            if model.config.shift:
-                # the first position of all is given: nothing predicts it
-                noisy = torch.cat([clean[start - 1 : start] if start else noisy[:1] * torch.nan, noisy[start : L - 1]])
-                found.append(noisy[: K])
-            else:
-                found.append(noisy[start : start + K])
-        return found
+        hidden = self.model(torch.cat([row, row])[None], block_B=torch.tensor([self.K]))
+        return [h_1LD[0, start : start + self.K] for h_1LD in hidden if h_1LD is not None]
 
     def logits(self, z: tuple[int, ...], start: int, which: int = 0) -> torch.Tensor:
         """float32 [K, V], as the engine draws."""
@@ -92,7 +80,13 @@ def generate(dense: DenseBlocks, request: Request, tau: float = 5) -> list[int]:
             open_logits = logits.clone()
             open_logits[:, m] = -torch.inf
             log_p = filter_logits(open_logits, c.temperature, c.top_k, c.top_p, c.min_p)
-            u = uniforms(request.seed, Stream.TOKEN, event.step, torch.from_numpy(event.draw)[:, None], torch.arange(len(log_p[0])))
+            u = uniforms(
+                request.seed,
+                Stream.TOKEN,
+                event.step,
+                torch.from_numpy(event.draw)[:, None],
+                torch.arange(len(log_p[0])),
+            )
             token = gumbel_argmax(log_p, u)
             before = list(row)
             for l, v in zip(event.draw, token.tolist()):
@@ -126,5 +120,3 @@ def look(dense: DenseBlocks, what: str, before: list[int], start: int, drawn, fo
         count = [sum(t == v for t in before if t != m) + float(q[:, v].sum()) for v in range(len(p[0]))]
         value = q.masked_fill(~(torch.tensor(count) <= tau), 0.0).amax(-1)
     return Prediction(**{what: value.double().numpy()})
-
-

@@ -65,6 +65,7 @@ class StreamSettings(TypedDict, total=False):
     seed: int
     sampler: str
     steps: int
+    block_length: int
     temperature: float
     top_p: float
     top_k: int
@@ -127,8 +128,8 @@ def load(
     dtype: str | torch.dtype = "auto",
     revision: str = "",
 ) -> "LanguageModel":
-    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub name
-    "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
+    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub
+    name "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
 
     `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in; auto is bfloat16 on a GPU while
     generating, and else the precision of the weights: float32 for our models, that of the file for released ones.
@@ -273,7 +274,7 @@ class LanguageModel:
             limit = None if c.stride > 0 else Limit(self.length)
             return parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
-        given = c.prompt or c.stop or self.model.config.causal
+        given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
         total = len(start) + new if new else c.length or self.length
         check_length(total, self.length, c.stride)

@@ -17,13 +17,12 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 128
 """Positions of a side of the squares that flex_attention skips or computes whole."""
-Pattern = Any
-"""Which query may see which key: a boolean tensor [B, 1, queries, keys] or a BlockMask of flex_attention."""
+Mask = Any
+"""Which query may see which key: booleans broadcastable to [B, heads, queries, keys], or flex_attention's BlockMask."""
 
 
 def sees(q: Tensor, k: Tensor, K: Tensor, L: int) -> Tensor:
@@ -35,26 +34,35 @@ def sees(q: Tensor, k: Tensor, K: Tensor, L: int) -> Tensor:
     return own | before
 
 
-def training_pattern(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[Tensor, Pattern]:
-    """Rotary positions and pattern of [noisy ; clean]. `tiled`: for flex_attention (None: on a GPU, where L allows)."""
+def reading_positions(block_B: Tensor, L: int, shift: bool) -> Tensor:
+    """Where in [noisy ; clean] the prediction of each token is read: at the token in the noisy half, or (`shift`) one
+    before it, which is the last clean token for the first of a block. Nothing stands before token 0: it has its own."""
+    position_L = torch.arange(L, device=block_B.device)
+    if not shift:
+        return position_L.expand(len(block_B), L)
+    begins_BL = position_L % block_B[:, None] == 0
+    return (position_L - 1 + L * begins_BL).masked_fill(position_L == 0, 0)
+
+
+def training_mask(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[Tensor, Mask]:
+    """Rotary positions and mask of [noisy ; clean]. `tiled`: for flex_attention (None: on a GPU, where L allows)."""
     position_M = torch.arange(L, device=block_B.device).repeat(2)
     if tiled is None:
         tiled = block_B.is_cuda and L % TILE == 0
     if tiled:
-        return position_M, tiled_pattern(block_B, L)
+        return position_M, tiled_mask(block_B, L)
     at_M = torch.arange(2 * L, device=block_B.device)
     return position_M, sees(at_M[:, None], at_M, block_B[:, None, None], L).unsqueeze(1)
 
 
-def cached_pattern(positions_Bl: Tensor, block_B: Tensor | None, keys: int) -> Tensor:
-    """What new tokens at these positions see of the `keys` places of a cache; None: they are a causal network's."""
-    K = torch.ones_like(positions_Bl[:, :1]) if block_B is None else block_B[:, None]
-    end_Bl = (positions_Bl // K + 1) * K
+def cached_mask(positions_Bl: Tensor, block_B: Tensor, keys: int) -> Tensor:
+    """What new tokens at these positions see of the `keys` places of a cache."""
+    end_Bl = (positions_Bl // block_B[:, None] + 1) * block_B[:, None]
     return (torch.arange(keys, device=positions_Bl.device) < end_Bl[:, :, None]).unsqueeze(1)
 
 
-def tiled_pattern(block_B: Tensor, L: int) -> Pattern:
-    """The pattern for flex_attention: which tiles are empty, which full, and the rule inside the others.
+def tiled_mask(block_B: Tensor, L: int) -> Mask:
+    """The mask for flex_attention: which tiles are empty, which full, and the rule inside the others.
 
     First and last position of a tile decide, since block numbers rise with positions; so 2L x 2L is never formed.
     """
@@ -95,21 +103,9 @@ def compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Pattern | None, causal: bool) -> Tensor:
-    """Attention of N heads of queries to K heads of keys and values, each shared by N / K of them. `mask`: which query
-    sees which key; None: all of them, or those before (`causal`)."""
-    groups = q_BNlH.shape[1] // k_BKLH.shape[1]
-    if not (mask is None or isinstance(mask, Tensor)):
-        from torch.nn.attention.flex_attention import flex_attention
+def attend_by_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask) -> Tensor:
+    """Attention by a mask of tiles; heads of keys and values may be fewer."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-        flex = flex_attention if torch.compiler.is_compiling() or not q_BNlH.is_cuda else compiled_flex_attention()
-        return flex(q_BNlH, k_BKLH, v_BKLH, block_mask=mask, enable_gqa=groups > 1)
-    is_causal = causal and mask is None
-    l, few = q_BNlH.shape[2], groups * q_BNlH.shape[2] <= k_BKLH.shape[2]
-    if groups > 1 and few and not is_causal and (mask is None or mask.shape[1] == 1):
-        # Few queries: heads that share keys are more queries of one head, and no key is repeated.
-        shared_BKMH = q_BNlH.unflatten(1, (-1, groups)).flatten(2, 3)
-        repeated = None if mask is None else mask.expand(-1, -1, l, -1).repeat(1, 1, groups, 1)
-        out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, repeated)
-        return out_BKMH.unflatten(2, (groups, l)).flatten(1, 2)
-    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=groups > 1)
+    flex = flex_attention if torch.compiler.is_compiling() or not q_BNLH.is_cuda else compiled_flex_attention()
+    return flex(q_BNLH, k_BKLH, v_BKLH, block_mask=mask, enable_gqa=q_BNLH.shape[1] != k_BKLH.shape[1])

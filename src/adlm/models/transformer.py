@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adlm.models.blockwise import Pattern, attend
+from adlm.models.blockwise import Mask, attend_by_tiles
 from adlm.models.layers import (
     Modulation,
     Norm,
@@ -76,9 +76,8 @@ class Context(NamedTuple):
     cache: LayerCache | None = None
     """Keys and values read before, with `positions_BL` of the new tokens."""
     positions_BL: Tensor | None = None
-    mask: Pattern | None = None
-    """What each position may attend to, broadcastable to [B, N, l, L], or a pattern of blocks (blockwise.py); None:
-    everything, or the past if causal."""
+    mask: Mask | None = None
+    """What each position may attend to, broadcastable to [B, N, l, L]; None: everything, or the past if causal."""
     keys: tuple[Tensor, Tensor] | None = None
     """Dropout keys of the two branches; None: torch's own dropout."""
     at_N: Tensor | None = None
@@ -113,6 +112,22 @@ class AttentionBlock(nn.Module):
             k_BNLH, v_BNLH = context.cache.extend(k_BNLH, v_BNLH, context.positions_BL)
             q_BNLH = q_BNLH.to(k_BNLH.dtype)
         return attend(q_BNLH, k_BNLH, v_BNLH, context.mask, self.causal).transpose(1, 2).flatten(2)
+
+
+def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None, causal: bool) -> Tensor:
+    """Attention of N heads of queries to K heads of keys and values, each shared by N / K of them. `mask` as in
+    Context."""
+    N, K, l = q_BNlH.shape[1], k_BKLH.shape[1], q_BNlH.shape[2]
+    if mask is not None and not isinstance(mask, Tensor):
+        return attend_by_tiles(q_BNlH, k_BKLH, v_BKLH, mask)
+    is_causal = causal and mask is None
+    if N > K and l * N <= k_BKLH.shape[2] * K and not is_causal and (mask is None or mask.shape[1] == 1):
+        # Few queries: heads that share keys are more queries of one head, and no key is repeated.
+        shared_BKMH = q_BNlH.unflatten(1, (K, N // K)).flatten(2, 3)
+        again = None if mask is None else mask.expand(-1, -1, l, -1).repeat(1, 1, N // K, 1)
+        out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, again)
+        return out_BKMH.unflatten(2, (N // K, l)).flatten(1, 2)
+    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=N > K)
 
 
 class Block(AttentionBlock):
@@ -207,12 +222,18 @@ class Stack(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
-        mask: Pattern | None = None,
+        mask: Mask | None = None,
     ) -> Features:
         """`at_N` or `at_BQ`: the positions that are read (see `Context`); the last block finishes those alone. `mask`:
         what each position may attend to (see `Context`), of all keys of the cache where there is one."""
         L = x_BLD.shape[1]
-        layers: list[LayerCache] | list[None] = [None] * len(self.blocks) if cache is None else cache
+        layers: list[LayerCache] | list[None] = [None] * len(self.blocks)
+        if cache is not None:
+            layers = cache
+            assert positions_BL is not None
+            if mask is None:
+                key_position = torch.arange(cache[0].reach, device=x_BLD.device)
+                mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
         cos, sin = self.rotary.tables(L, positions_BL)
         context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
         stream, last = ResidualStream(x_BLD), self.blocks[-1]
