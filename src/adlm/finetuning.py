@@ -15,6 +15,7 @@ from adlm import config
 from adlm.api import LanguageModel, load
 from adlm.config import owntext
 from adlm.data.blocks import Blocks
+from adlm.data.pairs import padded_length
 from adlm.data.preparation import prepare
 from adlm.data.sources import resolve
 from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, wishes
@@ -141,12 +142,13 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     # Training ended with the bound's own times, and goes on there.
     chosen |= {"objective.time_density": 1.0, "objective.time_density_anneal": 0.0, "objective.gamma_warmup": 0.0}
     chosen |= rates(loaded, low_rank=typed.lora.rank > 0)
-    source = resolve(typed.data, "train")
-    if source.holds_pairs:  # one a sequence
-        tokens = float(loaded.model.config.length * sum(1 for _ in source.pairs()))
+    source, length, most_at_once = resolve(typed.data, "train"), loaded.model.config.length, 8
+    if source.holds_pairs:  # one a sequence, which may be short
+        length = padded_length(source.every_pair(), loaded.tokenizer, length)
+        sequences, most_at_once = float(sum(1 for _ in source.every_pair())), max(8, min(32, 2048 // length))
     else:
-        tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
-    batch = owntext.power_of_two(tokens / loaded.model.config.length / 4, 1, 8)
+        sequences = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size) / length
+    batch = owntext.power_of_two(sequences / 4, 1, most_at_once)
     chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": batch}
     chosen |= {"eval.sequences": 256, "train.valid_sequences": 96}
     chosen |= {"sampling.steps": 64, "sampling.length": min(96, loaded.model.config.length), "sampling.top_p": 0.9}
@@ -159,7 +161,7 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         return config.load([*fixed, *(f"{key}={value}" for key, value in chosen.items()), *line])
 
     cfg = answer({})
-    most = min(EPOCHS * tokens, TOKENS.get(device, TOKENS["cpu"])) / (cfg.train.global_batch_size * cfg.model.length)
+    most = min(EPOCHS * sequences, TOKENS.get(device, TOKENS["cpu"]) / length) / cfg.train.global_batch_size
     cfg = answer({"train.steps": max(10, round(most))})
     return answer(owntext.schedule(cfg, size))
 

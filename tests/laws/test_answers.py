@@ -10,7 +10,7 @@ from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.diffusion.schedules import noise_level
 from adlm.objectives import Sequences, loss, make_objective, sequence_bounds
-from adlm.schema import NoiseConfig, ObjectiveConfig
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 MASK, V = 10, 11
 START, END, L = 3, 7, 9
@@ -123,3 +123,17 @@ def test_the_noise_level_is_that_of_the_whole_sequence():
     t = 1e-3 + (1 - 1e-3) * sequences.times_B
     overall = (t * (END - START) + L - END) / L
     torch.testing.assert_close(batch.sigma_B, noise_level(overall, bound.schedule).float())
+
+
+def test_blocks_after_prompts():
+    """Block diffusion: the same rule in every block, by counts and by times."""
+    model = ModelConfig(anchored=False, block_length="2", length=12, hidden_size=16, n_heads=2)
+    bound = make_objective(ObjectiveConfig(name="nelbo", gamma=0.0), NoiseConfig(), MASK, 1, model)
+    sequences = pairs(64)
+    for batch in (bound.corrupt(sequences, 3, 0.5), bound.corrupt_for_bound(sequences, 0)):
+        noisy, clean = batch.tokens_BL[:, :L], batch.tokens_BL[:, L:]
+        assert torch.equal(noisy[:, :START], sequences.tokens_BL[:, :START]) and (noisy[:, END:] == MASK).all()
+        assert torch.equal(clean, sequences.tokens_BL) and batch.count == 64 * (END - START)
+        (term,) = batch.terms.values()
+        at = term.positions_N % L
+        assert len(at) and ((at >= START) & (at < END)).all()

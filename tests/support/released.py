@@ -81,7 +81,7 @@ def turn(x_lh, base=10000.0):
 
 
 def dense_dit(weights, tokens, level: float, prefix: str = "", see=None):
-    """Logits [L, V] of one sequence, head by head; `level`: what the network is conditioned on, `see`: who sees whom."""
+    """Logits [L, V] of one sequence, head by head; `level`: what it is conditioned on, `see`: who sees whom."""
     w = {name.removeprefix(prefix): value.double() for name, value in weights.items() if name.startswith(prefix)}
     angle = level * torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float64) / 128)
     c = torch.cat((angle.cos(), angle.sin()))
@@ -105,7 +105,7 @@ def dense_dit(weights, tokens, level: float, prefix: str = "", see=None):
     return h @ w["output_layer.linear.weight"].T + w["output_layer.linear.bias"]
 
 
-# ---- Llama's block, read in both directions ----------------------------------------------------------------------------
+# ---- Llama's block, read in both directions --------------------------------------------------------------------------
 
 LLADA = {
     "embed": "model.transformer.wte.weight", "norm": "model.transformer.ln_f.weight",
@@ -122,7 +122,7 @@ QWEN = {
 QUERIES, KEYS, HEAD, MLP = 4, 2, 6, 20
 
 
-def llama_weights(V: int, n: dict[str, str], bias=False, qk_norm=False, tied=False) -> dict[str, torch.Tensor]:
+def llama_weights(V: int, n: dict[str, str], bias=False, qk_norm=False, tied=False, H=HEAD) -> dict[str, torch.Tensor]:
     shapes: dict[str, tuple[int, ...]] = {n["embed"]: (V, D), n["norm"]: (D,)}
     if not tied:
         shapes[n["head"]] = (V, D)
@@ -130,14 +130,14 @@ def llama_weights(V: int, n: dict[str, str], bias=False, qk_norm=False, tied=Fal
         b = n["block"].format(i)
         shapes |= {
             b + n["norm1"] + ".weight": (D,), b + n["norm2"] + ".weight": (D,),
-            b + n["q"] + ".weight": (QUERIES * HEAD, D), b + n["k"] + ".weight": (KEYS * HEAD, D),
-            b + n["v"] + ".weight": (KEYS * HEAD, D), b + n["o"] + ".weight": (D, QUERIES * HEAD),
+            b + n["q"] + ".weight": (QUERIES * H, D), b + n["k"] + ".weight": (KEYS * H, D),
+            b + n["v"] + ".weight": (KEYS * H, D), b + n["o"] + ".weight": (D, QUERIES * H),
             b + n["gate"] + ".weight": (MLP, D), b + n["up"] + ".weight": (MLP, D), b + n["down"] + ".weight": (D, MLP),
         }  # fmt: skip
         if bias:
-            shapes |= {b + n[p] + ".bias": (r * HEAD,) for p, r in (("q", QUERIES), ("k", KEYS), ("v", KEYS))}
+            shapes |= {b + n[p] + ".bias": (r * H,) for p, r in (("q", QUERIES), ("k", KEYS), ("v", KEYS))}
         if qk_norm:
-            shapes |= {b + f"self_attn.{p}_norm.weight": (HEAD,) for p in "qk"}
+            shapes |= {b + f"self_attn.{p}_norm.weight": (H,) for p in "qk"}
     return numbers(shapes)
 
 
@@ -154,14 +154,14 @@ def dense_llama(weights, tokens, n: dict[str, str], base: float, eps: float, see
         b = n["block"].format(i)
         h = rms_norm(x, w[b + n["norm1"] + ".weight"], eps)
         q, k, v = (h @ w[b + n[p] + ".weight"].T + w.get(b + n[p] + ".bias", zero) for p in "qkv")
-        heads = []
+        H, heads = q.shape[1] // QUERIES, []
         for j in range(QUERIES):
             g = j // (QUERIES // KEYS)
-            qh, kh, vh = q[:, j * HEAD : (j + 1) * HEAD], *(t[:, g * HEAD : (g + 1) * HEAD] for t in (k, v))
+            qh, kh, vh = q[:, j * H : (j + 1) * H], *(t[:, g * H : (g + 1) * H] for t in (k, v))
             if b + "self_attn.q_norm.weight" in w:
                 qh = rms_norm(qh, w[b + "self_attn.q_norm.weight"], eps)
                 kh = rms_norm(kh, w[b + "self_attn.k_norm.weight"], eps)
-            scores = turn(qh, base) @ turn(kh, base).T / math.sqrt(HEAD)
+            scores = turn(qh, base) @ turn(kh, base).T / math.sqrt(H)
             scores = scores if see is None else scores.masked_fill(~see, -torch.inf)
             heads.append(scores.softmax(-1) @ vh)
         x = x + torch.cat(heads, -1) @ w[b + n["o"] + ".weight"].T
@@ -171,7 +171,7 @@ def dense_llama(weights, tokens, n: dict[str, str], base: float, eps: float, see
     return rms_norm(x, w[n["norm"]], eps) @ w.get(n["head"], w[n["embed"]]).T
 
 
-# ---- folders -----------------------------------------------------------------------------------------------------------
+# ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 def write_folder(folder, config, weights, tokenizer=None, shards: int = 1, pickled: bool = False):

@@ -128,8 +128,8 @@ def load(
     dtype: str | torch.dtype = "auto",
     revision: str = "",
 ) -> "LanguageModel":
-    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub name
-    "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
+    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub
+    name "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
 
     `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in; auto is bfloat16 on a GPU while
     generating, and else the precision of the weights: float32 for our models, that of the file for released ones.

@@ -4,13 +4,13 @@ llama.cpp stores the rows of q and k of a Llama for interleaved rotary pairs: wi
 j H/2 + i there. Qwen's are stored as they are. Quantised weights become float32.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adlm.compat.tensors import Tensors
-from adlm.data.tokenizers import Tokenizer, tokenizer_from
+from adlm.compat.vocabularies import PRE_TOKENIZERS, byte_level_bpe
+from adlm.data.tokenizers import Tokenizer
 from adlm.errors import choose, require
 
 if TYPE_CHECKING:
@@ -45,31 +45,8 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-QWEN2_WORDS = LLAMA3_WORDS.replace("{1,3}", "")
 CONTROL = 3
 """Type of a token that text never becomes."""
-
-
-def words(pattern: str) -> list[dict[str, Any]]:
-    return [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    ]
-
-
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-PRE_TOKENIZERS = {
-    "default": [BYTES],
-    "gpt-2": [BYTES],
-    "smollm": [{"type": "Digits", "individual_digits": True}, BYTES],
-    "llama-bpe": words(LLAMA3_WORDS),
-    "qwen2": words(QWEN2_WORDS),
-}
-"""How a text is divided into words, by llama.cpp's name of it."""
 
 
 class GgufModel(NamedTuple):
@@ -140,21 +117,7 @@ def tokenizer_of_gguf(facts: dict[str, Any], path: Path) -> Tokenizer:
     pre = choose(f"{path}: tokenizer.ggml.pre", str(facts.get("tokenizer.ggml.pre", "default")), PRE_TOKENIZERS)
     tokens, types = facts.get("tokenizer.ggml.tokens", []), facts.get("tokenizer.ggml.token_type", [])
     special = [i for i, t in enumerate(types) if t == CONTROL]
-    described = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": i, "content": tokens[i], "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False}
-            for i in special
-        ],
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in facts.get("tokenizer.ggml.merges", [])],
-        },
-    }  # fmt: skip
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [merge.split(" ", 1) for merge in facts.get("tokenizer.ggml.merges", [])]
     name = str(facts.get("general.basename") or path.stem)
-    return tokenizer_from(json.dumps(described).encode(), name, f"{path}: its tokenizer")
+    return byte_level_bpe(vocab, merges, {i: tokens[i] for i in special}, pre, name, f"{path}: its tokenizer")

@@ -33,7 +33,7 @@ class Released:
     mask_id: int | None = None
     """None: it has none, and the tokenizer's is one more token that it never reads. ANY_MASK: the tokenizer's."""
     tokenizer: str = ""
-    """Name of its tokenizer where the folder holds none."""
+    """Where the folder holds no tokenizer.json: gpt2, gpt2-pad, or how its vocabulary files are to be read."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
 
 
@@ -121,7 +121,7 @@ def causal(**settings: Any) -> "Reader":
         model = llama_model(config, source, LONGEST_CAUSAL, causal=True, **settings)
         names = block_names(model, LLAMA_BLOCK, LLAMA_ENDS, "model.layers.")
         objective = ObjectiveConfig("autoregressive", gamma=0.0, gamma_warmup=0.0)
-        return Released("ar", model, objective, names, config["vocab_size"])
+        return Released("ar", model, objective, names, config["vocab_size"], tokenizer=QWEN2)
 
     return read
 
@@ -135,7 +135,8 @@ def bidirectional(**settings: Any) -> "Reader":
         own = {"block_length": A2D_BLOCK} if blocks else {}
         model = llama_model(config, tensors.source, LONGEST_MASKED, **settings, **own)
         names = block_names(model, LLAMA_BLOCK, LLAMA_ENDS, "model.layers.")
-        return Released("mdlm", model, MASKED, names, config["vocab_size"], config.get("mask_token_id", ANY_MASK))
+        mask_id = config.get("mask_token_id", ANY_MASK)
+        return Released("mdlm", model, MASKED, names, config["vocab_size"], mask_id, QWEN2)
 
     return read
 
@@ -218,7 +219,7 @@ def bd3lm(config: dict[str, Any], tensors: Tensors) -> Released:
     require(not config.get("causal"), f"{tensors.source}: the causal models of BD3-LM are not read (causal=true)")
     found, K = mdlm(config, tensors), config.get("block_size")
     require(type(K) is int and K > 0, f"{tensors.source}: block_size={K!r:.40} is no number of tokens")
-    if K < found.model.length:
+    if found.model.length > K:
         found.model = replace(found.model, block_length=str(K))
     return found
 
@@ -244,7 +245,7 @@ def gidd(config: dict[str, Any], tensors: Tensors) -> Released:
     unif = float(named[1]) if named else unif
     require(
         unif == 0,
-        f"{tensors.source}: p_unif={unif} mixes masks with uniform noise, whose process is not built; p_unif=0.0 is read",
+        f"{tensors.source}: p_unif={unif} mixes masks with uniform noise, and only masked diffusion is built (0.0)",
     )
     told = config["model"] if isinstance(config.get("model"), dict) else config
     found = dit(tensors, told, time_conditioning=True, time_input="t")
@@ -257,6 +258,8 @@ MASKED = ObjectiveConfig("nelbo", gamma=0.0, gamma_warmup=0.0)
 ANY_MASK = -1
 """The model has a mask, and the tokenizer knows which."""
 A2D_BLOCK = "32"
+QWEN2 = "qwen2"
+"""How vocabulary files of these models divide words, where there is no tokenizer.json."""
 LONGEST_CAUSAL, LONGEST_MASKED = 8192, 4096
 """Positions, at most: caches and canvases have as many."""
 REFUSED = {

@@ -19,6 +19,8 @@ from adlm.data.packing import PackedSequences, token_dtype
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import choose, require
 
+ROUND = 16
+"""Sequences of pairs are padded to a multiple of this."""
 AT_ONCE = 1024
 """Sequences that are packed at a time."""
 
@@ -94,6 +96,13 @@ def sequence(prompt: list[int], answer: list[int], length: int, bos: int, eos: i
     answer = [*answer, eos][: length - 1]
     kept = prompt[max(0, len(prompt) - (length - 1 - len(answer))) :]
     return [bos, *kept, *answer], 1 + len(kept)
+
+
+def padded_length(pairs: Iterable[Pair], tokenizer: Tokenizer, length: int) -> int:
+    """Positions that the longest pair needs, up to a round number and at most `length`: padding costs as text does."""
+    found = (sequence(*encode(pair, tokenizer), length, tokenizer.bos_id, tokenizer.eos_id) for pair in pairs)
+    longest = max((len(tokens) for tokens, _ in found), default=1)
+    return min(length, -(-longest // ROUND) * ROUND)
 
 
 def pack(pairs: Iterable[Pair], tokenizer: Tokenizer, length: int, pad: int) -> Iterator[PackedSequences]:

@@ -29,7 +29,7 @@ from adlm.data.blocks import Blocks, BlockWriter, Corrupt, cache_errors, cache_f
 from adlm.data.corpora import ALIASES
 from adlm.data.packing import PackedSequences, Progress, Shards
 from adlm.data.pairs import pack as pack_pairs
-from adlm.data.pairs import packing_name
+from adlm.data.pairs import packing_name, padded_length
 from adlm.data.sources import Source, readable_corpus, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import choose, require
@@ -156,6 +156,8 @@ def _build(
     """Fill the folder `partial` with sequences and manifest, reusing the shards that are already there."""
     (partial / "shards").mkdir(parents=True, exist_ok=True)
     stored = source.stored_length(length)
+    if source.holds_pairs:
+        stored = padded_length(source.every_pair(), tokenizer, length)
     began = time.monotonic()
     if cfg.num_proc:
         # Read by the library's thread pool when it first starts; an earlier choice in this process stands.
@@ -281,7 +283,8 @@ def _open_prepared(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: st
         f"{folder} was prepared with {found.manifest['vocab_size']} entries, its tokenizer has {tokenizer.vocab_size}",
     )
     usable = found.crop or found.length
-    require(usable == length, f"{folder} has sequences of {usable} tokens, but model.length={length}")
+    fits = usable == length or (found.starts is not None and usable <= length)
+    require(fits, f"{folder} has sequences of {usable} tokens, but model.length={length}")
     return found
 
 

@@ -39,12 +39,16 @@ class Source:
 
     def pairs(self) -> Iterator[Pair]:
         """The prompts and answers of the split, in order."""
-        every = itertools.chain.from_iterable(map(read_pairs, self.files))
+        every = self.every_pair()
         if self.part == "whole":
             return every
-        total = sum(1 for _ in itertools.chain.from_iterable(map(read_pairs, self.files)))
+        total = sum(1 for _ in self.every_pair())
         learned = total - self.held_out(total)
         return itertools.islice(every, learned) if self.part == "train" else itertools.islice(every, learned, None)
+
+    def every_pair(self) -> Iterator[Pair]:
+        """Those of the files, whatever the split."""
+        return itertools.chain.from_iterable(map(read_pairs, self.files))
 
     def documents(self, length: int) -> Iterator[str]:
         """The detokenized documents of the split, in order. `length` (of a stored sequence) only matters to text8."""

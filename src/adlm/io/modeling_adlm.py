@@ -11,6 +11,7 @@ two stacks: the anchor network's prediction reaches the denoiser through a bridg
 Letters: B sequences, L positions, D width, N heads, H head width, V vocabulary, C width of the conditioning vector.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
 import math
 
 import torch

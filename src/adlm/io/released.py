@@ -5,7 +5,6 @@ time: there is never a second copy of the weights. They keep the file's precisio
 """
 
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from adlm.compat.gguf_files import open_gguf
 from adlm.compat.layouts import ANY_MASK, Released, read_config, refuse
 from adlm.compat.tensors import Tensors, open_folder
+from adlm.compat.vocabularies import PRE_TOKENIZERS, tokenizer_of_files
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from
 from adlm.errors import require
 from adlm.io.export import CONFIG, Loaded, describe, expected_shapes
@@ -59,13 +59,13 @@ def tokenizer_of_folder(folder: Path, found: Released, name: str, root: str) -> 
     """The tokenizer named, else the folder's own, else the one that models of this layout have."""
     if name:
         return load_tokenizer(name, root=root)
-    files = ("tokenizer.json", "vocab.json", "encoder.json", "vocab.txt")
-    if any((folder / file).is_file() for file in files):
+    if (folder / "tokenizer.json").is_file():
         return load_tokenizer(str(folder))
+    if found.tokenizer in PRE_TOKENIZERS and (folder / "vocab.json").is_file():
+        return tokenizer_of_files(folder, found.tokenizer)
     require(
-        bool(found.tokenizer),
-        f"{folder} holds no tokenizer: put its tokenizer.json (or vocab.json and merges.txt) there, or name one as"
-        " data.tokenizer",
+        found.tokenizer.startswith("gpt2"),
+        f"{folder} holds no tokenizer: put its tokenizer.json there, or name one as data.tokenizer",
     )
     gpt2 = load_tokenizer("gpt2", root=root or str(folder))
     return with_padding(gpt2) if found.tokenizer == "gpt2-pad" else gpt2
@@ -97,8 +97,8 @@ def vocabulary(found: Released, tokenizer: Tokenizer, source: str) -> tuple[int,
     )
     require(
         mask_id is None or mask_id == tokenizer.mask_id,
-        f"{source}: its mask has the id {mask_id}, but {tokenizer.mask_id} in the tokenizer {tokenizer.name!r}: give the"
-        " right one as data.tokenizer",
+        f"{source}: its mask has the id {mask_id}, but {tokenizer.mask_id} in the tokenizer {tokenizer.name!r}: give"
+        " the right one as data.tokenizer",
     )
     return max(rows, tokenizer.vocab_size), tokenizer.mask_id
 
@@ -149,4 +149,3 @@ def fill(model: Network, found: Released, tensors: Tensors, device: torch.device
             setattr(module, name, buffer.to(device))
     model.eval()
     assert not any(p.is_meta for p in model.parameters())
-    assert math.isfinite(model.config.norm_eps)

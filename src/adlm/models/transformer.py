@@ -212,7 +212,8 @@ class Stack(nn.Module):
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         shape = (batch, self.kv_heads, length, self.head_width)
-        return [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")) for _ in self.blocks]
+        like = {"dtype": dtype, "device": device}
+        return [LayerCache(torch.zeros(shape, **like), torch.zeros(shape, **like)) for _ in self.blocks]
 
     def forward(
         self,
