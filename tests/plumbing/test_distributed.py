@@ -145,3 +145,17 @@ def test_algorithms_are_compared_on_two_ranks(alone):
     out = alone / "compared"
     run(2, "-m", "adlm", "compare", *overrides(alone, out=out, train__steps=2, eval__sequences=4), "mdlm", "adlm")
     assert (out / "table.md").read_text().count("\n| ") == 2
+
+
+@pytest.mark.slow
+def test_adapters_on_two_ranks(alone):
+    """Low-rank adapters of the model above, whose weights are whole on every rank (ddp) or sharded (fsdp)."""
+    given = {"lora__rank": 2, "checkpoint__init_from": alone / "alone" / "export", "train__steps": 6}
+    one, ddp = launch(alone, 1, "low-rank", **given), launch(alone, 2, "low-rank-ddp", **given)
+    fsdp = launch(alone, 2, "low-rank-fsdp", "train.strategy=fsdp", **given)
+    first = load_file(one / "export" / "adapter.safetensors")
+    for run in (ddp, fsdp):
+        np.testing.assert_allclose(curve(run), curve(one), rtol=1e-5)
+        second = load_file(run / "export" / "adapter.safetensors")
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-4)

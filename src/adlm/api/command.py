@@ -27,19 +27,21 @@ from adlm import config
 from adlm.api.language_model import Generation, LanguageModel, load, load_any, path_given
 from adlm.compat.checkpoints import run_convert
 from adlm.config.keys import TRAINING, full_name
-from adlm.engine import Request, Result
+from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
 from adlm.io.paths import claimed, writable_file
+from adlm.io.to_transformers import CODE, save_for_transformers
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
-from adlm.tables import SAMPLERS
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
 # Settings that are gone, as they were: a rerun still continues files of earlier versions.
 GONE = {"grid": ""}
+# Settings that earlier versions had not, as they were: they are left out where they say what they said.
+LATER = {"block_length": 0}
 # How every line of `record` begins
 BEGINNING = b'{"text": "'
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
@@ -80,7 +82,8 @@ def draw_missing(
     elif not wanted:
         print(f"all {c.n} samples are in {path} already")
     else:
-        with progress("evaluations, at most", most_evaluations(lm, request, len(wanted))) as advance:
+        most = math.ceil(len(wanted) / c.batch_size) * most_evaluations(request, lm.model, lm.schedule)
+        with progress("evaluations, at most", most) as advance:
             for text in draw(lm, request, wanted, c.batch_size, advance):
                 record(path, text, identity)
                 with advance.paused():
@@ -114,15 +117,6 @@ def draw(
         yield lm.finish(result)
 
 
-def most_evaluations(lm: LanguageModel, request: Request, n: int) -> int:
-    """How many network evaluations n texts take at most: batches do not wait for each other, and steps that draw
-    nothing cost nothing."""
-    s, holes = request.settings, sum(t == lm.tokenizer.mask_id for t in request.tokens)
-    each = s.steps if SAMPLERS.load(s.sampler).steps_matter else holes
-    windows = 1 + max(0, math.ceil((len(request.tokens) - lm.length) / s.stride)) if s.stride else 1
-    return math.ceil(n / s.batch_size) * each * windows
-
-
 def watch_text(lm: LanguageModel, request: Request, console: Console | None = None) -> Generation:
     """Draw one text and show every evaluation; returns the finished text."""
     engine = lm.engine(request.settings.batch_size)
@@ -153,7 +147,7 @@ def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, reque
 
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """The digest of what must agree for two samples of one seed to be the same text."""
-    settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
+    settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY and LATER.get(k) != v}
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     what = [GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -233,15 +227,18 @@ def read_text(args: Sequence[str], usage: str) -> str:
 # Exporting and training
 
 
-def run_export(cfg: Config) -> dict[str, Any]:
-    """`adlm export MODEL FOLDER`: whatever can be loaded, as an exported folder."""
+def run_export(cfg: Config, transformers: bool = False) -> dict[str, Any]:
+    """`adlm export MODEL FOLDER [--transformers]`: whatever can be loaded, as an exported folder."""
     if cfg.out.endswith(".ckpt"):  # what this command did in earlier versions
         print("adlm: note: `adlm export MODEL FILE.ckpt` is now `adlm convert`", file=sys.stderr)
         return run_convert(cfg)
     lm = open_model(cfg)
-    lm.save(cfg.out)
+    kind = save_for_transformers(Path(cfg.out), lm.loaded) if transformers else lm.save(cfg.out)
     size = sum(file.stat().st_size for file in Path(cfg.out).iterdir())
     print(f"{cfg.out}: {lm!r}, {size / 1e6:,.1f} MB")
+    if kind:
+        needs = ", trust_remote_code=True" if (Path(cfg.out) / f"{CODE}.py").is_file() else ""
+        print(f"transformers.{kind}.from_pretrained({cfg.out!r}{needs})")
     return {"folder": cfg.out, "bytes": size}
 
 

@@ -31,11 +31,11 @@ from adlm.api.scoring import Parts, Score, T, score_tokens, whole
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
-from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
+from adlm.engine import Engine, Request, Result
 from adlm.engine.prepare import autocast
 from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, parse_template
 from adlm.errors import choose, require
-from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
+from adlm.io.export import CARD, PLACEHOLDER, Loaded, save_folder
 from adlm.io.load import BOX_NAME, load_checkpoint
 from adlm.io.paths import float64_device, path_of, pick_device
 from adlm.models.network import Hidden
@@ -65,6 +65,7 @@ class StreamSettings(TypedDict, total=False):
     seed: int
     sampler: str
     steps: int
+    block_length: int
     temperature: float
     top_p: float
     top_k: int
@@ -125,26 +126,31 @@ def load(
     tokenizer: str = "",
     root: str = "",
     dtype: str | torch.dtype = "auto",
+    revision: str = "",
 ) -> "LanguageModel":
-    """Load a run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box.
+    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub
+    name "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
 
     `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in; auto is bfloat16 on a GPU while
-    generating, and float32 elsewhere. Weights stay float32.
+    generating, and else the precision of the weights: float32 for our models, that of the file for released ones.
+    `tokenizer` and `root` (a folder with vocabulary files) help a model that comes without its tokenizer.
     """
     name = str(dtype).removeprefix("torch.")
     precision = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)  # torch's names, and ours
     rules_of(TrainConfig)["precision"].check("dtype", precision)
     with python_words():
-        return LanguageModel(load_any(source, str(device), ema, tokenizer, root), precision)
+        loaded = load_any(source, str(device), ema, tokenizer, root, revision)
+        if precision == "fp32":
+            loaded.model.float()
+        return LanguageModel(loaded, precision)
 
 
-def load_any(source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "") -> Loaded:
+def load_any(
+    source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "", revision: str = ""
+) -> Loaded:
     """A model from a place or from the hub; errors in the words of the command line."""
-    path, place = path_given("source", source), pick_device(device)
-    if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
-        advice = "give a run folder, an exported folder or a .ckpt file"
-        path = hub.fetch(str(source), (CONFIG, WEIGHTS, TOKENIZER), f"model {str(source)!r}", advice)
-    return load_checkpoint(path, ema, place, tokenizer, root)
+    path_given("source", source)
+    return load_checkpoint(source, ema, pick_device(device), tokenizer, root, revision)
 
 
 def texts_of(text: str | Words) -> list[str]:
@@ -174,7 +180,7 @@ class LanguageModel:
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
         self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
-        self.kept_engine: Engine | CausalEngine | None = None
+        self.kept_engine: Engine | None = None
         self.lock = threading.Lock()
         """Held by whoever uses the network; the engine's own, too."""
 
@@ -268,7 +274,7 @@ class LanguageModel:
             limit = None if c.stride > 0 else Limit(self.length)
             return parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
-        given = c.prompt or c.stop or self.model.config.causal
+        given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
         total = len(start) + new if new else c.length or self.length
         check_length(total, self.length, c.stride)
@@ -312,7 +318,7 @@ class LanguageModel:
                 found.append(tokens)
         return found
 
-    def engine(self, slots: int) -> Engine | CausalEngine:
+    def engine(self, slots: int) -> Engine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
         number is asked for: each engine has its own copy of the blocks. Who still reads from another one may."""
         with self.lock:
@@ -320,9 +326,8 @@ class LanguageModel:
                 self.drop_engine()
             if self.kept_engine is None:
                 tau = self.loaded.objective.tau
-                engine = make_engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
-                engine.lock = self.lock
-                self.kept_engine = engine
+                self.kept_engine = Engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
+                self.kept_engine.lock = self.lock
             return self.kept_engine
 
     def drop_engine(self) -> None:

@@ -72,6 +72,8 @@ class Draws(NamedTuple):
     @classmethod
     def of(cls, settings: Sequence[DrawSettings], positions: Sequence[NDArray[np.int64]]) -> "Draws":
         """Each sequence's settings, repeated for each of its positions."""
+        if not settings:
+            return cls(np.zeros((6, 0), dtype=np.int64), np.zeros((4, 0)))
         slot, seed, step, release, temperature, top_k, top_p, min_p, guidance = zip(*settings)
         counts = [len(p) for p in positions]
         ints = np.array([slot, slot, seed, step, top_k, release], dtype=np.int64)
@@ -155,6 +157,7 @@ class Drawer:
         # A buffer and not an arange inside the step: the compiler would narrow that to 32 bits, and the noise needs 64.
         self.token_V = torch.arange(vocab_size, device=device)
         self.head, self.mask_id, self.static = head, mask_id, graphs.on
+        self.banned: list[list[int]] = [[] for _ in range(slots)]
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
         # the kernel needs triton, which torch's CUDA builds bring
         self.fused = graphs.on and device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -173,6 +176,9 @@ class Drawer:
 
     def ban(self, slot: int, tokens: list[int]) -> None:
         """Exactly `tokens` and the mask are banned in `slot` from now on."""
+        if tokens == self.banned[slot]:
+            return
+        self.banned[slot] = list(tokens)
         row = torch.zeros(self.banned_SV.shape[1], dtype=torch.bool)
         row[[*tokens, self.mask_id]] = True
         self.banned_SV[slot] = row.to(self.banned_SV.device)

