@@ -1,6 +1,7 @@
 """Generation in blocks with a cache equals the loop that reads everything again, token by token; and every sampler has,
 block by block, the distribution of the dense loop."""
 
+import copy
 import itertools
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -245,6 +246,41 @@ def test_frames_say_what_stays(model):
             assert all(result.tokens[l] == t for l, t in kept)
             done = next(l for l, t in enumerate(frame.tokens) if t == M) if M in frame.tokens else L
             assert frame.settled >= min(done - done % 4, 8)
+
+
+cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=cuda) for kind in KINDS])
+def test_a_gpu_writes_what_the_cpu_writes(kind):
+    """In float32 the same tokens; compiled in bf16 with graphs, whole sequences whatever joins and leaves."""
+    model = blocks_model(kind, dtype=torch.float32)
+    requests = [*mixed(model, 4), *mixed(model, 1), *mixed(model, 5)]
+    expected = tokens(Engine(model, slots=5), requests)
+    plain = Engine(copy.deepcopy(model), slots=5, device="cuda", precision="fp32", compile="false")
+    assert tokens(plain, requests) == expected
+    graphs = Engine(copy.deepcopy(model), slots=5, device="cuda", precision="fp32", compile="graphs")
+    assert tokens(graphs, requests) == expected
+    fast = Engine(copy.deepcopy(model), slots=5, device="cuda")
+    assert all(M not in row for row in tokens(fast, requests))
+
+
+@pytest.mark.parametrize("K", [pytest.param(K, marks=cuda) for K in (1, 4)])
+def test_a_gpu_is_not_waited_for(K):
+    """Once shapes are captured, a step that ends no sequence reads nothing back, at the end of a block neither."""
+    engine = Engine(blocks_model(dtype=torch.float32), slots=4, device="cuda")
+    requests = [make(s, K=K, sampler="autoregressive" if K == 1 else "mdlm") for s in range(4)]
+    tokens(engine, requests)
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(slot is not None for slot in engine.slots)
 
 
 # Distributions

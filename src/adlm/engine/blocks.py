@@ -27,6 +27,7 @@ from adlm.engine.prepare import autocast
 from adlm.engine.request import Request
 from adlm.errors import require
 from adlm.models import Cache, Network
+from adlm.models.blockwise import cached_mask
 from adlm.models.transformer import LayerCache
 
 # Rows of BlockReading.rows
@@ -195,8 +196,9 @@ class BlockReader:
         tokens_Bn = canvas_BL.gather(1, rows[FIRST].unsqueeze(-1) + self.offset_L[:n]).to(self.device)
         cache = view(self.cache, slice(slot, slot + B), keys)
         cache.seen_B = rows[FIRST].to(self.device)
+        mask_B1nk = self.mask(rows.to(self.device), n, keys)
         with autocast(self.device, self.bf16):
-            hidden = self.network(tokens_Bn, cache=cache, block_B=rows[BLOCK].to(self.device))
+            hidden = self.network(tokens_Bn, cache=cache, mask=mask_B1nk)
         edge_B = rows[EDGE].to(self.device).view(B, 1, 1)
         states = []
         for edge_S1D, h_BnD in zip(self.edges, hidden):
@@ -205,6 +207,16 @@ class BlockReader:
             edge_B1D.copy_(states[-1].gather(1, edge_B.expand(-1, 1, edge_B1D.shape[-1])))
         home = self.canvas_SL.device
         return states[0].to(home), states[1].to(home) if len(states) == 2 else None, canvas_BL[:, :keys].clone()
+
+    def mask(self, rows: Tensor, n: int, keys: int) -> Tensor:
+        """What the n positions of each slot see, as attention adds it, and for each of the heads that share keys where
+        `attend` takes them as queries of one head: made once, for all layers."""
+        position_Bn = rows[FIRST].unsqueeze(-1) + torch.arange(n, device=self.device)
+        seen_B1nk = cached_mask(position_Bn, rows[BLOCK], keys)
+        added = torch.zeros(seen_B1nk.shape, dtype=self.cache.denoiser[0].k_BNLH.dtype, device=self.device)
+        added.masked_fill_(~seen_B1nk, -torch.inf)
+        groups = self.network.config.n_heads // self.network.config.kv_heads
+        return added.repeat(1, 1, groups, 1) if groups * n <= keys else added
 
     @torch.inference_mode()
     def admit(self, i: int, block: int, tokens: Sequence[int]) -> None:

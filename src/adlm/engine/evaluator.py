@@ -95,7 +95,8 @@ class Evaluator:
     @functools.cached_property
     def blocks(self) -> BlockReader:
         """The reader of blocks, with its cache; made when the first sequence needs it."""
-        return BlockReader(self.model, self.canvas_SL, self.graphs, self.network_device, self.bf16)
+        with torch.inference_mode(False):  # it is changed outside, too
+            return BlockReader(self.model, self.canvas_SL, self.graphs, self.network_device, self.bf16)
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         at_BQ = None if at_BQ is None else at_BQ.to(self.network_device)

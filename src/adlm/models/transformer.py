@@ -124,7 +124,9 @@ def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None, ca
     if N > K and l * N <= k_BKLH.shape[2] * K and not is_causal and (mask is None or mask.shape[1] == 1):
         # Few queries: heads that share keys are more queries of one head, and no key is repeated.
         shared_BKMH = q_BNlH.unflatten(1, (K, N // K)).flatten(2, 3)
-        again = None if mask is None else mask.expand(-1, -1, l, -1).repeat(1, 1, N // K, 1)
+        again = mask
+        if mask is not None and mask.shape[2] != l * (N // K):  # else whoever made it has done so, once for all layers
+            again = mask.expand(-1, -1, l, -1).repeat(1, 1, N // K, 1)
         out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, again)
         return out_BKMH.unflatten(2, (N // K, l)).flatten(1, 2)
     return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=N > K)
