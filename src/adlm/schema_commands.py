@@ -15,6 +15,7 @@ from adlm.rules import (
     FractionBelowOne,
     InnerFraction,
     NotNegative,
+    Numbers,
     Place,
     Positive,
     PositiveFraction,
@@ -41,6 +42,9 @@ class EvalConfig:
     """Noise draws per sequence of the bound; 2 or more also give its Monte Carlo error."""
     estimator: Annotated[str, Choices(("continuous", "exact-count", "both"))] = "continuous"
     """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
+    block_length: Annotated[str, Numbers()] = ""
+    """ppl: block lengths K of the bound, one bound each: 1,4,16,64,1024 (0: the whole sequence; empty: the model's
+    own)."""
     seed: Seed = 0
     """Of the evaluation noise; the same for all models, so that their numbers are paired."""
     sequences: WholeNumber = 0
@@ -63,7 +67,10 @@ class SamplingConfig:
     """A name of the samplers table (`adlm config sampling.sampler=list`); empty: the model's own, which is mdlm, or
     score (sedd), ddpm (d3pm), autoregressive (ar, a2r)."""
     steps: Count = 256
-    """Number of steps T from all masks to none."""
+    """Number of steps T from all masks to none; in blocks, of each block."""
+    block_length: WholeNumber = 0
+    """Tokens of a block, for models trained with model.block_length: text is written block after block, with a cache
+    (0: the model's own, or the whole canvas where a template needs it)."""
     n: Count = 1
     """Samples to draw."""
     length: WholeNumber = 0
@@ -105,6 +112,12 @@ class SamplingConfig:
     """Words that must not appear, separated by commas."""
     required: str = ""
     """Words that must appear, separated by commas; each is placed where the model finds it likely."""
+    regex: str = ""
+    """What fills the holes, from the first to the last, must match this regular expression (Rust's syntax)."""
+    choices: str = ""
+    """What fills the holes must be one of these texts, separated by commas."""
+    response_format: str = ""
+    """What fills the holes must be JSON: a schema, a file that holds one, or json_object."""
     stop: bool = False
     """End each sample at its first end-of-text token."""
 

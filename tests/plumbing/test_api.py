@@ -81,8 +81,8 @@ def test_one_engine_is_kept_and_freed_before_the_next_is_built(lm, monkeypatch):
     other, before = adlm.LanguageModel(lm.loaded), []
     first = weakref.ref(other.engine(2))
     assert other.engine(2) is first()
-    build = module.make_engine
-    monkeypatch.setattr(module, "make_engine", lambda *args, **kw: before.append(first()) or build(*args, **kw))
+    build = module.Engine
+    monkeypatch.setattr(module, "Engine", lambda *args, **kw: before.append(first()) or build(*args, **kw))
     assert len(other.engine(3).slots) == 3
     assert before == [None]
 

@@ -89,7 +89,7 @@ def score_tokens(
     bad = [t for t in (*tokens, *context) if not 0 <= t < model.vocab_size or t == model.mask_id]
     require(not bad, f"token {bad[0] if bad else ''} cannot be scored: outside 0..{model.vocab_size - 1}, or the mask")
     draws = 1 if model.config.causal else draws
-    bound = make_objective(objective, noise, model.mask_id, seed=0)
+    bound = make_objective(objective, noise, model.mask_id, seed=0, model=model.config)
     per_draw, per_token = np.zeros(draws), []
     for part in split(tokens, context, bos_id, model.config.length):
         # a single token is masked in every draw: one draw is enough, unless the model is conditioned on its noise level

@@ -348,6 +348,7 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
     )
     if t.cuda_graphs:
         check_graphs(t, world_size)
+        require(not m.block_lengths, f"train.cuda_graphs=true does not know model.block_length={m.block_length}")
 
 
 def check_graphs(t: TrainConfig, world_size: int) -> None:

@@ -114,24 +114,18 @@ class Constraint:
     said: str = "the constraint"
     """How messages name it."""
 
-    def span(self, tokens: Sequence[int], mask_id: int, start: int = 0, size: int | None = None) -> "Span":
-        """What of the positions from `start` on, `size` of them, must match, where `tokens` is the whole sequence as it
-        stands and the holes before `start` are filled. This carries the automaton from window to window, and from
-        block to block."""
-        stop = len(tokens) if size is None else start + size
-        holes = [l for l, t in enumerate(tokens) if t == mask_id]
-        return self.between(tokens, (holes[0], holes[-1] + 1), start, stop)
-
-    def between(self, tokens: Sequence[int], holes: tuple[int, int], start: int, stop: int) -> "Span":
-        """As `span`, where the caller knows from where to where the request has holes."""
-        first, last = holes
-        state: int | None = self.automaton.start
+    def span(self, tokens: Sequence[int], holes: tuple[int, int], start: int, stop: int) -> "Span":
+        """What of the positions from `start` to before `stop` must match. `tokens` is the whole sequence as it stands,
+        everything before `start` filled; `holes`: from where to where the request had holes. So the state of the
+        automaton goes from window to window and from block to block, by the text between them."""
+        (first, last), state = holes, self.automaton.start
         for token in tokens[first:start]:
-            state = None if state is None else self.automaton.follow(state, token)
-        a, b = max(first, start), min(max(last, start), stop)
-        if state is None or (last < len(tokens) and state == self.automaton.end):
-            raise ValueError(f"no text that begins so matches {self.said}")
-        return Span(self, a - start, b - start, state, max(0, last - stop), last == len(tokens))
+            after = self.automaton.follow(state, token)
+            require(after is not None, f"no text that begins so matches {self.said}")
+            assert after is not None
+            state = after
+        inside = slice(max(first, start) - start, max(0, min(last, stop) - start))
+        return Span(self, inside, state, max(0, last - stop), last == len(tokens))
 
     def letters_left(self, banned: Sequence[int]) -> NDArray[np.bool_]:
         """Which letters have a token that is not banned."""
@@ -143,80 +137,70 @@ class Constraint:
         return found
 
     def check(self, tokens: Sequence[int], mask_id: int, banned: Sequence[int]) -> None:
-        """Refuse a sequence with holes that no text could fill so that it matches."""
-        span, left_C = self.span(tokens, mask_id), self.letters_left([*banned, mask_id])
-        mass_LC = np.broadcast_to(indicator(left_C), (len(tokens), len(left_C))).copy()
-        given = {l: t for l, t in enumerate(tokens) if t != mask_id}
-        span.fix(mass_LC, given)
-        b_0 = backward(self.automaton, mass_LC[span.first : span.stop], span.end(left_C), greedy=True)[0]
-        room, fixed = tokens.count(mask_id) if isinstance(tokens, list) else 0, span.stop - span.first
-        holes = room or sum(t == mask_id for t in tokens)
-        beside = f" and the given text between them ({fixed - holes} tokens)" if fixed > holes else ""
+        """Refuse a sequence whose holes no text can fill so that it matches."""
+        masked = np.flatnonzero(np.array(tokens) == mask_id)
+        span = self.span(tokens, (int(masked[0]), int(masked[-1]) + 1), 0, len(tokens))
+        left_C = self.letters_left([*banned, mask_id])
+        mass_LC = span.mass(tokens, masked, np.broadcast_to(indicator(left_C), (len(masked), len(left_C))))
+        log_b = backward(self.automaton, mass_LC, span.end(left_C), greedy=True)
         shorter = " or fewer" if span.open_end else ""
+        given = len(mass_LC) - len(masked)
+        between = f" with the {given} tokens that are given between its holes" if given else ""
         require(
-            bool(np.isfinite(b_0[span.state])), f"{self.said}: no text of {holes} tokens{shorter} matches{beside}"
+            bool(np.isfinite(log_b[0, span.state])),
+            f"{self.said}: no text of {len(masked)} tokens{shorter} matches{between}",
         )
 
 
 class Span(NamedTuple):
-    """The positions of a canvas from `first` to before `stop`, which must lead from `state` to a match; `later`
-    positions will follow on another canvas."""
+    """A part of a canvas that must lead from `state` to a match; `later` positions will follow on another one."""
 
     constraint: Constraint
-    first: int
-    stop: int
+    inside: slice
+    """Its positions."""
     state: int
     later: int
     open_end: bool
     """The text may end before its last position."""
 
-    def fix(self, mass_LC: NDArray[np.float64], tokens: dict[int, int]) -> None:
-        """Give the positions of `tokens` their letters, with probability one."""
+    def mass(self, tokens: Sequence[int], masked: NDArray[np.int64], mass_NC: NDArray) -> NDArray[np.float64]:
+        """log m of every position: as given for the masked ones, one letter for the others."""
         a = self.constraint.automaton
-        for l, token in tokens.items():
-            mass_LC[l] = -np.inf
-            mass_LC[l, [a.letter_V[token], a.every]] = 0.0
-            mass_LC[l, a.every - 1] = -np.inf  # the letter of tokens that lead nowhere
+        mass_LC = np.full((len(tokens), a.every + 1), -np.inf)
+        mass_LC[np.arange(len(tokens)), a.letter_V[np.array(tokens)]] = 0.0
+        mass_LC[:, a.every] = 0.0
+        mass_LC[masked] = mass_NC
+        return mass_LC[self.inside]
 
     def end(self, left_C: NDArray[np.bool_]) -> NDArray[np.float64]:
         """log b after the last position: whether a match remains possible in `later` positions of these letters."""
-        return indicator(reachable(self.constraint.automaton, self.later, self.open_end, left_C)[-1])
+        a = self.constraint.automaton
+        now = a.accepting_S.copy()
+        now[a.end] = self.open_end
+        for _ in range(self.later):
+            now = np.logical_or.reduceat(left_C[a.letter_E] & now[a.target_E], a.first_S)
+        return indicator(now)
+
+
+class Match(NamedTuple):
+    """What a step may draw on one canvas, or in one block."""
+
+    span: Span
+    tokens: Sequence[int]
+    """What stands there, masks included."""
+    masked: NDArray[np.int64]
+    """Positions of the masks, in ascending order."""
+    drawn: NDArray[np.bool_]
+    """Which of them this step draws; the others stay masked."""
 
     def letters(
-        self, mass_NC: NDArray[np.float64], canvas: Sequence[int], masked: NDArray[np.int64], left_C: NDArray[np.bool_],
-        seed: int, step: int, greedy: bool,
-    ) -> NDArray[np.int64]:  # fmt: skip
-        """Letters of the masked positions, whose log-probabilities of letters are given, drawn together with those of
-        the others that the canvas holds."""
-        a = self.constraint.automaton
-        mass_LC = np.empty((len(canvas), a.every + 1))
-        self.fix(mass_LC, dict(enumerate(canvas)))
-        mass_LC[masked] = mass_NC
-        mass_LC = mass_LC[self.first : self.stop]
-        positions = torch.arange(self.first, self.stop)
-        log_b = backward(a, mass_LC, self.end(left_C), greedy)
-        u_L = uniforms(seed, Stream.LETTER, step, positions).numpy()
-        found = sample_letters(a, mass_LC, log_b, self.state, u_L, greedy)
-        return np.array(found, dtype=np.int64)[masked - self.first]
-
-
-def reachable(a: TokenAutomaton, most: int, open_end: bool, left_C: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    """For k = 0..most: the states from which k more tokens, of the letters that are left, lead to a match."""
-    now = a.accepting_S.copy()
-    now[a.end] = open_end
-    found, left_E = [now], left_C[a.letter_E]
-    for _ in range(most):
-        now = np.logical_or.reduceat(left_E & now[a.target_E], a.first_S)
-        found.append(now)
-    return found
-
-
-def allowed_tokens(constraint: Constraint, state: int, after_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The tokens that lead from `state` to one of the states `after_S`."""
-    a = constraint.automaton
-    if state == a.end:
-        return np.ones(len(a.letter_V), dtype=bool)
-    edges = slice(*np.searchsorted(a.source_E, [state, state + 1]))
-    good_C = np.zeros(a.every + 1, dtype=bool)
-    good_C[a.letter_E[edges][after_S[a.target_E[edges]]]] = True
-    return good_C[a.letter_V]
+        self, mass_NC: NDArray[np.float64], banned: Sequence[int], seed: int, step: int, greedy: bool
+    ) -> NDArray[np.int64]:
+        """Letters of the masked positions, drawn together, given their log-probabilities."""
+        a, inside = self.span.constraint.automaton, self.span.inside
+        mass_LC = self.span.mass(self.tokens, self.masked, mass_NC)
+        log_b = backward(a, mass_LC, self.span.end(self.span.constraint.letters_left(banned)), greedy)
+        # counted from the first: the position in the sequence would do as well
+        u_L = uniforms(seed, Stream.LETTER, step, self.span.later, torch.arange(inside.start, inside.stop)).numpy()
+        found = sample_letters(a, mass_LC, log_b, self.span.state, u_L, greedy)
+        return np.array(found, dtype=np.int64)[self.masked - inside.start]

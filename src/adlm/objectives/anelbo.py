@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adlm.diffusion.uniforms import Stream, uniforms32
 from adlm.objectives.base import CorruptedBatch, Sequences, Term
-from adlm.objectives.nelbo import Nelbo, time_density
+from adlm.objectives.nelbo import Nelbo
 from adlm.schema import ObjectiveConfig
 
 
@@ -26,7 +26,7 @@ def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
 
 class Anelbo(Nelbo):
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
-        noised = self.noised(sequences, self.seed, step, time_density(self.cfg, progress))
+        noised = self.noised_for_training(sequences, step, progress)
         batch = self.batch_of(noised)
         gamma = gamma_at(self.cfg, progress)
         if gamma > 0:

@@ -40,6 +40,13 @@ class Sequences(NamedTuple):
     def token_count(self) -> int:
         return self.tokens_BL.numel() if self.attention_mask_BL is None else int(self.attention_mask_BL.sum())
 
+    @property
+    def real_BL(self) -> Tensor:
+        """True where there is no padding."""
+        if self.attention_mask_BL is None:
+            return torch.ones_like(self.tokens_BL, dtype=torch.bool)
+        return self.attention_mask_BL.bool()
+
 
 class Term(NamedTuple):
     """One sum of the loss: positions of one head against targets."""
@@ -47,7 +54,7 @@ class Term(NamedTuple):
     head: str
     """denoiser or anchor."""
     positions_N: Tensor
-    """Positions scored, as indices into the flattened [B * L] hidden states."""
+    """Positions scored, as indices into the flattened [B * L] hidden states, which are those of the tokens."""
     targets_N: Tensor
     weights_N: Tensor
     """Weight of each position, without `scale`; more columns if the chunk loss takes more numbers per position."""
@@ -71,6 +78,18 @@ class CorruptedBatch(NamedTuple):
     """Terms of the loss by name; the first one is the bound."""
     read_M: Tensor | None = None
     """Positions of which the denoiser's states are computed, where these are more than its term scores (`rounded`)."""
+    block_B: Tensor | None = None
+    """Block length of each sequence, where tokens_BL is [noisy ; clean] (blocks.py)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.tokens_BL.shape[1] // (1 if self.block_B is None else 2)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the network reads beside tokens and noise level."""
+        return {} if self.block_B is None else {"block_B": self.block_B}
 
 
 class LossOutput(NamedTuple):
@@ -90,6 +109,8 @@ class Objective:
     """The head learns ratios of probabilities, which need not sum to one."""
     sampler: ClassVar[str] = "mdlm"
     """The sampler of models that were trained with it, unless sampling.sampler names one."""
+    model: ModelConfig = ModelConfig()
+    """The model it is for; what matters of it here is block lengths and whether outputs are shifted."""
 
     def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
         self.cfg, self.schedule, self.mask_id, self.seed = cfg, schedule, mask_id, seed
@@ -118,8 +139,13 @@ class Objective:
         raise NotImplementedError
 
 
-def make_objective(cfg: ObjectiveConfig, noise: NoiseConfig, mask_id: int, seed: int) -> Objective:
-    return tables.OBJECTIVES.load(cfg.name, "objective.name")(cfg, make_schedule(noise), mask_id, seed)
+def make_objective(
+    cfg: ObjectiveConfig, noise: NoiseConfig, mask_id: int, seed: int, model: ModelConfig | None = None
+) -> Objective:
+    """The objective of a model; `model` matters where that is block diffusion, or has shifted outputs."""
+    objective = tables.OBJECTIVES.load(cfg.name, "objective.name")(cfg, make_schedule(noise), mask_id, seed)
+    objective.model = model or objective.model
+    return objective
 
 
 class Heads(Protocol):
@@ -147,14 +173,16 @@ def on_device(corrupted: CorruptedBatch, device: torch.device) -> CorruptedBatch
         )
         for name, term in corrupted.terms.items()
     }
-    sigma_B, read_M = (None if x is None else put(x, device) for x in (corrupted.sigma_B, corrupted.read_M))
-    return corrupted._replace(tokens_BL=put(corrupted.tokens_BL, device), sigma_B=sigma_B, read_M=read_M, terms=terms)
+    rest = {"sigma_B": corrupted.sigma_B, "read_M": corrupted.read_M, "block_B": corrupted.block_B}
+    moved = {name: None if x is None else put(x, device) for name, x in rest.items()}
+    return corrupted._replace(tokens_BL=put(corrupted.tokens_BL, device), terms=terms, **moved)
 
 
 def loss(model: Network, batch: CorruptedBatch) -> LossOutput:
     """Run the network once and sum every term of the batch."""
     at_N = read_positions(batch)
-    return sum_terms(model, model(batch.tokens_BL, batch.sigma_B, at_N=at_N), batch, gathered=at_N is not None)
+    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N, **batch.inputs)
+    return sum_terms(model, hidden, batch, gathered=at_N is not None)
 
 
 def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: bool = False) -> LossOutput:
@@ -185,7 +213,7 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
     batch = on_device(batch, next(model.parameters()).device)
     (term,) = batch.terms.values()
     at_N = read_positions(batch)
-    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N)
+    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N, **batch.inputs)
     losses_N = linear_losses(
         states_at(hidden.denoiser_BLD, term.positions_N, at_N is not None),
         model.head,
@@ -195,7 +223,7 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
         chunk_loss=term.chunk_loss,
     )
     device = float64_device(losses_N.device)
-    losses = torch.zeros(batch.tokens_BL.shape, dtype=torch.float64, device=device)
+    losses = torch.zeros(len(batch.tokens_BL), batch.length, dtype=torch.float64, device=device)
     losses.view(-1).index_copy_(0, term.positions_N.to(device), losses_N.to(device).double())
     return losses
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
-from adlm.engine import CausalEngine, Engine, Frame, Request, Result
+from adlm.engine import Engine, Frame, Request, Result
 from adlm.serving.bodies import Problem
 from adlm.serving.frames import FrameGuesses
 from adlm.serving.jobs import SPARED, Job, Share, Update, next_seat, take_part, whose_turn
@@ -46,7 +46,7 @@ class Worker:
 
     def __init__(self, name: str, lm: LanguageModel, slots: int, waiting: int, metrics: ServerMetrics):
         self.name, self.lm, self.slots, self.waiting, self.metrics = name, lm, slots, waiting, metrics
-        self.engine: Engine | CausalEngine | None = None
+        self.engine: Engine | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.shares: list[Share] = []
@@ -184,7 +184,7 @@ class Worker:
             if not self.stopping:
                 self.turn()
 
-    def warm_up(self) -> Engine | CausalEngine:
+    def warm_up(self) -> Engine:
         """The engine, after one sequence: on a GPU this is where the compiling is done."""
         engine = self.lm.engine(self.slots)
         if isinstance(engine, Engine):

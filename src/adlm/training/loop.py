@@ -18,7 +18,7 @@ from adlm.data.loader import Batches
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, fold
-from adlm.engine import Request, make_engine
+from adlm.engine import Engine, Request
 from adlm.io import export
 from adlm.models import build_model
 from adlm.samplers.base import with_sampler
@@ -76,11 +76,11 @@ def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, s
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)
     device = next(iter(weights.values())).device
-    engine = make_engine(
+    engine = Engine(
         model.to(device).eval(), make_schedule(cfg.noise), 1, device, compile="false", tau=cfg.objective.tau
     )
     tokens = [tokenizer.mask_id] * min(cfg.sampling.length or cfg.model.length, cfg.model.length)
-    if cfg.model.causal:
+    if cfg.model.causal or cfg.model.shift:
         tokens[0] = tokenizer.bos_id
     settings = with_sampler(cfg.sampling, cfg.objective)
     (result,) = engine.run([Request(tokens, settings, seed=settings.seed + step)])

@@ -88,7 +88,7 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network
 
 def objective_for(cfg: Config, data: Data) -> Objective:
     """The objective of the run, held to the model it trains."""
-    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed)
+    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed, cfg.model)
     objective.check(cfg.objective, cfg.model)
     return objective
 
