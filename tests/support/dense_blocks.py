@@ -80,7 +80,13 @@ def generate(dense: DenseBlocks, request: Request, tau: float = 5) -> list[int]:
             open_logits = logits.clone()
             open_logits[:, m] = -torch.inf
             log_p = filter_logits(open_logits, c.temperature, c.top_k, c.top_p, c.min_p)
-            u = uniforms(request.seed, Stream.TOKEN, event.step, torch.from_numpy(event.draw)[:, None], torch.arange(len(log_p[0])))
+            u = uniforms(
+                request.seed,
+                Stream.TOKEN,
+                event.step,
+                torch.from_numpy(event.draw)[:, None],
+                torch.arange(len(log_p[0])),
+            )
             token = gumbel_argmax(log_p, u)
             before = list(row)
             for l, v in zip(event.draw, token.tolist()):
@@ -114,5 +120,3 @@ def look(dense: DenseBlocks, what: str, before: list[int], start: int, drawn, fo
         count = [sum(t == v for t in before if t != m) + float(q[:, v].sum()) for v in range(len(p[0]))]
         value = q.masked_fill(~(torch.tensor(count) <= tau), 0.0).amax(-1)
     return Prediction(**{what: value.double().numpy()})
-
-

@@ -27,19 +27,20 @@ from adlm import config
 from adlm.api.language_model import Generation, LanguageModel, load, load_any, path_given
 from adlm.compat.checkpoints import run_convert
 from adlm.config.keys import TRAINING, full_name
-from adlm.engine import Request, Result
+from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
 from adlm.io.paths import claimed, path_of, read_json, writable_file
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
-from adlm.tables import SAMPLERS
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
 # Settings that are gone, as they were: a rerun still continues files of earlier versions.
 GONE = {"grid": ""}
+# Settings that earlier versions had not, as they were: they are left out where they say what they said.
+LATER = {"block_length": 0}
 # How every line of `record` begins
 BEGINNING = b'{"text": "'
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
@@ -80,7 +81,8 @@ def draw_missing(
     elif not wanted:
         print(f"all {c.n} samples are in {path} already")
     else:
-        with progress("evaluations, at most", most_evaluations(lm, request, len(wanted))) as advance:
+        most = math.ceil(len(wanted) / c.batch_size) * most_evaluations(request, lm.model, lm.schedule)
+        with progress("evaluations, at most", most) as advance:
             for text in draw(lm, request, wanted, c.batch_size, advance):
                 record(path, text, identity)
                 with advance.paused():
@@ -117,15 +119,6 @@ def draw(
         yield lm.finish(result)
 
 
-def most_evaluations(lm: LanguageModel, request: Request, n: int) -> int:
-    """How many network evaluations n texts take at most: batches do not wait for each other, and steps that draw
-    nothing cost nothing."""
-    s, holes = request.settings, sum(t == lm.tokenizer.mask_id for t in request.tokens)
-    each = s.steps if SAMPLERS.load(s.sampler).steps_matter else holes
-    windows = 1 + max(0, math.ceil((len(request.tokens) - lm.length) / s.stride)) if s.stride else 1
-    return math.ceil(n / s.batch_size) * each * windows
-
-
 def watch_text(lm: LanguageModel, request: Request, console: Console | None = None) -> Generation:
     """Draw one text and show every evaluation; returns the finished text."""
     engine = lm.engine(request.settings.batch_size)
@@ -156,7 +149,7 @@ def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, reque
 
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """The digest of what must agree for two samples of one seed to be the same text."""
-    settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
+    settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY and LATER.get(k) != v}
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     what = [GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -71,6 +71,7 @@ class StreamSettings(TypedDict, total=False):
     seed: int
     sampler: str
     steps: int
+    block_length: int
     temperature: float
     top_p: float
     top_k: int
@@ -278,7 +279,7 @@ class LanguageModel:
             limit = None if c.stride > 0 else Limit(self.length)
             return parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
-        given = c.prompt or c.stop or self.model.config.causal
+        given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
         total = len(start) + new if new else c.length or self.length
         check_length(total, self.length, c.stride)

@@ -51,7 +51,10 @@ def shards(folder: Path, index: str) -> list[Path]:
     require(bool(names) and plain, f"{folder / index} does not name files of its folder")
     missing = [name for name in names if not (folder / name).is_file()]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    require(not missing, f"{folder} lacks {''.join(missing[:1])}{more} of the {len(names)} files that {index} names: {AGAIN}")
+    require(
+        not missing,
+        f"{folder} lacks {''.join(missing[:1])}{more} of the {len(names)} files that {index} names: {AGAIN}",
+    )
     return [folder / name for name in names]
 
 

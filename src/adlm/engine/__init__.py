@@ -11,7 +11,8 @@ kernels.py    the draw as a Triton kernel
 graphs.py     CUDA graphs and copies that nobody waits for
 """
 
-from adlm.engine.engine import Engine
+from adlm.engine.blocks import block_of
+from adlm.engine.engine import Engine, most_evaluations
 from adlm.engine.request import Frame, Request, Result
 
-__all__ = ["Engine", "Frame", "Request", "Result"]
+__all__ = ["Engine", "Frame", "Request", "Result", "block_of", "most_evaluations"]

@@ -44,6 +44,12 @@ def shift_of(model: Network) -> int:
     return int(model.config.causal or model.config.shift)
 
 
+def own_block(model: Network) -> int:
+    """Length of the blocks that a model writes unless asked for others; 0: it reads canvases as a whole."""
+    own = 1 if model.config.causal else model.config.own_block_length
+    return 0 if own == model.config.length else own
+
+
 def block_of(request: Request, model: Network) -> int:
     """Length of the blocks in which a request is filled; 0: its canvas is read as a whole. What the model cannot do is
     refused.
@@ -58,9 +64,9 @@ def block_of(request: Request, model: Network) -> int:
         f"sampling.block_length={asked}: the model was trained for blocks of {known}",
     )
     first = tokens.index(model.mask_id)
-    block = asked or (lengths[0] if lengths else c.length)
-    why = needs_whole(request, first, block, model)
-    if block == c.length or (why and not asked and c.length in lengths):
+    block = asked % c.length if asked else own_block(model)
+    why = needs_whole(request, first, block, model) if block else ""
+    if not block or (why and not asked and c.length in lengths):
         return 0
     kind = "a causal model" if c.causal else f"a model that writes blocks of {block}"
     whole = f" or sampling.block_length={c.length}" if c.length in lengths else ""
@@ -173,6 +179,12 @@ class BlockReader:
         for i, start in starts.items():
             held[i].filled = start
         return Reading(n, self.keys(int(rows[FIRST].max()) + n), rows), drawing
+
+    def sizes(self, block: int, slots: int) -> tuple[int, ...]:
+        """How many positions of each slot are read at once, in blocks of that length."""
+        if self.shift and block == 1:
+            return (1,)
+        return (block,) if 2 * block * slots > FUSED or 2 * block > self.length else (2 * block, block)
 
     def keys(self, n: int) -> int:
         return min(self.length, at_least(n, KEYS)) if self.graphs.on else n

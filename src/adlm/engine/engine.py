@@ -302,7 +302,8 @@ class Engine(BaseEngine[Canvas]):
     def frame(self, i: int, drawn: list[int]) -> Frame:
         canvas, tokens = self.active(i), self.tokens(i)
         visible = [l for l in drawn if tokens[l] != self.evaluator.mask_id]
-        return Frame(canvas.id, tokens, canvas.event.step, canvas.nfe, visible)
+        step = canvas.nfe if canvas.block else canvas.event.step
+        return Frame(canvas.id, tokens, step, canvas.nfe, visible, settled(canvas, len(tokens)))
 
     def place_required(self, canvas: Canvas, window: Window) -> list[int]:
         """Fix each required word at a start drawn by the model's own probability of the word there, given the rest."""
@@ -320,6 +321,33 @@ class Engine(BaseEngine[Canvas]):
         return tokens
 
 
+def settled(canvas: Canvas, length: int) -> int:
+    """From the left, how many positions of a sequence stay as they are, if they hold a token."""
+    r = canvas.request
+    # A banned phrase, and an end of text before the last required word, are drawn again.
+    repaired = canvas.block != 1 and any(len(word) > 1 for word in r.banned)
+    if canvas.sampler.writes_once and not repaired and not (r.required and r.stop_id is not None):
+        return length
+    return canvas.start if canvas.block else 0
+
+
+def most_evaluations(request: Request, model: Network, schedule: Schedule) -> int:
+    """Network evaluations that a request takes at most, repairs apart."""
+    s, block, mask_id = request.settings, block_of(request, model), model.mask_id
+    sampler = make_sampler(s, schedule)
+    steps = len(getattr(sampler, "t", ())) or s.steps  # times of its own are as many as it needs
+    size = block or len(request.tokens)
+    holes = [list(request.tokens[a : a + size]).count(mask_id) for a in range(0, len(request.tokens), size)]
+    if not sampler.steps_matter:
+        each = holes
+    elif sampler.writes_once and not sampler.reads:  # a step that draws nothing costs nothing
+        each = [min(steps, n) for n in holes]
+    else:
+        each = [steps * (n > 0) for n in holes]
+    windows = 1 + max(0, -(-(len(request.tokens) - model.config.length) // s.stride)) if s.stride else 1
+    return sum(each) * windows
+
+
 def reads(canvases: list[Canvas]) -> frozenset[str]:
     """What the samplers ask to be told after the next event."""
     return frozenset(c.sampler.reads for c in canvases) - {""}
@@ -328,7 +356,9 @@ def reads(canvases: list[Canvas]) -> frozenset[str]:
 def masks(group: list[int], canvases: list[Canvas]) -> np.ndarray:
     """[2, M]: slot and position of everything that is masked before the next event."""
     again = [c.event.mask for c in canvases]
-    return np.stack([np.repeat(np.array(group, dtype=np.int64), [len(m) for m in again]), np.concatenate([NOWHERE, *again])])
+    return np.stack(
+        [np.repeat(np.array(group, dtype=np.int64), [len(m) for m in again]), np.concatenate([NOWHERE, *again])]
+    )
 
 
 def draws_of(group: list[int], canvases: list[Canvas], places: list[Positions]) -> Draws:

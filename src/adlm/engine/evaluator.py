@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adlm.constrain.matching import Match
 from adlm.diffusion.schedules import Schedule, noise_level
-from adlm.engine.blocks import BlockReader, Reading
+from adlm.engine.blocks import BlockReader, Reading, own_block
 from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Drawn, Draws, Filters, Head, pieces, widen
 from adlm.engine.graphs import MASK_SIZES, SEQUENCE_SIZES, Fixed, Graphs, Uploads, at_least
 from adlm.engine.prepare import autocast, compile_blocks, prepare
@@ -164,27 +164,33 @@ class Evaluator:
     @torch.inference_mode()
     def warm_up(self, length: int = 0, least: int = 1) -> None:
         """Compile and capture the shapes that `least` sequences or more of this length need, with few tokens that are
-        masked again and without guidance."""
+        masked again and without guidance; of a model that writes in blocks, those of its own block length and short
+        texts."""
         if not self.graphs.on:
             return
 
         def numbers(*values: int, columns: int) -> Tensor:
             return torch.tensor(values, device=self.device)[:, None].expand(-1, columns)
 
+        def draw_from(states: Tensor) -> None:
+            for size in PIECES:
+                ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
+                self.write_draws(Fixed(states), numbers(0, 0, columns=size), ints, floats.double(), ANY, False, ())
+
+        block = own_block(self.model)
         # The largest first: it is compiled for its own size, the others share one compilation of any size.
         sizes = [
             s for s in SEQUENCE_SIZES if at_least(least, SEQUENCE_SIZES) <= s <= at_least(self.spare, SEQUENCE_SIZES)
         ]
         for B in reversed(sizes):
-            mask, slots = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
-            sigma_B = torch.zeros(B, device=self.device).double()
-            for most in FEW:
+            mask = numbers(self.spare, 0, columns=MASK_SIZES[0])
+            for n in self.blocks.sizes(block, B) if block else ():
+                rows, keys = numbers(0, block, 0, columns=B), self.blocks.keys(n)
+                draw_from(self.blocks.read(mask, rows, 0, n, keys)[0])
+            sigma_B, slots = torch.zeros(B, device=self.device).double(), numbers(self.spare, 0, columns=B)
+            for most in () if block else FEW:
                 at_BQ = numbers(*[0] * B, columns=most)
-                denoiser_BLD, *_ = self.read_canvases(mask, slots, sigma_B, at_BQ, length or self.length)
-                for size in PIECES:
-                    ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
-                    source = numbers(0, 0, columns=size)
-                    self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
+                draw_from(self.read_canvases(mask, slots, sigma_B, at_BQ, length or self.length)[0])
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """The noise level at fractions t of masks; a network that is not conditioned on it ignores the numbers."""
@@ -239,7 +245,9 @@ class Evaluator:
             widen(places, more),
             draws.ints,
             draws.floats,
-            call.read.rows if isinstance(call.read, Reading) else widen(call.read.slots, more_sequences, (self.spare, 0)),
+            call.read.rows
+            if isinstance(call.read, Reading)
+            else widen(call.read.slots, more_sequences, (self.spare, 0)),
         ]
         mask, sigma_B, source, ints, floats, rows, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
         filters, names = self.drawer.filters(draws), tuple(sorted(reads & LOOKS.keys()))

@@ -41,9 +41,12 @@ class Frame:
     tokens: list[int]
     """The sequence so far, holes still to be filled as masks; in a stride, earlier windows included."""
     step: int
+    """Of the sampler; in blocks, where it begins anew with each, the number of evaluations."""
     nfe: int
     drawn: list[int]
     """Positions drawn in the last evaluation and still visible."""
+    settled: int = 0
+    """From the left, how many positions stay as they are, if they hold a token."""
 
 
 @dataclass(frozen=True)

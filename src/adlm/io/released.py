@@ -103,7 +103,8 @@ def check_parameters(found: Released, tensors: Tensors, vocab_size: int, mask_id
         rows = sum(shape[0] for shape in shapes if shape)
         wanted = found.vocab_size if expected[ours][0] == vocab_size else expected[ours][0]
         require(
-            same and rows == wanted, f"{what}: {parts[0]:.80} is {shapes[0]}, and {ours} {(wanted, *expected[ours][1:])}"
+            same and rows == wanted,
+            f"{what}: {parts[0]:.80} is {shapes[0]}, and {ours} {(wanted, *expected[ours][1:])}",
         )
 
 

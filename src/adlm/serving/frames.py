@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from adlm.api import LanguageModel
-from adlm.engine import Frame, Request, Result
+from adlm.engine import Frame, Request, Result, block_of, most_evaluations
 from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.serving.bodies import Problem
@@ -48,7 +48,8 @@ class Film:
         self.step = 0
 
     def start(self) -> str:
-        r = self.request
+        r, lm = self.request, self.served.lm
+        block = block_of(r, lm.model)
         tokens, texts = self.served.with_holes(r.tokens)
         return event(
             "start",
@@ -57,10 +58,11 @@ class Film:
                 "model": self.served.id,
                 "seed": r.seed,
                 "sampler": r.settings.sampler,
-                "steps": r.settings.steps,
+                "steps": most_evaluations(r, lm.model, lm.schedule) if block else r.settings.steps,
                 # for who counts frames: without the first there is one for each hole, with the second not more
                 "steps_matter": SAMPLERS.load(r.settings.sampler).steps_matter,
                 "writes_once": self.served.writes_once(r.settings),
+                "block_length": block,
                 "length": len(r.tokens),
                 "tokens": tokens,
                 "texts": texts,

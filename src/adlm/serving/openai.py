@@ -8,6 +8,7 @@ text is the same.
 import asyncio
 import json
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts, TokenLogProbs, left_to_right
-from adlm.engine import Request
+from adlm.engine import Frame, Request, block_of
 from adlm.engine.request import Limit, end_of_text
 from adlm.errors import require
 from adlm.serving.bodies import (
@@ -64,8 +65,10 @@ class CompletionText:
         self.sent = 0
         """Characters that were returned."""
 
-    def grow(self, tokens: list[int], final: bool) -> Part:
-        """The certain text that was not returned before; all that is left, if the sequence is final."""
+    def grow(self, tokens: list[int], final: bool, settled: int = sys.maxsize) -> Part:
+        """The certain text that was not returned before; all that is left, if the sequence is final. `settled`: what
+        stands from there on may still change."""
+        tokens = [*tokens[:settled], *[self.lm.model.mask_id] * (len(tokens) - settled)]
         end = end_of_text(tokens, self.request.stop_id, self.first, min(len(tokens), self.after))
         if not final and self.lm.model.mask_id in tokens[:end]:
             end = tokens.index(self.lm.model.mask_id)
@@ -144,13 +147,13 @@ class Completion:
 
     @property
     def certain_early(self) -> bool:
-        """Whether text is certain before the end: nothing is masked again, and decoding only appends."""
+        """Whether text is certain before the end: nothing is masked again, or no finished block is, and decoding only
+        appends."""
         r, lm = self.requests[0], self.served.lm
         # A banned phrase, and an end of text before the last required word, are drawn again.
-        early_end = bool(r.required) and r.stop_id is not None
-        repaired = (early_end or any(len(word) > 1 for word in r.banned)) and not lm.model.config.causal
-        appends = type(lm.tokenizer.backend.decoder).__name__ in APPENDING
-        return appends and not repaired and self.served.writes_once(r.settings)
+        repaired = (bool(r.required) and r.stop_id is not None) or any(len(word) > 1 for word in r.banned)
+        in_order = block_of(r, lm.model) > 0 or (self.served.writes_once(r.settings) and not repaired)
+        return type(lm.tokenizer.backend.decoder).__name__ in APPENDING and in_order
 
     @property
     def usage(self) -> Usage:
@@ -180,7 +183,8 @@ class Completion:
             update = await job.next()
             text, got = self.texts[update.index], update.result or update.frame
             assert got is not None
-            part = text.grow(got.tokens, update.result is not None)
+            final = update.result is not None
+            part = text.grow(got.tokens, final, got.settled if isinstance(got, Frame) else sys.maxsize)
             if part.reason is not None:
                 job.open.discard(update.index)
                 self.served.worker.cancel(job, update.index)

@@ -18,7 +18,7 @@ from starlette.types import Scope
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
 from adlm.config.keys import PER_REQUEST
-from adlm.engine import Request
+from adlm.engine import Request, block_of, most_evaluations
 from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers.base import make_sampler
@@ -250,16 +250,10 @@ class Served:
 
 
 def cost_of(request: Request, lm: LanguageModel) -> int:
-    """Tokens times evaluations that a sequence takes at most."""
-    s, tokens = request.settings, len(request.tokens)
-    sampler, holes = make_sampler(s, lm.schedule), sum(t == lm.model.mask_id for t in request.tokens)
-    steps = len(getattr(sampler, "t", ())) or s.steps  # times of its own are as many as it needs
-    if not sampler.steps_matter:
-        steps = holes
-    elif sampler.writes_once and not sampler.reads:  # a step that draws nothing costs nothing
-        steps = min(steps, holes)
-    windows = 1 + max(0, -(-(tokens - lm.length) // s.stride)) if s.stride else 1
-    return min(tokens, lm.length) * windows * steps * (2 if s.guidance else 1)
+    """Tokens times evaluations that a sequence takes at most; a prompt before blocks is read once."""
+    block, tokens = block_of(request, lm.model), min(len(request.tokens), lm.length)
+    evaluations = most_evaluations(request, lm.model, lm.schedule)
+    return tokens + block * evaluations if block else tokens * evaluations * (2 if request.settings.guidance else 1)
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:
