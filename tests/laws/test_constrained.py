@@ -29,7 +29,7 @@ from adlm.schema import SamplingConfig
 
 # Tokens of the toy: two letters, one token of both, the end of a text, the mask
 SPELLED, EOS, MASK = [b"a", b"b", b"ab", b"", b""], 3, 4
-ROWS = 1500
+ROWS = 400
 
 
 @functools.cache
@@ -117,9 +117,11 @@ M = MASK
 CANVASES = {"free": (M, M, M), "between": (M, 0, M), "closed": (0, M, M, 1)}
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", [3])
 @pytest.mark.parametrize("canvas", CANVASES)
-@pytest.mark.parametrize("sampler", ["mdlm", "remdm-loop", "remdm-cap", "first-hitting", "autoregressive", "confidence"])
+@pytest.mark.parametrize(
+    "sampler", ["mdlm", "remdm-loop", "remdm-cap", "first-hitting", "autoregressive", "confidence"]
+)
 def test_a_step_is_rejection_sampling(sampler, canvas, T, record_property):
     start, regex = CANVASES[canvas], "a(ba)*|b?a?|bab?"
     model = ToyModel(vocab_size=5, length=len(start), seed=3)
@@ -194,7 +196,7 @@ def test_filtered_tokens_are_taken_only_where_nothing_else_matches(filters):
     fewest = min(n for n, _ in weights.values())
     best = {row: w for row, (n, w) in weights.items() if n == fewest}
     expected = {row: w / sum(best.values()) for row, w in best.items()}
-    assert compare(drawn(model, start, regex, settings_of("mdlm", 1, **filters), 800), expected) > LEVEL
+    assert compare(drawn(model, start, regex, settings_of("mdlm", 1, **filters), 300), expected) > LEVEL
 
 
 def test_what_nothing_can_match_is_refused_before_the_first_step():
@@ -219,7 +221,7 @@ def test_what_nothing_can_match_is_refused_before_the_first_step():
 # ---- The automaton
 
 
-@pytest.mark.parametrize("regex", ["a(ba)*|b?a?", "(a|b)*abb", "", "a{2,4}", "(aa)*(bb)*"])
+@pytest.mark.parametrize("regex", ["a(ba)*|b?a?", "(a|b)*abb", "", "a{2,4}", "(aa)*(bb)*", "a|ab", "b?a?|bab?"])
 def test_the_token_automaton_accepts_exactly_the_texts_of_its_expression(regex):
     a = constraint_of(regex).automaton
     for n in range(6):
@@ -243,7 +245,7 @@ def test_letters_say_what_the_librarys_own_index_says(name):
     for i, text in enumerate(spelled):
         if text:
             tokens[text].append(i)
-    theirs = Index(regex, Vocabulary(tok.eos_id, dict(tokens)))
+    theirs = Index(f"(?:{regex})\\z", Vocabulary(tok.eos_id, dict(tokens)))
     edges, final = theirs.get_transitions(), set(theirs.get_final_states())
     pairs, seen = [(ours.start, theirs.get_initial_state())], {}
     while pairs:
@@ -260,14 +262,17 @@ def test_letters_say_what_the_librarys_own_index_says(name):
             elif after is not None:
                 pairs.append((after, edges[b][token]))
             else:
-                assert token == tok.eos_id or token not in edges.get(b, {}) or not leads_on(edges, final, edges[b][token])
+                assert (
+                    token == tok.eos_id or token not in edges.get(b, {}) or not leads_on(edges, final, edges[b][token])
+                )
     assert len(seen) == len(ours.accepting_S) - 1
 
 
 def leads_on(edges, final, state, seen=None) -> bool:
     seen = seen or set()
     return state in final or any(
-        target not in seen and leads_on(edges, final, target, seen | {target}) for target in set(edges.get(state, {}).values())
+        target not in seen and leads_on(edges, final, target, seen | {target})
+        for target in set(edges.get(state, {}).values())
     )
 
 
@@ -309,5 +314,7 @@ def test_remasked_positions_stay_completable():
     for sampler in ("remdm-loop", "remdm-conf", "forward-backward", "dfm", "ddpm", "analytic", "score"):
         c = settings_of(sampler, 6)
         assert make_sampler(c, Engine(model).schedule)
-        for r in Watched(model, slots=50).run(Request([*start], c, s, constraint=constraint_of(regex)) for s in range(50)):
+        for r in Watched(model, slots=50).run(
+            Request([*start], c, s, constraint=constraint_of(regex)) for s in range(50)
+        ):
             assert matches(regex, r.tokens, (0, 4))

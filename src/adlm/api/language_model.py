@@ -213,7 +213,8 @@ class LanguageModel:
         `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's length);
         `max_new_tokens` only those that are drawn. `stop` ends a text at its first end-of-text token. `banned` and
         `required` are lists of words. What fills the holes can be held to a `regex`, to one of `choices`, or to
-        `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those of the command line's `sampling` section.
+        `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those of
+        the command line's `sampling` section.
         """
         with python_words():
             n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])

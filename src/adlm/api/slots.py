@@ -4,8 +4,8 @@ At hole l of a canvas z the network predicts p_l(v | z), which is the model's di
 other holes open: the average over everything the others could become. How much of it hangs on the others is told by
 `stderr`. For k = 1..K all other holes are filled by draws of the same prediction and p_l is read again, once for each
 hole; the standard error of the probability of token v is sd_k(p_l(v | z_k)) / sqrt(K). A hole whose reading does not
-change has none. Draws of one prediction are independent of each other, as in a sampler that reveals all holes but one in
-one step; so this is the error of a one-step reading, not of the data.
+change has none. Draws of one prediction are independent of each other, as in a sampler that reveals all
+holes but one in one step; so this is the error of a one-step reading, not of the data.
 """
 
 from collections.abc import Callable, Sequence

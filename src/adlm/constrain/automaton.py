@@ -46,7 +46,8 @@ except ValueError as error:
     print(json.dumps(str(error)))
 else:
     edges = {{s: list(e.items()) for s, e in index.get_transitions().items()}}
-    print(json.dumps([index.get_initial_state(), sorted(index.get_final_states()), edges]))
+    start = index.get_next_state(index.get_initial_state(), ord(">"))
+    print(json.dumps([start, sorted(index.get_final_states()), edges]))
 """
 
 
@@ -68,8 +69,11 @@ def byte_automaton(regex: str) -> ByteAutomaton:
     except ModuleNotFoundError as error:
         raise ValueError(missing_extra(error) or str(error)) from None
     command = [sys.executable, "-I", "-c", PROGRAM]
+    # The end is told: else the first alternative that matches hides longer ones, and a|ab is a. The library cannot tell
+    # it of a text that may be empty, so that one character stands before.
+    anchored = f">(?:{regex})\\z"
     try:
-        done = subprocess.run(command, input=json.dumps(regex), capture_output=True, text=True, timeout=4 * SECONDS)
+        done = subprocess.run(command, input=json.dumps(anchored), capture_output=True, text=True, timeout=4 * SECONDS)
     except subprocess.TimeoutExpired:
         done = None
     if done is None or done.returncode != 0 or not done.stdout:

@@ -177,7 +177,9 @@ class Translation:
             raise refuse(f"{place or 'the schema'} has properties or required of the wrong kind")
         unknown = [name for name in required if name not in properties]
         if unknown:
-            raise refuse(f"{place + '.' if place else ''}required names {unknown[0]!r:.60}, which properties do not have")
+            raise refuse(
+                f"{place + '.' if place else ''}required names {unknown[0]!r:.60}, which properties do not have"
+            )
         if not properties:
             return self.map(schema, more, place)
         for word in ("minProperties", "maxProperties"):
@@ -205,7 +207,9 @@ class Translation:
         low, high = bounds(schema, "minItems", "maxItems", place)
         first = schema.get("prefixItems", [])
         if schema.get("uniqueItems") and (high is None or high > 1):
-            raise refuse(f"{place + '.' if place else ''}uniqueItems is not supported: a regular expression cannot count")
+            raise refuse(
+                f"{place + '.' if place else ''}uniqueItems is not supported: a regular expression cannot count"
+            )
         if not isinstance(first, list):
             raise refuse(f"{place}.prefixItems must be a list of schemas")
         given = [self.value(one, f"{place}.prefixItems[{i}]") for i, one in enumerate(first)]
@@ -326,7 +330,8 @@ def in_order(members: Sequence[tuple[str, bool]]) -> str:
     first = next((i for i, (_, needed) in enumerate(members) if needed), None)
     if first is None:
         options = [
-            text + "".join(f"(?:{COMMA}{later})?" for later, _ in members[i + 1 :]) for i, (text, _) in enumerate(members)
+            text + "".join(f"(?:{COMMA}{later})?" for later, _ in members[i + 1 :])
+            for i, (text, _) in enumerate(members)
         ]
         return f"(?:{'|'.join(options)})?"
     before = "".join(f"(?:{text}{COMMA})?" for text, _ in members[:first])
@@ -356,7 +361,8 @@ def limits(schema: Mapping[str, Any], place: str) -> tuple[float | None, bool, f
             raise refuse(f"{place + '.' if place else ''}{word}={value!r:.40} must be a number up to 10^15")
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    out_low, out_high = above is not None and (low is None or above >= low), below is not None and (
-        high is None or below <= high
+    out_low, out_high = (
+        above is not None and (low is None or above >= low),
+        below is not None and (high is None or below <= high),
     )
     return above if out_low else low, out_low, below if out_high else high, out_high

@@ -30,7 +30,7 @@ whether a match remains possible in the positions that are left (`reachable`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +113,8 @@ class Constraint:
     automaton: TokenAutomaton
     said: str = "the constraint"
     """How messages name it."""
+    ends: dict[tuple, NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    """Of spans that were asked for, log b after their last position."""
 
     def span(self, tokens: Sequence[int], holes: tuple[int, int], start: int, stop: int) -> "Span":
         """What of the positions from `start` to before `stop` must match. `tokens` is the whole sequence as it stands,
@@ -142,7 +144,7 @@ class Constraint:
         span = self.span(tokens, (int(masked[0]), int(masked[-1]) + 1), 0, len(tokens))
         left_C = self.letters_left([*banned, mask_id])
         mass_LC = span.mass(tokens, masked, np.broadcast_to(indicator(left_C), (len(masked), len(left_C))))
-        log_b = backward(self.automaton, mass_LC, span.end(left_C), greedy=True)
+        log_b = backward(self.automaton, mass_LC, span.end([*banned, mask_id]), greedy=True)
         shorter = " or fewer" if span.open_end else ""
         given = len(mass_LC) - len(masked)
         between = f" with the {given} tokens that are given between its holes" if given else ""
@@ -172,14 +174,16 @@ class Span(NamedTuple):
         mass_LC[masked] = mass_NC
         return mass_LC[self.inside]
 
-    def end(self, left_C: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """log b after the last position: whether a match remains possible in `later` positions of these letters."""
-        a = self.constraint.automaton
-        now = a.accepting_S.copy()
-        now[a.end] = self.open_end
-        for _ in range(self.later):
-            now = np.logical_or.reduceat(left_C[a.letter_E] & now[a.target_E], a.first_S)
-        return indicator(now)
+    def end(self, banned: Sequence[int]) -> NDArray[np.float64]:
+        """log b after the last position: whether a match remains possible in `later` positions without these tokens."""
+        a, known, key = self.constraint.automaton, self.constraint.ends, (self.later, self.open_end, tuple(banned))
+        if key not in known:
+            now, left_C = a.accepting_S.copy(), self.constraint.letters_left(banned)
+            now[a.end] = self.open_end
+            for _ in range(self.later):
+                now = np.logical_or.reduceat(left_C[a.letter_E] & now[a.target_E], a.first_S)
+            known[key] = indicator(now)
+        return known[key]
 
 
 class Match(NamedTuple):
@@ -199,7 +203,7 @@ class Match(NamedTuple):
         """Letters of the masked positions, drawn together, given their log-probabilities."""
         a, inside = self.span.constraint.automaton, self.span.inside
         mass_LC = self.span.mass(self.tokens, self.masked, mass_NC)
-        log_b = backward(a, mass_LC, self.span.end(self.span.constraint.letters_left(banned)), greedy)
+        log_b = backward(a, mass_LC, self.span.end(banned), greedy)
         # counted from the first: the position in the sequence would do as well
         u_L = uniforms(seed, Stream.LETTER, step, self.span.later, torch.arange(inside.start, inside.stop)).numpy()
         found = sample_letters(a, mass_LC, log_b, self.span.state, u_L, greedy)

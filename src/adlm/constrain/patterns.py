@@ -121,7 +121,9 @@ def string_pattern(pattern: Any, place: str) -> str:
         part = PATTERN.match(body, at)
         inside = plain_set(part["set"]) if part and part["set"] else ""
         if part is None or inside is None:
-            raise refuse(f"{place + '.' if place else ''}pattern {pattern!r:.60} is not supported from {body[at:]!r:.20} on")
+            raise refuse(
+                f"{place + '.' if place else ''}pattern {pattern!r:.60} is not supported from {body[at:]!r:.20} on"
+            )
         found.append(translated(part, inside))
         at = part.end()
     free = f"{CHARACTER}*"

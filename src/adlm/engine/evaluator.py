@@ -19,7 +19,20 @@ from torch import Tensor
 from adlm.constrain.matching import Match
 from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.engine.blocks import BlockReader, Reading, own_block
-from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Drawn, Draws, Filters, Head, pieces, widen
+from adlm.engine.drawing import (
+    ANY,
+    GUIDANCE,
+    PIECES,
+    POSITION,
+    SLOT,
+    Drawer,
+    Drawn,
+    Draws,
+    Filters,
+    Head,
+    pieces,
+    widen,
+)
 from adlm.engine.graphs import MASK_SIZES, SEQUENCE_SIZES, Fixed, Graphs, Uploads, at_least
 from adlm.engine.prepare import autocast, compile_blocks, prepare
 from adlm.errors import choose

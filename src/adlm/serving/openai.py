@@ -19,19 +19,16 @@ from adlm.api.scoring import Parts, TokenLogProbs, left_to_right
 from adlm.engine import Frame, Request, block_of
 from adlm.engine.request import Limit, end_of_text
 from adlm.errors import require
-from adlm.serving.bodies import (
+from adlm.serving.answers import (
     AssistantMessage,
     ChatAnswer,
-    ChatBody,
     ChatChoice,
-    ChatMessage,
     CompletionAnswer,
-    CompletionBody,
     CompletionChoice,
     Logprobs,
-    Problem,
     Usage,
 )
+from adlm.serving.bodies import ChatBody, ChatMessage, CompletionBody, Problem
 from adlm.serving.jobs import Job, Update, within
 from adlm.serving.service import Served
 
