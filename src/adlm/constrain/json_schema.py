@@ -177,9 +177,7 @@ class Translation:
             raise refuse(f"{place or 'the schema'} has properties or required of the wrong kind")
         unknown = [name for name in required if name not in properties]
         if unknown:
-            raise refuse(
-                f"{place + '.' if place else ''}required names {unknown[0]!r:.60}, which properties do not have"
-            )
+            raise refuse(f"{place + '.' if place else ''}required names {unknown[0]!r:.60}, which is no property")
         if not properties:
             return self.map(schema, more, place)
         for word in ("minProperties", "maxProperties"):
@@ -207,9 +205,7 @@ class Translation:
         low, high = bounds(schema, "minItems", "maxItems", place)
         first = schema.get("prefixItems", [])
         if schema.get("uniqueItems") and (high is None or high > 1):
-            raise refuse(
-                f"{place + '.' if place else ''}uniqueItems is not supported: a regular expression cannot count"
-            )
+            raise refuse(f"{place + '.' if place else ''}uniqueItems is not supported: regular expressions forget")
         if not isinstance(first, list):
             raise refuse(f"{place}.prefixItems must be a list of schemas")
         given = [self.value(one, f"{place}.prefixItems[{i}]") for i, one in enumerate(first)]

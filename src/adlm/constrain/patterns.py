@@ -1,4 +1,4 @@
-"""Pieces of regular expressions for JSON: texts, whole and decimal numbers between bounds, patterns inside of quotes."""
+"""Pieces of regular expressions for JSON: texts, numbers between bounds, patterns inside of quotes."""
 
 import re
 from collections.abc import Iterator, Sequence

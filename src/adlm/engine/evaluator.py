@@ -351,8 +351,7 @@ class Evaluator:
 
 def columns_of(matches: tuple[Match, ...]) -> Iterator[tuple[slice, Match]]:
     """The columns of each sequence, with what it must match."""
-    for piece, match in zip(pieces([len(match.masked) for match in matches]), matches):
-        yield piece, match
+    yield from zip(pieces([len(match.masked) for match in matches]), matches)
 
 
 LOOKS = {
