@@ -96,6 +96,9 @@ class Translation:
                 return translate(self, schema, place)
         kinds = schema.get("type", implied_types(schema))
         kinds = kinds if isinstance(kinds, list) else [kinds]
+        if not kinds and "type" not in schema:
+            self.only(schema, ANNOTATIONS, place)
+            return any_value(ANY_DEPTH)
         if not kinds or not all(isinstance(kind, str) and kind in TYPES for kind in kinds):
             raise refuse(f"{place or 'the schema'} has type {schema.get('type')!r:.60}; known are {', '.join(TYPES)}")
         known = ANNOTATIONS | {"type"} | {word for kind in kinds for word in TYPES[kind][1]}

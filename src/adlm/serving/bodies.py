@@ -86,6 +86,8 @@ def setting(key: Key) -> tuple[Any, Any]:
         marks.append(OneOf(key.rule))
     if key.kind is int:
         marks.append(WHOLE)
+    elif key.kind is str and not marks:
+        marks.append(ENCODABLE)
     return Annotated[key.kind, *marks] | None, Field(None, description=key.help)  # type: ignore[return-value]
 
 
