@@ -135,9 +135,9 @@ def plain_set(inside: str) -> str | None:
     parts = re.findall(r"\\(.)|(.)", inside)
     if any(escaped and not (escaped in CLASSES or escaped in r"][.+*?(){}|^$/-\&~") for escaped, _ in parts):
         return None
-    if any(escaped == "\\" or plain in '["&~' for escaped, plain in parts):
+    if any(escaped == "\\" or plain in ("[", '"') for escaped, plain in parts):
         return None  # a quote or a backslash would have to be escaped in the string
-    return "".join(CLASSES[e] if e in CLASSES else "\\" + e if e else plain for e, plain in parts)
+    return "".join(CLASSES.get(e) or ("\\" + (e or plain) if e or plain in "&~" else plain) for e, plain in parts)
 
 
 def translated(part: re.Match[str], inside: str) -> str:
