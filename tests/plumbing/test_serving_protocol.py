@@ -381,7 +381,9 @@ def test_lm_eval_over_http_and_in_process_give_the_same_numbers(server, lm, caus
         answers = [[float(r[0]) for r in s["filtered_resps"]] for s in found["samples"]["local_choice"]]
         return answers, {k: v for k, v in found["results"]["local_choice"].items() if "acc" in k}
 
-    there = f"model={model},base_url={server.url}/v1/completions,tokenizer={tmp_path / 'model'},max_length={own.length - 1}"
+    there = (
+        f"model={model},base_url={server.url}/v1/completions,tokenizer={tmp_path / 'model'},max_length={own.length - 1}"
+    )
     over_http = numbers(model="local-completions", model_args=there)
     in_process = numbers(model=Harness(path=str(tmp_path / "model"), device="cpu", likelihood="left-to-right"))
     for a, b in zip(over_http[0], in_process[0]):
