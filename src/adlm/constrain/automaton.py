@@ -166,14 +166,14 @@ def lift(byte: ByteAutomaton, spelled: Sequence[bytes], eos_id: int) -> TokenAut
     S, lengths = len(byte.next_SB) - 1, np.array([len(b) for b in spelled])
     require(S * int(lengths.sum()) <= MOST_WORK, f"the constraint is too large for this vocabulary ({S} states)")
     tokens = np.flatnonzero(lengths > 0)
-    targets = spell(byte, [spelled[v] for v in tokens])
+    targets = spell(byte, [spelled[v] for v in tokens.tolist()])
     # Tokens with the same targets everywhere are one letter: told apart by random sums of 64 bits.
     random_S = np.random.default_rng(0).integers(0, 1 << 64, size=S, dtype=np.uint64)
     key = np.zeros(len(tokens), dtype=np.uint64)
     for s in range(S):
         key += random_S[s] * targets(s).astype(np.uint64)
     _, example, letter = np.unique(key, return_index=True, return_inverse=True)
-    targets = spell(byte, [spelled[v] for v in tokens[example]])
+    targets = spell(byte, [spelled[v] for v in tokens[example].tolist()])
     next_SC = np.stack([targets(s) for s in range(S)])
     return assemble(next_SC, byte, letter, tokens, len(spelled), eos_id)
 
@@ -183,7 +183,7 @@ def spell(byte: ByteAutomaton, spelled: Sequence[bytes]) -> Callable[[int], NDAr
     dead, lengths = len(byte.next_SB) - 1, np.array([len(b) for b in spelled])
     order = np.argsort(-lengths, kind="stable")
     columns = [
-        np.frombuffer(bytes(spelled[v][j] for v in order[: (lengths > j).sum()]), dtype=np.uint8)
+        np.frombuffer(bytes(spelled[v][j] for v in order[: int((lengths > j).sum())].tolist()), dtype=np.uint8)
         for j in range(int(lengths.max(initial=0)))
     ]
 
@@ -233,7 +233,7 @@ def assemble(
     letter_V = np.full(vocab_size, none)
     letter_V[tokens] = rename[letter]
     letter_V[eos_id] = eos
-    return TokenAutomaton(int(number[byte.start]), accepting_S, *edges, letter_V, eos_id)
+    return TokenAutomaton(int(number[byte.start]), accepting_S, edges[0], edges[1], edges[2], letter_V, eos_id)
 
 
 def grown(marked: NDArray[np.bool_], source: NDArray, target: NDArray) -> NDArray[np.bool_]:

@@ -60,7 +60,9 @@ def schema_of(given: Any) -> Any:
             raise refuse(f"not JSON ({error})") from None
     if not isinstance(given, (Mapping, bool)):
         raise refuse(f"must be a JSON schema or OpenAI's form of one, got {given!r:.60}")
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(given, bool):
+        return given
+    kind = given.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -75,10 +77,10 @@ def schema_of(given: Any) -> Any:
 
 def schema_regex(schema: Any) -> str:
     """The regular expression of a schema."""
-    return Translation(schema).value(schema, "")
+    return SchemaTranslation(schema).value(schema, "")
 
 
-class Translation:
+class SchemaTranslation:
     """One schema on its way to a regular expression; `root` is what $ref looks into."""
 
     def __init__(self, root: Any):
@@ -268,23 +270,23 @@ class Translation:
 
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-Translate = Callable[[Translation, Mapping[str, Any], str], str]
+Translate = Callable[[SchemaTranslation, Mapping[str, Any], str], str]
 TYPES: dict[str, tuple[Translate, tuple[str, ...]]] = {
     "object": (
-        Translation.object,
+        SchemaTranslation.object,
         ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     ),
-    "array": (Translation.array, ("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
-    "string": (Translation.string, ("minLength", "maxLength", "pattern", "format")),
-    "number": (Translation.number, BOUNDS),
-    "integer": (Translation.integer, BOUNDS),
-    "boolean": (Translation.boolean, ()),
-    "null": (Translation.null, ()),
+    "array": (SchemaTranslation.array, ("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
+    "string": (SchemaTranslation.string, ("minLength", "maxLength", "pattern", "format")),
+    "number": (SchemaTranslation.number, BOUNDS),
+    "integer": (SchemaTranslation.integer, BOUNDS),
+    "boolean": (SchemaTranslation.boolean, ()),
+    "null": (SchemaTranslation.null, ()),
 }
 """Type -> how it is written, and the keywords that say more about it."""
 SPECIAL: dict[str, Translate] = {
-    "$ref": Translation.reference, "const": Translation.values, "enum": Translation.values,
-    "anyOf": Translation.any_of, "oneOf": Translation.any_of, "allOf": Translation.any_of,
+    "$ref": SchemaTranslation.reference, "const": SchemaTranslation.values, "enum": SchemaTranslation.values,
+    "anyOf": SchemaTranslation.any_of, "oneOf": SchemaTranslation.any_of, "allOf": SchemaTranslation.any_of,
 }  # fmt: skip
 JSON_TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda v: isinstance(v, dict),

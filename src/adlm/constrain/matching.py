@@ -116,7 +116,7 @@ class Constraint:
     ends: dict[tuple, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     """Of spans that were asked for, log b after their last position."""
 
-    def span(self, tokens: Sequence[int], holes: tuple[int, int], start: int, stop: int) -> "Span":
+    def span(self, tokens: Sequence[int], holes: tuple[int, int], start: int, stop: int) -> "MatchedSpan":
         """What of the positions from `start` to before `stop` must match. `tokens` is the whole sequence as it stands,
         everything before `start` filled; `holes`: from where to where the request had holes. So the state of the
         automaton goes from window to window and from block to block, by the text between them."""
@@ -127,7 +127,7 @@ class Constraint:
             assert after is not None
             state = after
         inside = slice(max(first, start) - start, max(0, min(last, stop) - start))
-        return Span(self, inside, state, max(0, last - stop), last == len(tokens))
+        return MatchedSpan(self, inside, state, max(0, last - stop), last == len(tokens))
 
     def letters_left(self, banned: Sequence[int]) -> NDArray[np.bool_]:
         """Which letters have a token that is not banned."""
@@ -154,7 +154,7 @@ class Constraint:
         )
 
 
-class Span(NamedTuple):
+class MatchedSpan(NamedTuple):
     """A part of a canvas that must lead from `state` to a match; `later` positions will follow on another one."""
 
     constraint: Constraint
@@ -189,7 +189,7 @@ class Span(NamedTuple):
 class Match(NamedTuple):
     """What a step may draw on one canvas, or in one block."""
 
-    span: Span
+    span: MatchedSpan
     tokens: Sequence[int]
     """What stands there, masks included."""
     masked: NDArray[np.int64]
