@@ -113,6 +113,12 @@ class SamplingConfig:
     """Words that must not appear, separated by commas."""
     required: str = ""
     """Words that must appear, separated by commas; each is placed where the model finds it likely."""
+    regex: str = ""
+    """What fills the holes, from the first to the last, must match this regular expression (Rust's syntax)."""
+    choices: str = ""
+    """What fills the holes must be one of these texts, separated by commas."""
+    response_format: str = ""
+    """What fills the holes must be JSON: a schema, a file that holds one, or json_object."""
     stop: bool = False
     """End each sample at its first end-of-text token."""
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
 LAYERS = [
     "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths", "compat.pickles",
     "compat.distributed", "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config",
-    "engine", "io.export", "training", "compat.checkpoints", "compat.tensors", "compat.vocabularies",
+    "constrain", "engine", "io.export", "training", "compat.checkpoints", "compat.tensors", "compat.vocabularies",
     "compat.gguf_files", "compat.layouts", "io.released", "io.to_transformers", "io.load", "api", "reporting",
     "evaluation", "reasoning", "serving", "bench", "demo", "finetuning", "adapting", "compare", "speedrun", "commands",
     "cli", "__main__",

@@ -31,7 +31,7 @@ from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
-from adlm.io.paths import claimed, writable_file
+from adlm.io.paths import claimed, path_of, read_json, writable_file
 from adlm.io.to_transformers import CODE, save_for_transformers
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
@@ -104,8 +104,11 @@ def draw_missing(
 
 def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
-    words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in ("banned", "required")}
+    lists = ("banned", "required", "choices")
+    words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in lists}
     settings: dict[str, Any] = asdict(c) | words
+    if c.response_format and not c.response_format.lstrip().startswith("{") and c.response_format != "json_object":
+        settings["response_format"] = read_json(path_of(c.response_format))
     return lm.request(**settings)
 
 

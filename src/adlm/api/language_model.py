@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_type_hints
@@ -28,6 +28,9 @@ from torch import Tensor
 
 from adlm import tables
 from adlm.api.scoring import Parts, Score, T, score_tokens, whole
+from adlm.api.slots import SlotReads, read_slots
+from adlm.api.words import banned_and_required
+from adlm.constrain import make_constraint
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
@@ -40,7 +43,7 @@ from adlm.io.load import BOX_NAME, load_checkpoint
 from adlm.io.paths import float64_device, path_of, pick_device
 from adlm.models.network import Hidden
 from adlm.objectives import Objective
-from adlm.rules import Count, accept, rules_of
+from adlm.rules import Count, WholeNumber, accept, rules_of
 from adlm.samplers.base import with_sampler
 from adlm.schema import SamplingConfig, TrainConfig
 
@@ -62,6 +65,9 @@ class StreamSettings(TypedDict, total=False):
     stop: bool
     banned: Words
     required: Words
+    regex: str
+    choices: Words
+    response_format: str | Mapping[str, Any]
     seed: int
     sampler: str
     steps: int
@@ -211,7 +217,9 @@ class LanguageModel:
         an empty one asks for free text. `prompt` and `template` say which it is, whatever it holds.
         `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's length);
         `max_new_tokens` only those that are drawn. `stop` ends a text at its first end-of-text token. `banned` and
-        `required` are lists of words. The other settings are those of the command line's `sampling` section.
+        `required` are lists of words. What fills the holes can be held to a `regex`, to one of `choices`, or to
+        `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those of
+        the command line's `sampling` section.
         """
         with python_words():
             n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])
@@ -245,7 +253,8 @@ class LanguageModel:
 
     def request(self, text: str = "", **settings: Any) -> Request:
         """What the engine is asked for; the arguments are those of `generate`, checked by the rules of the schema."""
-        banned, required = settings.pop("banned", ()), settings.pop("required", ())
+        banned, required, choices = (settings.pop(name, ()) for name in ("banned", "required", "choices"))
+        form = settings.pop("response_format", "")
         new = accept("max_new_tokens", settings.pop("max_new_tokens"), Count) if "max_new_tokens" in settings else 0
         if text := accept("text", text, str):
             kind = "template" if LIKE_A_HOLE.search(text) else "prompt"
@@ -256,12 +265,14 @@ class LanguageModel:
             choose("setting", name, [*SETTINGS, "max_new_tokens"])
         given = {name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in settings.items()}
         c = with_sampler(SamplingConfig(**given), self.loaded.objective)
+        constraint = make_constraint(self.tokenizer, self.model.vocab_size, c.regex, choices, form)
+        c = c if constraint is None else replace(c, stop=True)
         misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, self.objective.learns_score)
         require(not misfit, f"sampling.sampler={c.sampler!r} {misfit}")
         tokens = self.canvas(c, new)
-        avoided, placed = self.words(banned, required)
+        avoided, placed = banned_and_required(self.tokenizer, banned, required)
         stop_id = self.tokenizer.eos_id if c.stop else None
-        return Request(tokens, c, c.seed, avoided, placed, stop_id)
+        return Request(tokens, c, c.seed, avoided, placed, stop_id, constraint)
 
     def canvas(self, c: SamplingConfig, new: int = 0) -> list[int]:
         """The sequence to be filled: template or prompt as tokens, masks where something is to be drawn. `new`: how
@@ -287,36 +298,6 @@ class LanguageModel:
     def sampler_of(self, configured: str) -> str:
         """The sampler of that name, or without one the model's own."""
         return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
-
-    def words(self, banned: Words, required: Words) -> tuple[list[list[int]], list[list[int]]]:
-        """Banned and required words as token sequences; a required one must not hold a banned one."""
-        for key, words in (("sampling.banned", banned), ("sampling.required", required)):
-            listed = isinstance(words, Iterable) and not isinstance(words, (str, bytes))
-            require(listed, f"{key} must be a list of texts, got {words!r:.60}")
-        avoided = [(word, v) for word in banned for v in self.variants(accept("a word of sampling.banned", word, str))]
-        placed = [(word, self.variants(accept("a word of sampling.required", word, str))[-1]) for word in required]
-        for word, tokens in placed:
-            for bad, part in avoided:
-                held = any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
-                inside = "" if bad == word else f" ({word!r} holds it)"
-                require(not held, f"sampling.required and sampling.banned both name {bad!r}{inside}")
-        return [v for _, v in avoided], [v for _, v in placed]
-
-    def variants(self, word: str) -> list[list[int]]:
-        """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""
-        require(bool(word.strip()), "a banned or required word is empty")
-        found = []
-        for text in (word, " " + word):
-            tokens = self.tokenizer.encode(text)
-            require(bool(tokens), f"the word {word!r} has no tokens in this vocabulary")
-            unknown = self.tokenizer.decode(tokens).strip().lower() != word.strip().lower()
-            require(
-                not unknown,
-                f"the word {word!r} is unknown to this vocabulary: it reads {self.tokenizer.decode(tokens)!r}",
-            )
-            if tokens not in found:
-                found.append(tokens)
-        return found
 
     def engine(self, slots: int) -> Engine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
@@ -387,6 +368,17 @@ class LanguageModel:
         tokens_BL = self.tokens(text)
         with self.using_network():
             return self.model.log_probs(tokens_BL, self.noise_level(tokens_BL))
+
+    def fill_distribution(self, template: str | Sequence[int], top: int = 5, draws: int = 0) -> SlotReads:
+        """What the model puts into every hole of a template: the likeliest tokens, entropy, and (with `draws` of the
+        other holes) how much it would still change."""
+        return whole(self.slots_in_parts(template, top, draws))
+
+    def slots_in_parts(self, template: str | Sequence[int], top: int = 5, draws: int = 0) -> Parts[SlotReads]:
+        """As `fill_distribution`; a generator that yields after every pass of the network."""
+        top, draws = accept("top", top, Count), accept("draws", draws, WholeNumber)
+        tokens_L = self.tokens(template)[0]
+        return self.in_turns(read_slots(self.model, tokens_L, self.noise_level, top, draws))
 
     def anchor_logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
         """Raw logits of the anchor network at every position: float32 [B, L, V]."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from adlm.constrain.matching import Match
 from adlm.diffusion.schedules import LogLinear, Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine.blocks import Kept, block_of
@@ -21,7 +22,7 @@ from adlm.engine.request import Frame, Request, Window, Windows, end_of_text, wi
 from adlm.engine.slots import ActiveSequence, BaseEngine
 from adlm.errors import require
 from adlm.models import Network
-from adlm.samplers.base import NOWHERE, Event, Prediction, Sampler, Trajectory, make_sampler
+from adlm.samplers.base import NOWHERE, Event, Positions, Prediction, Sampler, Trajectory, make_sampler
 from adlm.samplers.scheduled import LeftToRight
 from adlm.schema import ObjectiveConfig
 
@@ -179,6 +180,12 @@ class Engine(BaseEngine[Canvas]):
     # One network call per length of canvases, and one for all blocks
 
     def evaluate(self, chosen: list[int]) -> None:
+        matched = {i for i in chosen if self.active(i).request.constraint is not None}
+        for alike in ([i for i in chosen if i not in matched], sorted(matched)):
+            self.evaluate_alike(alike)
+
+    def evaluate_alike(self, chosen: list[int]) -> None:
+        """All of `chosen` are constrained, or none is."""
         lengths = {i: len(self.active(i).window.tokens) for i in chosen if not self.active(i).block}
         for length in sorted(set(lengths.values())):
             group = [i for i in chosen if lengths.get(i) == length]
@@ -194,8 +201,10 @@ class Engine(BaseEngine[Canvas]):
         canvases = [self.active(i) for i in drawing]
         t_B = np.zeros(reading.rows.shape[1])
         t_B[drawing] = [c.event.t * c.open_fraction for c in canvases]
-        slot_N = np.repeat(np.array(drawing, dtype=np.int64), [len(c.event.draw) for c in canvases])
-        call = Call(reading, t_B, masks(drawing, canvases), np.stack([slot_N] * 2), draws_of(drawing, canvases))
+        places, matches = self.places(drawing, canvases)
+        slot_N = np.repeat(np.array(drawing, dtype=np.int64), [len(p) for p in places])
+        draws = draws_of(drawing, canvases, places)
+        call = Call(reading, t_B, masks(drawing, canvases), np.stack([slot_N] * 2), draws, matches)
         self.settle(drawing, canvases, self.evaluator.evaluate(call, reads(canvases)))
 
     def call(self, group: list[int], canvases: list[Canvas], length: int) -> Call:
@@ -206,14 +215,38 @@ class Engine(BaseEngine[Canvas]):
         away = np.arange(n)
         away[guided] = n + np.arange(len(guided))
         t, open_fraction = np.array([(e.t, c.open_fraction) for e, c in zip(events, canvases)]).T
+        places, matches = self.places(group, canvases)
         slots = np.array([[*group, *(group[k] for k in guided)], [0] * n + [1] * len(guided)], dtype=np.int64)
         return Call(
             read=Canvases(length, slots),
             t=np.concatenate([t * open_fraction, 1 - (1 - t[guided]) * open_fraction[guided]]),
             mask=masks(group, canvases),
-            source=np.repeat(np.stack([np.arange(n), away]), [len(e.draw) for e in events], axis=1),
-            draws=draws_of(group, canvases),
+            source=np.repeat(np.stack([np.arange(n), away]), [len(p) for p in places], axis=1),
+            draws=draws_of(group, canvases, places),
+            matches=matches,
         )
+
+    def places(self, group: list[int], canvases: list[Canvas]) -> tuple[list[Positions], tuple[Match, ...]]:
+        """Positions at which predictions are needed: those that are drawn, or where texts must match all masked ones;
+        and what they must match."""
+        if not canvases or canvases[0].request.constraint is None:
+            return [c.event.draw for c in canvases], ()
+        matches = [self.match(i, c) for i, c in zip(group, canvases)]
+        return [m.masked + at for m, at in matches], tuple(m for m, _ in matches)
+
+    def match(self, i: int, canvas: Canvas) -> tuple[Match, int]:
+        """What the next event of slot i may draw, and where on its canvas that begins."""
+        request, window, mask_id = canvas.request, canvas.window, self.evaluator.mask_id
+        assert request.constraint is not None
+        tokens = self.tokens(i)
+        start = canvas.start if canvas.block else len(window.before)
+        stop = min(start + canvas.block, len(tokens)) if canvas.block else len(tokens)
+        whole = tokens + list(request.tokens[len(tokens) :])
+        holes = np.flatnonzero(np.array(request.tokens) == mask_id)
+        span = request.constraint.span(whole, (int(holes[0]), int(holes[-1]) + 1), start, stop)
+        masked = np.flatnonzero(np.array(tokens[start:stop]) == mask_id)
+        at = start - len(window.before) + window.at
+        return Match(span, tokens[start:stop], masked, np.isin(masked + at, canvas.event.draw)), at
 
     def settle(self, group: list[int], canvases: list[Canvas], predicted: Prediction) -> None:
         """After an evaluation: go on to the next event of each slot, to its next window, or end it."""
@@ -326,8 +359,8 @@ def masks(group: list[int], canvases: list[Canvas]) -> np.ndarray:
     )
 
 
-def draws_of(group: list[int], canvases: list[Canvas]) -> Draws:
-    return Draws.of([draw_settings(i, c) for i, c in zip(group, canvases)], [c.event.draw for c in canvases])
+def draws_of(group: list[int], canvases: list[Canvas], places: list[Positions]) -> Draws:
+    return Draws.of([draw_settings(i, c) for i, c in zip(group, canvases)], places)
 
 
 def draw_settings(slot: int, canvas: Canvas) -> DrawSettings:

@@ -8,7 +8,7 @@ only, too. Nothing comes to the host unless asked for. Guidance needs no second 
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +16,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adlm.constrain.matching import Match
 from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.engine.blocks import BlockReader, BlockReading, own_block
-from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Draws, Filters, Head, pieces, widen
+from adlm.engine.drawing import (
+    ANY,
+    GUIDANCE,
+    PIECES,
+    POSITION,
+    SLOT,
+    Drawer,
+    Drawn,
+    Draws,
+    Filters,
+    Head,
+    pieces,
+    widen,
+)
 from adlm.engine.graphs import MASK_SIZES, SEQUENCE_SIZES, Fixed, Graphs, Uploads, at_least
 from adlm.engine.prepare import autocast, compile_blocks, prepare
 from adlm.errors import choose
@@ -53,6 +67,9 @@ class Call(NamedTuple):
     source: NDArray[np.int64]
     """[2, N]: sequence of the call each draw reads, and the one it is guided away from."""
     draws: Draws
+    matches: tuple[Match, ...] = ()
+    """Where texts must match: what each sequence of the call may become. Its draws are then all its masked positions,
+    and those that the match names are written."""
 
 
 class Evaluator:
@@ -150,7 +167,10 @@ class Evaluator:
     ) -> tuple[Tensor, ...]:
         """Draw one piece and write it into the canvas; returns what the samplers read of each draw."""
         h_ND = self.chosen(denoiser_BLD, source, floats, guided)
-        drawn = self.drawer(h_ND, ints, floats, filters)
+        return self.write(self.drawer(h_ND, ints, floats, filters), ints, reads)
+
+    def write(self, drawn: Drawn, ints: Tensor, reads: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Put what was drawn on the canvas; returns what the samplers read of it."""
         self.canvas_SL[ints[SLOT], ints[POSITION]] = drawn.token
         log_p = self.drawer.prediction(drawn, ints) if UNFILTERED & set(reads) else drawn.log_p
         return tuple(LOOKS[name](log_p if name in UNFILTERED else drawn.log_p, drawn.token) for name in reads)
@@ -225,7 +245,7 @@ class Evaluator:
     def evaluate(self, call: Call, reads: frozenset[str] = frozenset()) -> Prediction:
         """Run one call; returns the fields of Prediction that were asked for, for all draws in order."""
         B, N, M = len(call.t), call.source.shape[1], call.mask.shape[1]
-        sizes = self.drawer.sizes(N)
+        sizes = self.drawer.sizes(N) if not call.matches else [N]
         more, more_sequences, more_masks = sum(sizes) - N, 0, 0
         if self.graphs.on:
             more_sequences, more_masks = at_least(B, SEQUENCE_SIZES) - B, at_least(M, MASK_SIZES) - M
@@ -251,7 +271,10 @@ class Evaluator:
             states = self.read_canvases(mask, rows, sigma_B, at[0] if at else None, call.read.length)
         denoiser_BLD, anchor_BLD, tokens_BL = states
         seen: list[tuple[Tensor, ...]] = []
-        for piece in pieces(sizes):
+        if call.matches:
+            h_ND = self.chosen(denoiser_BLD, source, floats, guided)
+            seen = [self.draw_matching(h_ND, ints, floats, call.draws, m, names) for m in columns_of(call.matches)]
+        for piece in pieces(sizes if not call.matches else []):
             columns = source[:, piece], ints[:, piece], floats[:, piece]
             values = self.write_draws(Fixed(denoiser_BLD), *columns, filters, guided, names)
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
@@ -263,7 +286,18 @@ class Evaluator:
             whole = places if at_BQ is None else call.source * anchor_BLD.shape[1] + call.draws.ints[POSITION]
             at_N, sequence_N = (torch.from_numpy(a[0]).to(self.device) for a in (whole, call.source))
             found["anchor"] = self.anchor_look(anchor_BLD.flatten(0, 1)[at_N], tokens_BL, sequence_N, ints[:, :N])
+        if call.matches:
+            drawn_N = np.concatenate([match.drawn for match in call.matches])
+            found |= {name: found[name][drawn_N] for name in ("normaliser", "anchor") if name in found}
         return Prediction(**found)
+
+    def draw_matching(
+        self, h_ND: Tensor, ints: Tensor, floats: Tensor, draws: Draws, own: tuple[slice, Match], reads: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        """Draw and write the positions of one sequence whose text must match."""
+        (here, match), on_host = own, Draws(draws.ints[:, own[0]], draws.floats[:, own[0]])
+        drawn = self.drawer.matching(h_ND[here], ints[:, here], floats[:, here], on_host, match)
+        return self.write(drawn, ints[:, here][:, torch.from_numpy(match.drawn).to(self.device)], reads)
 
     def told(self, sigma_B: Tensor) -> Tensor | None:
         """What the network is conditioned on."""
@@ -314,6 +348,11 @@ class Evaluator:
             logits[:, self.mask_id] = -torch.inf
             out.append(logits.log_softmax(-1)[:, words])
         return torch.cat(out).double().cpu().numpy()
+
+
+def columns_of(matches: tuple[Match, ...]) -> Iterator[tuple[slice, Match]]:
+    """The columns of each sequence, with what it must match."""
+    yield from zip(pieces([len(match.masked) for match in matches]), matches)
 
 
 LOOKS = {

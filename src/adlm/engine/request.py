@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from adlm.constrain.matching import Constraint
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.schema import SamplingConfig
@@ -26,6 +27,8 @@ class Request:
     """Token sequences that must appear: each is placed where the model finds it likeliest, by a draw."""
     stop_id: int | None = None
     """End-of-text token: the sequence ends after the first one drawn, and stops early where that changes nothing."""
+    constraint: Constraint | None = None
+    """What stands between the first and the last hole must match it."""
     watch: bool = False
     """Send a Frame after every network evaluation of this sequence (reads the canvas back each time)."""
 
@@ -83,6 +86,13 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int) -> Non
     for word in r.required:
         require(mask_id not in word, "a required word holds the mask")
         require(len(word) <= holes, f"a required word of {len(word)} tokens does not fit into {holes} holes")
+    if r.constraint is not None:
+        said = r.constraint.said
+        require(not r.required, f"sampling.required has no place beside {said}, which says itself what must appear")
+        phrases = [w for w in r.banned if len(w) > 1]
+        require(not phrases, f"beside {said} only single tokens can be banned, not phrases such as {[*phrases[0]]}"
+                if phrases else "")  # fmt: skip
+        r.constraint.check(r.tokens, mask_id, sorted(single))
 
 
 def check_length(positions: int, length: int, stride: int) -> None:

@@ -4,7 +4,8 @@ Here is `adlm serve` itself: load the models, say where they are, answer until t
 
 server.py   uvicorn with a drain on SIGTERM; the guard of every request: name, key, size, slow and lost clients
 app.py      the routes, and errors as answers
-bodies.py   bodies of requests (sampling settings generated from the schema) and of answers
+bodies.py   bodies of requests (sampling settings generated from the schema), and errors
+answers.py  bodies of answers
 service.py  what is served: a checkpoint, its defaults and limits; bodies become requests of the engine
 jobs.py     requests under way, and how they share the network
 worker.py   the thread that owns an engine

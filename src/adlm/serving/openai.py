@@ -20,18 +20,16 @@ from adlm.data.chat import Turn, prompt_ids, template_of
 from adlm.engine import Frame, Request, block_of
 from adlm.engine.request import Limit, end_of_text
 from adlm.errors import require
-from adlm.serving.bodies import (
+from adlm.serving.answers import (
     AssistantMessage,
     ChatAnswer,
-    ChatBody,
     ChatChoice,
     CompletionAnswer,
-    CompletionBody,
     CompletionChoice,
     Logprobs,
-    Problem,
     Usage,
 )
+from adlm.serving.bodies import ChatBody, ChatMessage, CompletionBody, Problem
 from adlm.serving.jobs import Job, Update, within
 from adlm.serving.service import Served
 
