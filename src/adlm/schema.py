@@ -251,8 +251,8 @@ class TrainConfig:
     global_batch_size: Count = 512
     """Sequences per optimizer step over all ranks."""
     batch_size: WholeNumber = 0
-    """Sequences per forward pass and rank, also in validation; 0: the largest that divides the global batch evenly over
-    ranks."""
+    """Most sequences per forward pass and rank, also in validation; 0: all that a rank has of the global batch. Ranks
+    that cannot share it evenly differ by one sequence."""
     length_warmup: Count = 1
     """Sequence-length warmup: at the start every sequence is cut into this many, each on its own: as many tokens and
     more times a step, and neighbours are learned first (1: none)."""
@@ -278,14 +278,29 @@ class TrainConfig:
     process, one micro-batch a step."""
     checkpoint_activations: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more time."""
-    strategy: Annotated[str, Choices(("ddp", "fsdp"))] = "ddp"
-    """ddp or fsdp, under torchrun."""
+    strategy: Annotated[str, Choices(("ddp", "fsdp", "hsdp"))] = "ddp"
+    """Under torchrun: ddp (every rank has all weights), fsdp (shards over all ranks) or hsdp (shards over the ranks of
+    a node, copies of them over nodes)."""
     spike_factor: NotNegative = 0.0
     """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
     num_threads: Annotated[int, Range(low=0, high=1024)] = 0
     """CPU threads; 0: all cores (1 per process under torchrun unless OMP_NUM_THREADS says otherwise)."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.strategy != "ddp"
+
+    def at_once(self, ranks: int) -> int:
+        """Most sequences that one of so many ranks has in a forward pass."""
+        return self.batch_size or -(-self.global_batch_size // ranks)
+
+    def micro_batches(self, ranks: int) -> int:
+        """Forward passes of an optimizer step, the same on each of so many ranks: sharded ones gather together. No
+        rank has an empty one; with batch_size=1 one of two sequences instead, where ranks share unevenly."""
+        most, least = -(-self.global_batch_size // ranks), self.global_batch_size // ranks
+        return min(-(-most // self.at_once(ranks)), least)
 
 
 @dataclass
@@ -304,6 +319,9 @@ class CheckpointConfig:
     """Resume from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
+    url: str = ""
+    """Keep checkpoints there, for nodes that share no disk: any URL of fsspec (s3://bucket/run, file:///disk/run);
+    empty: checkpoints/ in the run folder."""
 
 
 @dataclass

@@ -65,7 +65,12 @@ def checkpoint_steps(folder: Path) -> list[int]:
             f"{folder} cannot be read ({error.strerror}), so nobody knows which checkpoints it holds; make it readable,"
             " or use another out="
         ) from None
-    return sorted(int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit())
+    return sorted(step for name in names if (step := step_of(name)) is not None)
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None: the name is of something else."""
+    return int(name[5:]) if name.startswith("step-") and name[5:].isdigit() else None
 
 
 def pick_device(name: str) -> "torch.device":

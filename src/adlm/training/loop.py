@@ -113,7 +113,9 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
         consumed = run.step * cfg.train.global_batch_size
         stream = Batches(data.train, cfg.seed, cfg.train.global_batch_size, ranks.rank, ranks.size, consumed=consumed)
         batches = iter(()) if run.was_finished else iter(stream)
+        ranks.at("reading sequences", run.step)
         for batch, corrupted in corrupted_batches(objective, batches, run.step, cfg, ranks):
+            ranks.at("waiting for all ranks to count their tokens", run.step, waits=True)
             tokens = sum(micro_batch.count for micro_batch in corrupted)
             exact = torch.full((), float(tokens), dtype=torch.float64, device=ranks.float64_device)
             count = ranks.sum(exact).float()
@@ -121,10 +123,15 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
                 if cfg.model.dropout:
                     first = int(batch.examples[i * len(batch.examples) // len(corrupted)])
                     torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step, first))
-                with accumulating(wrapped, last=i == len(corrupted) - 1), ranks.autocast():
+                last, first_time = i == len(corrupted) - 1, run.step == (run.resumed_step or 0)
+                with accumulating(wrapped, last), ranks.autocast():
+                    # the first pass compiles; gradients of the last one are exchanged with all ranks
+                    ranks.at(f"computing micro-batch {i + 1} of {len(corrupted)}", run.step, long=first_time)
                     output = wrapped(micro_batch)
+                    ranks.at(f"computing gradients of micro-batch {i + 1}", run.step, waits=last, long=first_time)
                     (output.total * (ranks.size / count)).backward()
                 run.window.add(output.terms)
+            ranks.at("updating the weights", run.step)
             run.update(learning_rate_factor(cfg.optim, run.step, cfg.train.steps), count)
 
             run.log_if_due()
@@ -135,6 +142,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
             run.save_if_due()
             if run.ends:
                 break
+            ranks.at("reading sequences", run.step)
 
         if run.was_interrupted:
             run.say_interrupted()
@@ -146,6 +154,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
 
 def validate_ema(run: Run, wrapped: torch.nn.Module, objective: setup.Objective, data: setup.Data) -> None:
     """The bound of the EMA weights on the validation split."""
+    run.ranks.at("validating", run.step, long=True)
     with run.ema:
         run.bound = bound = validate(wrapped, objective, data.valid, run.cfg.train, run.ranks)
     message = f"step {run.step}: validation {bound:.4f} nats per token, perplexity {perplexity(bound):.2f}"
@@ -157,6 +166,7 @@ def export_run(run: Run, facts: dict[str, Any]) -> None:
     that of these weights, and whole. The export comes last: where it is, the rest is."""
     assert run.log is not None
     cfg, weights, folder = run.cfg, run.ema.whole(), run.folder / "export"
+    run.ranks.at("exporting", run.step, long=True)
     if run.ranks.is_main:
         tokens = run.step * cfg.train.global_batch_size * cfg.model.length
         about = {"step": run.step, "tokens": tokens, "parameters": facts["parameters"], "valid_nll": run.bound}

@@ -21,7 +21,7 @@ from adlm.models.network import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
-from adlm.training.batches import micro_batches, sequences_on
+from adlm.training.batches import sequences_on
 from adlm.training.parallel import World
 
 IDENTITY = ("origin", "packing", "max_sequences")
@@ -121,15 +121,14 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
     parameters = parameter_count(model)
     sequences = cfg.train.steps * cfg.train.global_batch_size
     tokens = sequences * cfg.model.length
-    at_once = cfg.train.batch_size or cfg.train.global_batch_size // world.size
+    at_once = cfg.train.at_once(world.size)
     bytes_per_value = 2 if world.precision == "bf16" else 4
     # weights, gradients, two moments, EMA in float32; about 18 values per position, width and block kept for the
     # backward pass (2 when recomputed); one chunk of logits
     blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
     kept = 2 if cfg.train.checkpoint_activations else 18
     state = 4 * parameters * (5 if cfg.optim.ema else 4)
-    if cfg.train.strategy == "fsdp":
-        state //= world.size
+    state //= {"ddp": 1, "fsdp": world.size, "hsdp": world.local_size}[cfg.train.strategy]
     activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
     facts: dict[str, Any] = {
         "algo": cfg.algo,
@@ -143,7 +142,7 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
         "tokens": tokens,
         "epochs": round(sequences / len(data.train), 3),
         "processes": world.size,
-        "micro_batches": micro_batches(cfg.train, world),
+        "micro_batches": cfg.train.micro_batches(world.size),
         "training_flops": flops * tokens,
         "memory_gib_estimate": round((state + activations) / 2**30, 2),
         "precision": world.precision,
