@@ -28,6 +28,7 @@ from adlm.rules import (
 )
 from adlm.schema_commands import (
     BenchConfig,
+    ClusterConfig,
     CompareConfig,
     EvalConfig,
     ReasonConfig,
@@ -347,6 +348,7 @@ class Config:
     reason: ReasonConfig = field(default_factory=ReasonConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 

@@ -1,4 +1,4 @@
-"""`torchrun -m adlm sample | evaluate | ppl | zeroshot`: ranks share the rows, and the files are those of one process."""
+"""`torchrun -m adlm sample | evaluate | ppl | zeroshot`: ranks share the rows; the files are those of one process."""
 
 import json
 import subprocess

@@ -19,6 +19,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.engine import Request, make_engine
+from adlm.errors import require
 from adlm.io import export
 from adlm.models import build_model
 from adlm.samplers.base import with_sampler
@@ -28,6 +29,7 @@ from adlm.training.batches import corrupted_batches, on_device, validate
 from adlm.training.metrics import perplexity, plot_curves
 from adlm.training.optim import learning_rate_factor
 from adlm.training.parallel import Step, World, accumulating, parallelise, world
+from adlm.training.prediction import run_prediction
 from adlm.training.run import Run, SampleHook, claimed_run_folder
 
 
@@ -44,6 +46,9 @@ class TrainResult(NamedTuple):
 
 def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
     """`adlm train`."""
+    if cfg.cluster.gpus:
+        require(dry_run, f"gpus={cfg.cluster.gpus} is for a prediction: add --dry-run; torchrun trains on many GPUs")
+        return run_prediction(cfg)
     if not dry_run:
         result = train(cfg)
         if result.finished and int(os.environ.get("RANK", 0)) == 0:

@@ -18,7 +18,7 @@ from adlm.errors import require
 from adlm.io.export import load_folder
 from adlm.models import Network, build_model
 from adlm.models.network import count_flops
-from adlm.objectives import Objective, make_objective
+from adlm.objectives import CorruptedBatch, Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
 from adlm.training.batches import sequences_on
@@ -98,11 +98,22 @@ def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float
     n = min(COUNTED_SEQUENCES, len(blocks))
     indices = np.arange(n)
     clean = sequences_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
-    corrupted = objective.corrupt(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
+    return fractions_of(objective.corrupt(clean, 0, 0.5))  # at both ends of a run gamma may be 0, and no head read
+
+
+def fractions_of(corrupted: CorruptedBatch) -> tuple[float, float]:
+    """Fractions of the positions of a batch that go through the denoiser's and the anchor network's head."""
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
         through[term.head] += len(term.positions_N)
     return through["denoiser"] / corrupted.count, through["anchor"] / corrupted.count
+
+
+def text_like(shape: tuple[int, ...], vocab_size: int) -> torch.Tensor:
+    """Tokens with frequencies like text's (1 / rank), so that there are as many anchors as in text."""
+    frequency = 1 / (torch.arange(vocab_size - 1, dtype=torch.float64) + 10)
+    n = torch.Size(shape).numel()
+    return torch.multinomial(frequency, n, replacement=True, generator=torch.Generator().manual_seed(0)).view(shape)
 
 
 def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
@@ -121,15 +132,9 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
     parameters = parameter_count(model)
     sequences = cfg.train.steps * cfg.train.global_batch_size
     tokens = sequences * cfg.model.length
-    at_once = cfg.train.at_once(world.size)
+    shards = {"ddp": 1, "fsdp": world.size, "hsdp": world.local_size}[cfg.train.strategy]
     bytes_per_value = 2 if world.precision == "bf16" else 4
-    # weights, gradients, two moments, EMA in float32; about 18 values per position, width and block kept for the
-    # backward pass (2 when recomputed); one chunk of logits
-    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
-    kept = 2 if cfg.train.checkpoint_activations else 18
-    state = 4 * parameters * (5 if cfg.optim.ema else 4)
-    state //= {"ddp": 1, "fsdp": world.size, "hsdp": world.local_size}[cfg.train.strategy]
-    activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
+    memory = memory_estimate(cfg, parameters, cfg.train.at_once(world.size), bytes_per_value, shards)
     facts: dict[str, Any] = {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
@@ -144,11 +149,21 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
         "processes": world.size,
         "micro_batches": cfg.train.micro_batches(world.size),
         "training_flops": flops * tokens,
-        "memory_gib_estimate": round((state + activations) / 2**30, 2),
+        "memory_gib_estimate": round(memory, 2),
         "precision": world.precision,
         "device": str(world.device),
     }
     return facts | {"warnings": doubts(cfg, facts["epochs"], facts["memory_gib_estimate"], memory_gib(world.device))}
+
+
+def memory_estimate(cfg: Config, parameters: int, at_once: int, bytes_per_value: int, shards: int) -> float:
+    """GiB of one device. Weights, gradients, two moments and EMA in float32, divided into shards; about 18 values per
+    position, width and block kept for the backward pass (2 when recomputed); one chunk of logits."""
+    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
+    kept = 2 if cfg.train.checkpoint_activations else 18
+    state = 4 * parameters * (5 if cfg.optim.ema else 4) // shards
+    activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
+    return (state + activations) / 2**30
 
 
 def doubts(cfg: Config, epochs: float, memory: float, available: float) -> list[str]:
