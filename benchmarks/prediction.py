@@ -58,9 +58,8 @@ def held_against(path: Path) -> None:
     print("\n| parameters | FLOPs | measured, ms | predicted, ms | apart |\n|---:|---:|---:|---:|---:|")
     for m in read_bench(path):
         ms = 1e3 * on.step(m.flops, m.parameters)
-        print(
-            f"| {m.parameters:,.0f} | {m.flops:.4g} | {1e3 * m.seconds:.2f} | {ms:.2f} | {ms / 1e3 / m.seconds - 1:+.1%} |"
-        )
+        apart = ms / 1e3 / m.seconds - 1
+        print(f"| {m.parameters:,.0f} | {m.flops:.4g} | {1e3 * m.seconds:.2f} | {ms:.2f} | {apart:+.1%} |")
 
 
 if __name__ == "__main__":

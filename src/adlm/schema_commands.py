@@ -190,8 +190,10 @@ class ServeConfig:
     """Key that requests must carry as `Authorization: Bearer KEY`; empty: $ADLM_API_KEY, or none."""
     cors: str = ""
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
+    workers: WholeNumber = 0
+    """Processes behind the port, each with all models; 0: one for each GPU."""
     slots: Count = 32
-    """Sequences of a model that share network calls."""
+    """Sequences of a model, and of a worker, that share network calls."""
     queue: Count = 256
     """Sequences that may wait for a slot; beyond, requests are answered 429."""
     max_length: WholeNumber = 0

@@ -40,7 +40,7 @@ def test_without_failures_only_saving_costs():
 
 
 def test_one_failure_by_hand(monkeypatch):
-    """At 18.6 s: the checkpoint of 10 s of work is kept, 7.6 s are lost, 5 s later the other 90 s begin, with 9 saves."""
+    """At 18.6 s: the checkpoint of 10 s of work is kept, 7.6 s are lost, 5 s later 90 s begin, with 9 saves."""
     rings = iter([18.6, 1e12])
     monkeypatch.setattr(random.Random, "expovariate", lambda self, rate: next(rings))
     assert simulate(100.0, 10.0, 1.0, 5.0, 1, 10.0) == pytest.approx((18.6 + 5 + 99, 1, 7.6))

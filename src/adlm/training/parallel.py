@@ -5,11 +5,8 @@ number of ranks and divided by the global token count before it is differentiate
 """
 
 import atexit
-import contextlib
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import require
 from adlm.io.paths import float64_device, pick_device
+from adlm.io.processes import die_with_parent
 from adlm.models import Network
 from adlm.models.backends import allow_variants, choose_attention, training_options
 from adlm.models.network import Hidden
@@ -147,7 +145,7 @@ def process_group(ranks: World) -> Iterator[None]:
     for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(key, value)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+        die_with_parent()  # the agent: a rank that nobody minds would go on beside those that replace it
     try:
         backend = "nccl" if ranks.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size)
@@ -173,14 +171,6 @@ def process_group(ranks: World) -> Iterator[None]:
 def is_loss_of_ranks(error: RuntimeError) -> bool:
     """Whether an error is about the connection to other ranks. gloo's have no class of their own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)
-
-
-def die_with_parent() -> None:
-    """Let Linux kill this process when the agent of torchrun that started it is killed: a rank that nobody minds would
-    keep the run's folder and go on beside the ranks that replace it."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class TensorsOnly(nn.Module):
