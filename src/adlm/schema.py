@@ -190,7 +190,8 @@ class DataConfig:
     name: Annotated[str, Choices(tables.CORPORA)] = "pydocs"
     """A name of the corpora table (`adlm data list`); `file` reads data.path."""
     path: Place = ""
-    """Local file or folder in the corpus' published format; empty: the hub, or the embedded corpus."""
+    """File or folder in the corpus' published format, or a URL of one (s3://bucket/texts); empty: the hub, or the
+    embedded corpus."""
     valid_path: Place = ""
     """Local file or folder of the validation split; empty: held out of `path`."""
     text_key: str = "text"
@@ -208,8 +209,10 @@ class DataConfig:
     """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
     cache_dir: Place = ""
     """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
+    engine: Annotated[str, Choices(("threads", "ray"))] = "threads"
+    """Who tokenises: threads of this machine, or ray: the cluster of RAY_ADDRESS, or one that is started here."""
     num_proc: WholeNumber = 0
-    """Threads that tokenise; 0: all cores."""
+    """Threads that tokenise, or processes of a Ray started here; 0: all cores."""
     max_sequences: WholeNumber = 0
     """Keep only this many sequences of each split (0: all), reading no further than needed."""
     root: Place = ""

@@ -160,8 +160,8 @@ def _build(
         os.environ.setdefault("RAYON_NUM_THREADS", str(cfg.num_proc))
     writer = BlockWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
     with contextlib.closing(writer), Progress(f"preparing {source.name} {source.split}") as progress:
-        shards = Shards(partial / "shards", tokenizer, progress)
-        for packed in _pack(shards.of(source.documents(stored)), cfg, source, tokenizer, stored):
+        shards = _shards(cfg, partial / "shards", tokenizer, progress)
+        for packed in _pack(shards.of_source(source, stored), cfg, source, tokenizer, stored):
             writer.write(packed)
             if writer.full:
                 break
@@ -187,6 +187,15 @@ def _build(
             }
         )
     shutil.rmtree(partial / "shards")
+
+
+def _shards(cfg: DataConfig, folder: Path, tokenizer: Tokenizer, progress: Progress) -> Shards:
+    """Who tokenises: the threads of this machine, or a cluster."""
+    if cfg.engine == "threads":
+        return Shards(folder, tokenizer, progress)
+    from adlm.data.cluster import RayShards
+
+    return RayShards(folder, tokenizer, progress, cfg)
 
 
 def _publish(partial: Path, folder: Path) -> Blocks:

@@ -39,6 +39,11 @@ def expanded(text: str | os.PathLike[str]) -> str:
     return place
 
 
+def is_url(text: str | os.PathLike[str]) -> bool:
+    """Whether a place is a URL of fsspec, and no path."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", os.fspath(text)) is not None
+
+
 def path_of(text: str | os.PathLike[str]) -> Path:
     return Path(expanded(text))
 
@@ -49,7 +54,7 @@ def absolute_paths(section: type, values: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: os.path.abspath(expanded(values[name]))
         for name in places
-        if isinstance(values.get(name), str) and values[name]
+        if isinstance(values.get(name), str) and values[name] and not is_url(values[name])
     }
 
 
