@@ -2,8 +2,8 @@
 
     python benchmarks/ray_data.py --megabytes 40 --workers 1 2
 
-First the plain path; then Ray with each number of workers; then Ray with a worker killed in the middle, which Ray mends;
-then the whole command killed in the middle, and a rerun that continues. It fails if a prepared folder differs.
+First the plain path; then Ray with each number of workers; then Ray with a worker killed in the middle, which Ray
+mends; then the whole command killed in the middle, and a rerun that continues. It fails if a prepared folder differs.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def command(corpus: Path, cache: Path, *more: str) -> list[str]:
         "data.tokenizer=bpe-2000",
         "model.length=512",
     ]
-    return [sys.executable, "-m", "adlm", "data", "prepare", "train", *keys, *more, "--json"]
+    return [sys.executable, "-m", "adlm", "data", "prepare", "train", *keys, "model.length=512", *more, "--json"]
 
 
 def prepare(line: list[str]) -> tuple[Path, dict]:

@@ -150,7 +150,7 @@ def test_a_worker_that_dies_comes_back_and_its_requests_are_answered(server, fol
 
 def test_drained_by_sigterm(folder):
     with served(folder, "grace=60") as (process, url, _), ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(infill, url, length=32, seed=s, **LONG | {"steps": 60}) for s in range(6)]
+        running = [pool.submit(infill, url, length=32, seed=s, **LONG | {"steps": 400}) for s in range(6)]
         time.sleep(0.5)
         workers = children(process)
         process.terminate()
