@@ -1,4 +1,4 @@
-"""Two replicas behind HAProxy under load, on loopback: one is killed with -9, one drained with TERM; answers are checked.
+"""Two replicas behind HAProxy under load, on loopback: one is killed with -9, one drained with TERM.
 
     python benchmarks/replicas.py --clients 16 --seconds 60
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from adlm.errors import require
 from adlm.io.paths import is_url, path_of, write_atomically
 
-INDEX = "index.json"
+INDEX = ".index.json"
 """URL of every fetched file, by its path below the folder."""
 
 

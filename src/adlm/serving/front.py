@@ -50,7 +50,7 @@ class WorkerGone(Exception):
     """The worker ended before its answer did."""
 
 
-class Head(NamedTuple):
+class AnswerHead(NamedTuple):
     """The beginning of an answer."""
 
     status: int
@@ -103,7 +103,7 @@ class WorkerProcess:
         with contextlib.suppress(OSError, WorkerGone, asyncio.TimeoutError):
             async with asyncio.timeout(2):
                 async for part in exchange(self.socket, "GET", b"/readyz", [(b"host", b"localhost")], b""):
-                    return isinstance(part, Head) and part.status == 200
+                    return isinstance(part, AnswerHead) and part.status == 200
         return False
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -135,7 +135,7 @@ def serve_alone(cfg: Config, paths: list[str], place: str) -> None:
 
 async def exchange(
     place: Path, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
-) -> AsyncGenerator[Head | bytes, None]:
+) -> AsyncGenerator[AnswerHead | bytes, None]:
     """Ask a worker: the head of its answer, then the parts of the body as they come."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(place))
@@ -155,7 +155,7 @@ async def exchange(
                 connection.receive_data(await reader.read(65536))
             elif isinstance(event, h11.Response):
                 answered = [(name, value) for name, value in event.headers.raw_items() if name.lower() not in HOP]
-                yield Head(event.status_code, [(name.lower(), value) for name, value in answered])
+                yield AnswerHead(event.status_code, [(name.lower(), value) for name, value in answered])
             elif isinstance(event, h11.Data):
                 yield bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
@@ -277,13 +277,13 @@ class Front:
         path = scope["path"]
         try:
             if path == "/healthz":
-                await respond(send, Head(200, [(b"content-type", b"text/plain; charset=utf-8")]), b"ok\n")
+                await respond(send, AnswerHead(200, [(b"content-type", b"text/plain; charset=utf-8")]), b"ok\n")
             elif path == "/readyz":
                 ready = self.ready
-                head = Head(200 if ready else 503, [(b"content-type", b"text/plain; charset=utf-8")])
+                head = AnswerHead(200 if ready else 503, [(b"content-type", b"text/plain; charset=utf-8")])
                 await respond(send, head, b"ready\n" if ready else b"not ready\n")
             elif path == "/metrics":
-                head = Head(200, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+                head = AnswerHead(200, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
                 await respond(send, head, (await self.all_metrics(scope)).encode())
             else:
                 await self.forward(scope, body, send)
@@ -304,7 +304,7 @@ class Front:
                 ) as parts:
                     head = None
                     async for part in parts:
-                        if isinstance(part, Head):
+                        if isinstance(part, AnswerHead):
                             head = part
                             continue
                         if not began:  # a head without a body could still be another worker's
@@ -329,7 +329,7 @@ class Front:
                 raise out_of_time(self.cfg.timeout)
         raise self.lost()
 
-    async def end_stream(self, head: Head | None, send: Send) -> None:
+    async def end_stream(self, head: AnswerHead | None, send: Send) -> None:
         """The end of an answer that has begun: an error event, where it is a stream of events; else the connection is
         closed before its end, which no client takes for a whole answer."""
         if head is not None and dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
@@ -370,11 +370,11 @@ class Front:
             worker.stop(signal.SIGKILL)
 
 
-async def send_head(send: Send, head: Head) -> None:
+async def send_head(send: Send, head: AnswerHead) -> None:
     await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
 
 
-async def respond(send: Send, head: Head, body: bytes) -> None:
+async def respond(send: Send, head: AnswerHead, body: bytes) -> None:
     await send_head(send, head)
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
