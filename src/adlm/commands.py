@@ -88,8 +88,9 @@ COMMANDS: dict[str, Command] = {
         " or on data=NAME, or resume the run in `out`; under torchrun on many devices",
         words=("data.path",),
         own_text=True,
-        flags={"dry-run": "print model, tokens and memory, then stop"},
-        reads=(*TRAINING, "lora", "sampling"),
+        flags={"dry-run": "print model, tokens and memory, then stop; with gpus=64 gpu=h200 predict the run on these"},
+        short="cluster",
+        reads=(*TRAINING, "lora", "sampling", "cluster"),
     ),
     "finetune": Command(
         "adlm.finetuning:run_finetune",

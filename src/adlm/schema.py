@@ -30,6 +30,7 @@ from adlm.rules import (
 )
 from adlm.schema_commands import (
     BenchConfig,
+    ClusterConfig,
     CompareConfig,
     EvalConfig,
     ReasonConfig,
@@ -282,7 +283,8 @@ class DataConfig:
     name: Annotated[str, Choices(tables.CORPORA)] = "pydocs"
     """A name of the corpora table (`adlm data list`); `file` reads data.path."""
     path: Place = ""
-    """Local file or folder in the corpus' published format; empty: the hub, or the embedded corpus."""
+    """File or folder in the corpus' published format, or a URL of one (s3://bucket/texts); empty: the hub, or the
+    embedded corpus."""
     valid_path: Place = ""
     """Local file or folder of the validation split; empty: held out of `path`."""
     text_key: str = "text"
@@ -300,8 +302,10 @@ class DataConfig:
     """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
     cache_dir: Place = ""
     """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
+    engine: Annotated[str, Choices(("threads", "ray"))] = "threads"
+    """Who tokenises: threads of this machine, or ray: the cluster of RAY_ADDRESS, or one that is started here."""
     num_proc: WholeNumber = 0
-    """Threads that tokenise; 0: all cores."""
+    """Threads that tokenise, or processes of a Ray started here; 0: all cores."""
     max_sequences: WholeNumber = 0
     """Keep only this many sequences of each split (0: all), reading no further than needed."""
     root: Place = ""
@@ -344,8 +348,8 @@ class TrainConfig:
     global_batch_size: Count = 512
     """Sequences per optimizer step over all ranks."""
     batch_size: WholeNumber = 0
-    """Sequences per forward pass and rank, also in validation; 0: the largest that divides the global batch evenly over
-    ranks."""
+    """Most sequences per forward pass and rank, also in validation; 0: all that a rank has of the global batch. Ranks
+    that cannot share it evenly differ by one sequence."""
     length_warmup: Count = 1
     """Sequence-length warmup: at the start every sequence is cut into this many, each on its own: as many tokens and
     more times a step, and neighbours are learned first (1: none)."""
@@ -371,14 +375,29 @@ class TrainConfig:
     process, one micro-batch a step."""
     checkpoint_activations: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more time."""
-    strategy: Annotated[str, Choices(("ddp", "fsdp"))] = "ddp"
-    """ddp or fsdp, under torchrun."""
+    strategy: Annotated[str, Choices(("ddp", "fsdp", "hsdp"))] = "ddp"
+    """Under torchrun: ddp (every rank has all weights), fsdp (shards over all ranks) or hsdp (shards over the ranks of
+    a node, copies of them over nodes)."""
     spike_factor: NotNegative = 0.0
     """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
     num_threads: Annotated[int, Range(low=0, high=1024)] = 0
     """CPU threads; 0: all cores (1 per process under torchrun unless OMP_NUM_THREADS says otherwise)."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.strategy != "ddp"
+
+    def at_once(self, ranks: int) -> int:
+        """Most sequences that one of so many ranks has in a forward pass."""
+        return self.batch_size or -(-self.global_batch_size // ranks)
+
+    def micro_batches(self, ranks: int) -> int:
+        """Forward passes of an optimizer step, the same on each of so many ranks: sharded ones gather together. No
+        rank has an empty one; with batch_size=1 one of two sequences instead, where ranks share unevenly."""
+        most, least = -(-self.global_batch_size // ranks), self.global_batch_size // ranks
+        return min(-(-most // self.at_once(ranks)), least)
 
 
 @dataclass
@@ -397,6 +416,9 @@ class CheckpointConfig:
     """Resume from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
+    url: str = ""
+    """Keep checkpoints there, for nodes that share no disk: any URL of fsspec (s3://bucket/run, file:///disk/run);
+    empty: checkpoints/ in the run folder."""
 
 
 @dataclass
@@ -423,6 +445,7 @@ class Config:
     reason: ReasonConfig = field(default_factory=ReasonConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 

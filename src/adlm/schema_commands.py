@@ -34,6 +34,10 @@ JUDGE_RULES = {
 """What the judge reads, by name; stated with every result, since the number depends on it."""
 
 
+GPT2_VOCABULARY = 50258
+"""GPT-2's tokens and the mask."""
+
+
 @dataclass
 class EvalConfig:
     checkpoint: Place = ""
@@ -200,8 +204,10 @@ class ServeConfig:
     """Key that requests must carry as `Authorization: Bearer KEY`; empty: $ADLM_API_KEY, or none."""
     cors: str = ""
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
+    workers: WholeNumber = 0
+    """Processes behind the port, each with all models; 0: one for each GPU."""
     slots: Count = 32
-    """Sequences of a model that share network calls."""
+    """Sequences of a model, and of a worker, that share network calls."""
     queue: Count = 256
     """Sequences that may wait for a slot; beyond, requests are answered 429."""
     max_length: WholeNumber = 0
@@ -226,8 +232,24 @@ class BenchConfig:
     """Steps timed: optimizer steps (train) or network evaluations (sample)."""
     dense: bool = True
     """Also time the reference implementation, and print the ratio."""
-    vocab_size: Annotated[int, Range(low=3)] = 50258
+    vocab_size: Annotated[int, Range(low=3)] = GPT2_VOCABULARY
     """Vocabulary, mask included (50258: GPT-2's)."""
+
+
+@dataclass
+class ClusterConfig:
+    """GPUs that are not here, for the prediction of `adlm train --dry-run gpus=64`."""
+
+    gpus: WholeNumber = 0
+    """GPUs of the run, in nodes of 8 (0: nothing is predicted)."""
+    gpu: str = "h200"
+    """A GPU by name, or the file that `adlm bench train bench.batches=16,64 out=FILE` has written on it."""
+    links: str = "450,50"
+    """GB/s that one GPU sends inside its node, and to other nodes (NVLink 4, and 400 Gbit/s for each GPU)."""
+    mtbf: Positive = 50_000.0
+    """Hours until one GPU fails, on average."""
+    price: NotNegative = 0.0
+    """Of an hour of one GPU, in any currency (0: no cost is said)."""
 
 
 @dataclass

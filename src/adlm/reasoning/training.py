@@ -36,13 +36,12 @@ from adlm.reasoning.methods import (
 from adlm.reasoning.networks import OwnNetwork, ReasoningBatch, batch_loss, build_network, make_batch
 from adlm.reasoning.tasks import load_splits, task_of
 from adlm.schema import Config
-from adlm.training.batches import micro_batches
-from adlm.training.checkpoint import note, problem_of
 from adlm.training.metrics import plot_curves
 from adlm.training.optim import Updater, learning_rate_factor
 from adlm.training.parallel import Step, World, world
 from adlm.training.run import Run, claimed_run_folder
 from adlm.training.setup import show
+from adlm.training.watch import note
 
 # What may change when a run is continued: how long it is, and how answers are written. Not how many questions are held
 # out, or from which file: the training questions are the others.
@@ -147,7 +146,7 @@ class ReasoningSetup:
         layouts = [
             lay_out(self.train[i], plan, self.markers, cfg.reason.anchor_tokens) for i in self.schedule.examples(step)
         ]
-        size = cfg.train.global_batch_size // micro_batches(cfg.train, self.ranks)
+        size = -(-cfg.train.global_batch_size // cfg.train.micro_batches(self.ranks.size))
         if size < len(layouts):
             layouts.sort(key=lambda layout: len(layout.tokens))
         gamma, mask_id, device = cfg.objective.gamma, self.tokenizer.mask_id, self.ranks.device
@@ -300,7 +299,7 @@ def best_step(run: Run) -> int:
     step = run.best_step
     if step is None or step == run.step or step not in run.checkpoints.steps():
         return run.step
-    problem = problem_of(run.checkpoints.path(step))
+    problem = run.checkpoints.problem(step)
     if problem is None:
         return step
     note(f"warning: the best checkpoint, of step {step}, is corrupt ({problem}); the last, {run.step}, is tested")

@@ -29,7 +29,7 @@ from adlm.serving.answers import (
     Logprobs,
     Usage,
 )
-from adlm.serving.bodies import ChatBody, ChatMessage, CompletionBody, Problem
+from adlm.serving.bodies import ChatBody, CompletionBody, Problem
 from adlm.serving.jobs import Job, Update, within
 from adlm.serving.service import Served
 

@@ -36,12 +36,6 @@ def batch_of(blocks: Blocks, indices: np.ndarray, examples: np.ndarray) -> Batch
     return Batch(blocks.rows(indices), blocks.attention_masks(indices), examples, blocks.prompts(indices))
 
 
-def micro_batches(cfg: TrainConfig, ranks: World) -> int:
-    """Forward passes of one rank in an optimizer step."""
-    sequences = cfg.global_batch_size // ranks.size
-    return sequences // (cfg.batch_size or sequences)
-
-
 def shortened(batch: Batch, pieces: int) -> Batch:
     """The sequence-length warmup: the same tokens in sequences of a `pieces`-th of the length, numbered anew."""
     B, L = batch.tokens.shape
@@ -70,7 +64,7 @@ def corrupted_batches(
     objective: Objective, batches: Iterator[Batch], first: int, cfg: Config, ranks: World
 ) -> Iterator[tuple[Batch, list[CorruptedBatch]]]:
     """Batches with their corrupted micro-batches, from optimizer step `first` on; beside a GPU a thread draws ahead."""
-    parts = micro_batches(cfg.train, ranks)
+    parts = cfg.train.micro_batches(ranks.size)
     steps = ((batch, corrupt(objective, batch, i, parts, cfg)) for i, batch in enumerate(batches, first))
     return read_ahead(steps) if ranks.device.type == "cuda" else steps
 
@@ -89,7 +83,7 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
     so that curves are comparable. A few sequences are read several times, at other times of the noise each."""
     found = min(len(valid), cfg.valid_sequences or len(valid))
     n = found if found >= FEWEST_VALIDATED else found * math.ceil(FEWEST_VALIDATED / found)
-    batch = cfg.batch_size or cfg.global_batch_size // ranks.size
+    batch = cfg.at_once(ranks.size)
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.float64_device)
     was_training = wrapped.training
     wrapped.eval()

@@ -19,6 +19,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.engine import Engine, Request
+from adlm.errors import require
 from adlm.io import export
 from adlm.models import build_model
 from adlm.models.lora import adapt, adapters, base_weights
@@ -29,6 +30,7 @@ from adlm.training.batches import corrupted_batches, on_device, validate
 from adlm.training.metrics import perplexity, plot_curves
 from adlm.training.optim import learning_rate_factor
 from adlm.training.parallel import Step, World, accumulating, parallelise, world
+from adlm.training.prediction import run_prediction
 from adlm.training.run import Run, SampleHook, claimed_run_folder
 
 
@@ -45,6 +47,9 @@ class TrainResult(NamedTuple):
 
 def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
     """`adlm train`."""
+    if cfg.cluster.gpus:
+        require(dry_run, f"gpus={cfg.cluster.gpus} is for a prediction: add --dry-run; torchrun trains on many GPUs")
+        return run_prediction(cfg)
     if not dry_run:
         result = train(cfg)
         if result.finished and int(os.environ.get("RANK", 0)) == 0:
@@ -117,7 +122,9 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
         consumed = run.step * cfg.train.global_batch_size
         stream = Batches(data.train, cfg.seed, cfg.train.global_batch_size, ranks.rank, ranks.size, consumed=consumed)
         batches = iter(()) if run.was_finished else iter(stream)
+        ranks.at("reading sequences", run.step)
         for batch, corrupted in corrupted_batches(objective, batches, run.step, cfg, ranks):
+            ranks.at("waiting for all ranks to count their tokens", run.step, waits=True)
             tokens = sum(micro_batch.count for micro_batch in corrupted)
             exact = torch.full((), float(tokens), dtype=torch.float64, device=ranks.float64_device)
             count = ranks.sum(exact).float()
@@ -125,10 +132,15 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
                 if cfg.model.dropout:
                     first = int(batch.examples[i * len(batch.examples) // len(corrupted)])
                     torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step, first))
-                with accumulating(wrapped, last=i == len(corrupted) - 1), ranks.autocast():
+                last, first_time = i == len(corrupted) - 1, run.step == (run.resumed_step or 0)
+                with accumulating(wrapped, last), ranks.autocast():
+                    # the first pass compiles; gradients of the last one are exchanged with all ranks
+                    ranks.at(f"computing micro-batch {i + 1} of {len(corrupted)}", run.step, long=first_time)
                     output = wrapped(micro_batch)
+                    ranks.at(f"computing gradients of micro-batch {i + 1}", run.step, waits=last, long=first_time)
                     (output.total * (ranks.size / count)).backward()
                 run.window.add(output.terms)
+            ranks.at("updating the weights", run.step)
             run.update(learning_rate_factor(cfg.optim, run.step, cfg.train.steps), count)
 
             run.log_if_due()
@@ -139,6 +151,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
             run.save_if_due()
             if run.ends:
                 break
+            ranks.at("reading sequences", run.step)
 
         if run.was_interrupted:
             run.say_interrupted()
@@ -150,6 +163,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
 
 def validate_ema(run: Run, wrapped: torch.nn.Module, objective: setup.Objective, data: setup.Data) -> None:
     """The bound of the EMA weights on the validation split."""
+    run.ranks.at("validating", run.step, long=True)
     with run.ema:
         run.bound = bound = validate(wrapped, objective, data.valid, run.cfg.train, run.ranks)
     message = f"step {run.step}: validation {bound:.4f} nats per token, perplexity {perplexity(bound):.2f}"
@@ -161,6 +175,7 @@ def export_run(run: Run) -> None:
     that of these weights, and whole. The export comes last: where it is, the rest is."""
     assert run.log is not None
     cfg, weights, folder = run.cfg, run.ema.whole(), run.folder / "export"
+    run.ranks.at("exporting", run.step, long=True)
     if run.ranks.is_main:
         tokens = run.step * cfg.train.global_batch_size * cfg.model.length
         about: dict[str, Any] = {"step": run.step, "tokens": tokens, "valid_nll": run.bound}

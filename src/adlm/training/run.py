@@ -26,13 +26,16 @@ from adlm.io.paths import absolute_paths, claimed, path_of, writable_folder, wri
 from adlm.models.lora import merged
 from adlm.schema import Config, DataConfig, ReasonConfig, as_yaml
 from adlm.tables import TOKENIZERS
-from adlm.training.checkpoint import Checkpoints, changes, check_same_run, note, tensors
-from adlm.training.metrics import LogWindow, RunLog
+from adlm.training.checkpoint import Checkpoints, changes, check_same_run, tensors
+from adlm.training.metrics import LogWindow, RunLog, read_metrics
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Interruption, Step, World
+from adlm.training.watch import note
 
 MAX_BAD_STEPS = 20
 """A run stops when this many updates in a row were skipped for a non-finite or exploding gradient."""
+LAST_PATIENCE = 10.0
+"""Seconds that a failing run of several ranks waits for its last checkpoint."""
 SampleHook = Callable[[dict[str, Tensor], Tokenizer, Config, int], str]
 """(EMA weights, tokenizer, settings, step) -> a text."""
 
@@ -72,7 +75,8 @@ class Run:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.checkpoints.finish_writing()
+        # with an exception under way a rank may be gone, and with it whoever would complete the checkpoint
+        self.checkpoints.finish_writing(patience=LAST_PATIENCE if exception[0] and self.ranks.size > 1 else None)
         self.interruption.__exit__(*exception)
         if self.log is not None:
             self.log.close()
@@ -111,7 +115,7 @@ class Run:
             if info.get("data", self.data).get("valid") != self.data.get("valid"):
                 changed += "; the validation data has changed: bounds before and after do not compare"
                 self.best, self.best_step = math.inf, None
-            plan = f"resuming {self.folder} at step {info['step']}{changed}"
+            plan = f"resuming {self.folder} at step {info['step']}{self.lost(info)}{changed}"
         self.log = RunLog(self.folder, cfg, self.resumed_step, active=ranks.is_main)
         self.was_finished = self.step >= cfg.train.steps
         if self.was_finished:
@@ -135,6 +139,19 @@ class Run:
                 f"out={self.cfg.out!r} holds adapters of {before['base']!r}, whose weights are not those of"
                 f" checkpoint.init_from={self.cfg.checkpoint.init_from!r}; use another out=",
             )
+
+    def lost(self, info: dict[str, Any]) -> str:
+        """What changed since the checkpoint: the number of ranks, and the work and time that a failure has cost where
+        torchrun has started the ranks again."""
+        before, now, said = info.get("ranks") or self.ranks.size, self.ranks.size, ""
+        if before != now:
+            said = f" with {now} rank{'s' * (now > 1)} in place of {before}"
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and "saved" in info:
+            done = max((event["step"] for event in read_metrics(self.folder)), default=self.step)
+            said += (
+                f"; lost {max(0, done - self.step)} steps, {time.time() - info['saved']:.1f} s since that checkpoint"
+            )
+        return said
 
     def restore(self, info: dict[str, Any]) -> None:
         """Tensors and counters of a checkpoint."""
@@ -202,6 +219,7 @@ class Run:
         assert self.log is not None
         weights = merged(self.ema.whole(), self.cfg.lora)
         if self.ranks.is_main:
+            self.ranks.at("drawing a sample", self.step, long=True)
             try:
                 text = sample(weights, self.tokenizer, self.cfg, self.step)
             except (ValueError, torch.OutOfMemoryError) as error:  # a picture of the run, and not the run
@@ -226,6 +244,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint; beside training, unless the run ends: then a failure is raised and not only reported."""
+        self.ranks.at("saving a checkpoint", self.step)
         info = {
             "step": self.step,
             "best": None if math.isinf(self.best) else self.best,
@@ -233,6 +252,8 @@ class Run:
             "bound": self.bound,
             "ema_n": self.ema.n,
             "decay_all": self.decay_all,
+            "ranks": self.ranks.size,
+            "saved": time.time(),
             "window": self.window.state(),
             "tokenizer": self.tokenizer.fingerprint,
             "data": self.data,

@@ -20,10 +20,10 @@ from adlm.io.paths import BOX, BOX_NAME
 from adlm.models import Network, build_model
 from adlm.models.lora import adapt, base_weights, weights_digest
 from adlm.models.network import count_flops
-from adlm.objectives import Objective, make_objective
+from adlm.objectives import CorruptedBatch, Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
-from adlm.training.batches import batch_of, micro_batches, sequences_on
+from adlm.training.batches import batch_of, sequences_on
 from adlm.training.parallel import World
 
 IDENTITY = ("origin", "packing", "max_sequences")
@@ -120,11 +120,23 @@ def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float
     indices = np.arange(n)
     clean = sequences_on(torch.device("cpu"), batch_of(blocks, indices, indices), n)
     until = objective.cfg.gamma_until
-    corrupted = objective.corrupt(clean, 0, until / 2)  # at both ends gamma may be 0, and no head read for it
+    scored, anchors = fractions_of(objective.corrupt(clean, 0, until / 2))  # at both ends gamma may be 0
+    return scored, until * anchors
+
+
+def fractions_of(corrupted: CorruptedBatch) -> tuple[float, float]:
+    """Fractions of the positions of a batch that go through the denoiser's and the anchor network's head."""
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
         through[term.head] += len(term.positions_N)
-    return through["denoiser"] / corrupted.count, until * through["anchor"] / corrupted.count
+    return through["denoiser"] / corrupted.count, through["anchor"] / corrupted.count
+
+
+def text_like(shape: tuple[int, ...], vocab_size: int) -> torch.Tensor:
+    """Tokens with frequencies like text's (1 / rank), so that there are as many anchors as in text."""
+    frequency = 1 / (torch.arange(vocab_size - 1, dtype=torch.float64) + 10)
+    n = torch.Size(shape).numel()
+    return torch.multinomial(frequency, n, replacement=True, generator=torch.Generator().manual_seed(0)).view(shape)
 
 
 def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
@@ -144,16 +156,9 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
     parameters, trained = parameter_count(model), parameter_count(model, trained=True)
     sequences = cfg.train.steps * cfg.train.global_batch_size
     tokens = sequences * cfg.model.length
-    at_once = cfg.train.batch_size or cfg.train.global_batch_size // world.size
+    shards = {"ddp": 1, "fsdp": world.size, "hsdp": world.local_size}[cfg.train.strategy]
     bytes_per_value = 2 if world.precision == "bf16" else 4
-    # weights in float32, and of those that train gradients, two moments, EMA; about 18 values per position, width and
-    # block kept for the backward pass (2 when recomputed); one chunk of logits
-    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
-    kept = 2 if cfg.train.checkpoint_activations else 18
-    state = 4 * (parameters + trained * (4 if cfg.optim.ema else 3))
-    if cfg.train.strategy == "fsdp":
-        state //= world.size
-    activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
+    memory = memory_estimate(cfg, parameters, trained, cfg.train.at_once(world.size) * bytes_per_value, shards)
     facts: dict[str, Any] = {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
@@ -167,13 +172,24 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
         "tokens": tokens,
         "epochs": round(sequences / len(data.train), 3),
         "processes": world.size,
-        "micro_batches": micro_batches(cfg.train, world),
+        "micro_batches": cfg.train.micro_batches(world.size),
         "training_flops": flops * tokens,
-        "memory_gib_estimate": round((state + activations) / 2**30, 2),
+        "memory_gib_estimate": round(memory, 2),
         "precision": world.precision,
         "device": str(world.device),
     }
     return facts | {"warnings": doubts(cfg, facts["epochs"], facts["memory_gib_estimate"], memory_gib(world.device))}
+
+
+def memory_estimate(cfg: Config, parameters: int, trained: int, sequence_bytes: int, shards: int) -> float:
+    """GiB of one device. Weights in float32, and of those that train gradients, two moments and EMA, divided into
+    shards; about 18 values per position, width and block kept for the backward pass (2 when recomputed); one chunk of
+    logits. `sequence_bytes`: sequences at once times the bytes of a value."""
+    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
+    kept = 2 if cfg.train.checkpoint_activations else 18
+    state = 4 * (parameters + trained * (4 if cfg.optim.ema else 3)) // shards
+    activations = sequence_bytes * cfg.model.length * cfg.model.hidden_size * blocks * kept
+    return (state + activations) / 2**30
 
 
 def doubts(cfg: Config, epochs: float, memory: float, available: float) -> list[str]:
