@@ -7,6 +7,7 @@ only, too. Nothing comes to the host unless asked for. Guidance needs no second 
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,10 @@ class Call(NamedTuple):
     draws: Draws
 
 
+Observer = Callable[["Call", Tensor, Tensor], None]
+"""Told of a call, the tokens it read [B, L] and the anchor network's states there [B, L, D]."""
+
+
 class Evaluator:
     def __init__(
         self,
@@ -78,6 +83,7 @@ class Evaluator:
         self.fixed_SL = torch.zeros(slots + 1, self.length, dtype=torch.bool, device=self.device)
         self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
         self.spare = slots
+        self.observer: Observer | None = None
         self.upload = Uploads(self.device)
         if cuda and self.bf16:
             choose_attention(slots, model.config, self.device, backward=False)
@@ -225,6 +231,8 @@ class Evaluator:
         denoiser_BLD, anchor_BLD, tokens_BL = self.read_canvases(
             mask, slots, sigma_B, at[0] if at else None, call.length
         )
+        if self.observer is not None and anchor_BLD is not None:
+            self.observer(call, tokens_BL, anchor_BLD)
         seen: list[tuple[Tensor, ...]] = []
         for piece in pieces(sizes):
             columns = source[:, piece], ints[:, piece], floats[:, piece]
