@@ -73,6 +73,7 @@ class Film:
                 "length": len(r.tokens),
                 "tokens": tokens,
                 "texts": texts,
+                "longest": self.served.longest_token,
                 "fixed": [l for l, t in enumerate(r.tokens) if t != self.mask],
                 "special": sorted(tok.special_ids - {tok.mask_id}),
             },
