@@ -15,6 +15,16 @@ const button = (text, className, act) => {
   return made;
 };
 
+/** A word without the brackets before and the marks after it; null where nothing is left. */
+export function lettersOf(range, texts) {
+  if (!range) return null;
+  let [from, to] = range;
+  const isMark = (i) => !/[\p{L}\p{N}]/u.test(texts[i]);
+  while (from < to && isMark(from) && texts[from] !== "") from++;
+  while (to > from && isMark(to - 1) && texts[to - 1] !== "") to--;
+  return from < to ? [from, to] : null;
+}
+
 /** The hole a word leaves, as a request: exact tokens for the model that wrote them, else the text. */
 export function holeFor(ids, texts, [from, to], length, own) {
   const hole = { kind: "hole", length, was: [] };
@@ -64,7 +74,7 @@ export function makeAlternatives({ settings, models, onTake, onCut, onError }) {
 
   function ask(lane, position) {
     const { ids, texts } = lane.state();
-    const range = wordAt(ids, texts, position);
+    const range = lettersOf(wordAt(ids, texts, position), texts);
     if (!range) return;
     close();
     const was = texts.slice(...range).join("");

@@ -10,18 +10,18 @@ const element = (name, className = "", text = "") =>
 /** Spaces around a token carry no colour: only what is read does. */
 const split = (text) => /^(\s*)(.*?)(\s*)$/s.exec(text).slice(1);
 
-function tokenParts({ text, look }) {
+function tokenParts({ text, look }, first) {
   const [before, middle, after] = split(text);
-  return [before, element("b", look, middle), after];
+  return [first ? "" : before, element("b", look, middle), after];
 }
 
 /** A mask in the place of its token: the token's letters, unseen, give it its width. A guess is shown if it fits. */
-function placedHole({ text, look, room }) {
+function placedHole({ text, look, room }, first) {
   const [before, middle, after] = split(room);
   const hole = element("i", `hole ${look}`, middle || "\u00a0\u00a0");
   if (text && text.length <= Math.max(2, middle.length)) hole.append(element("em", "", text));
   else if (text) hole.dataset.full = text;
-  return [before, hole, after];
+  return [first ? "" : before, hole, after];
 }
 
 /** A mask whose token is not known: as wide as an average one, or as its guess. */
@@ -34,6 +34,7 @@ function openHole({ text, look }, width) {
 /** `onWord(position)` is called when a word is clicked. */
 export function makeCanvas(root, onWord = () => {}) {
   let tape = null, state = null, spans = [], keys = [], hovered = [], lineWidth = 0, k = 0, first = false, changed = null;
+  let beginnings = new Set(); // positions that begin a line: their space stays behind
 
   function reset(next) {
     tape = next;
@@ -50,6 +51,8 @@ export function makeCanvas(root, onWord = () => {}) {
     spans.forEach((span, i) => (span.dataset.i = i));
     lineWidth = root.clientWidth;
     const firsts = tape.end ? set() : guessLines(tape.start, emWidth());
+    beginnings = new Set(firsts);
+    if (tape.special.has(tape.start.tokens[0])) beginnings.add(1); // a begin token shows as nothing
     const lines = firsts.map((from, n) => {
       const line = element("span", "line");
       const before = (tape.end?.texts ?? tape.start.texts)[from - 1] ?? "";
@@ -68,7 +71,7 @@ export function makeCanvas(root, onWord = () => {}) {
     spans.forEach((span, i) => {
       const id = tokens[i] ?? null;
       const text = id === null ? "\u00a0\u00a0" : shownText(texts[i], tape.special.has(id), false);
-      span.replaceChildren(...tokenParts({ text, look: "" }));
+      span.replaceChildren(...tokenParts({ text, look: "" }, i === 0));
       flow.append(span);
       if (texts[i].includes("\n")) flow.append(document.createElement("br"));
     });
@@ -84,16 +87,17 @@ export function makeCanvas(root, onWord = () => {}) {
   }
 
   function paint(span, c) {
-    const look = changed?.has(Number(span.dataset.i)) ? `${c.look} changed`.trim() : c.look;
+    const i = Number(span.dataset.i), begins = beginnings.has(i);
+    const look = changed?.has(i) ? `${c.look} changed`.trim() : c.look;
     if (c.kind === "hole") {
-      span.replaceChildren(...(c.room === null ? openHole(c, maskWidth(tape.start)) : placedHole(c)));
+      span.replaceChildren(...(c.room === null ? openHole(c, maskWidth(tape.start)) : placedHole(c, begins)));
       span.firstElementChild.setAttribute("aria-hidden", "true"); // a mask is not text to be read out
       return;
     }
     // The same text with another look keeps its element, so that colours can fade.
     const word = span.querySelector("b");
-    if (word && span.textContent === c.text) word.className = look;
-    else span.replaceChildren(...tokenParts({ ...c, look }));
+    if (word && span.textContent === (begins ? c.text.trimStart() : c.text)) word.className = look;
+    else span.replaceChildren(...tokenParts({ ...c, look }, begins));
   }
 
   /** Show index `next` of the tape. */
@@ -101,15 +105,23 @@ export function makeCanvas(root, onWord = () => {}) {
     unhover();
     k = Math.min(next, tape.frames.length);
     state = stateAt(tape, k);
-    const times = first ? levels() : null;
+    const times = first ? levels() : null, touched = new Set();
     for (let i = 0; i < spans.length; i++) {
       const c = cell(state, i, tape, times);
       const key = keyOf(c);
       if (key === keys[i]) continue;
       keys[i] = key;
       paint(spans[i], c);
+      touched.add(spans[i].parentElement);
     }
+    condense([...touched]);
     return state;
+  }
+
+  /** A line whose words are longer than was thought is set narrower: nothing moves to another line. */
+  function condense(lines) {
+    const fits = lines.map((line) => Math.min(1, line.clientWidth / line.scrollWidth));
+    lines.forEach((line, n) => (line.style.transform = fits[n] < 1 ? `scaleX(${fits[n]})` : ""));
   }
 
   function levels() {

@@ -37,7 +37,7 @@ export function cell(state, i, tape, times = null) {
   if (text === "" && !special && live) return { kind: "hole", text: "", look: "part", room: null };
   const given = tape.fixed.has(i);
   const looks = [given ? "given" : "", special ? "special" : ""];
-  if (times) looks.push(times[i] === null ? "" : `t${times[i]}`);
+  if (times) looks.push(times[i] === null || special ? "" : `t${times[i]}`);
   else looks.push(!given && state.fresh.has(i) ? "new" : "");
   if (tape.marked.has(i) && last === id) looks.push("telling");
   return { kind: "token", text: shownText(text, special, live), look: looks.filter(Boolean).join(" "), room: null };

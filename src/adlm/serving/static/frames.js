@@ -53,7 +53,7 @@ export function finish(tape, end) {
     else set.push([i, id, end.texts[i]]);
   }
   if (set.length || unset.length) {
-    append(tape, { step: last ? last.step : 0, nfe: end.nfe, masked: unset.length ? last?.masked ?? 1 : 0, set, unset });
+    append(tape, { step: last ? last.step : end.nfe, nfe: end.nfe, masked: unset.length ? last?.masked ?? 1 : 0, set, unset });
   }
   tape.end = end;
 }

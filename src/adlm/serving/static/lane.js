@@ -30,12 +30,12 @@ function makeFrame(index) {
   editor.setAttribute("role", "group");
   editor.setAttribute("aria-label", "Words; press one to make a hole");
   root.append(head, canvas, editor, status);
-  return { root, head, title, copy, canvas, editor, status };
+  return { root, title, copy, canvas, editor, status };
 }
 
 /** A lane in the page. `onWord(lane, position)` when a word of its canvas is clicked; `ranks()`: see words.js. */
 export function makeLane(index, onWord, ranks) {
-  const { root, head, title, copy, canvas, editor, status } = makeFrame(index);
+  const { root, title, copy, canvas, editor, status } = makeFrame(index);
   const lane = { root, editor, canvas, tape: null, empty: true, past: [] };
   const view = makeCanvas(canvas, (position) => onWord(lane, position));
   let first = false;
@@ -49,7 +49,7 @@ export function makeLane(index, onWord, ranks) {
   function name({ model, sampler, seed }, recorded = false) {
     lane.recorded = recorded;
     lane.name = sampler === "autoregressive" ? "left to right" : sampler;
-    title.textContent = [recorded ? "Recorded" : "", sampler, model].filter(Boolean).join(" · ");
+    title.textContent = [recorded ? "Recorded" : "", lane.name, model].filter(Boolean).join(" · ");
     title.title = `seed ${seed}`;
   }
 
@@ -78,6 +78,7 @@ export function makeLane(index, onWord, ranks) {
 
   /** Another text in the place of this one; `undo` brings the present one back. */
   lane.replace = (tape) => {
+    lane.loosen();
     lane.past.push(lane.tape);
     put(tape);
     if (tape.end) mark();
@@ -116,6 +117,7 @@ export function makeLane(index, onWord, ranks) {
     else if (event === "end") {
       finish(lane.tape, data);
       mark();
+      lane.loosen(); // the lines are known now
       view.relay();
     }
     return event !== "start";
@@ -165,6 +167,5 @@ export function makeLane(index, onWord, ranks) {
     }
     setTimeout(() => (copy.textContent = "Copy text"), 1500);
   });
-  head.hidden = false;
   return lane;
 }

@@ -3,7 +3,8 @@
 
 const EM_PER_TOKEN = 2.15; // width of an average token with its space, in proportional type
 const EM_PER_BYTE = 0.75;
-const SLACK = 1.06; // lines that turn out longer than the average still fit
+const SPREAD = 1.1; // standard deviation of that width
+const SURE = 1.6; // standard deviations of a line that must still fit
 
 /** Width of a mask whose token is not known, in em. */
 export const maskWidth = (start) => (start.longest === 1 ? EM_PER_BYTE : EM_PER_TOKEN) - 0.3;
@@ -11,35 +12,32 @@ export const maskWidth = (start) => (start.longest === 1 ? EM_PER_BYTE : EM_PER_
 /** First positions of lines for a run that begins, `width` em wide: known words by their length, masks by the average. */
 export function guessLines(start, width) {
   const firsts = [0], average = maskWidth(start) + 0.3;
-  let used = 0;
+  let used = 0, masks = 0;
   start.texts.forEach((text, i) => {
-    const wide = text === null ? average * SLACK : 0.48 * [...text].length;
+    const wide = text === null ? average : 0.5 * [...text].length;
     const mayBreak = text === null || /^\s/.test(text) || start.texts[i - 1] === null;
-    if (i > 0 && ((used + wide > width && mayBreak) || /\n/.test(start.texts[i - 1] ?? ""))) {
+    const room = width - SURE * SPREAD * Math.sqrt(masks);
+    if (i > 0 && ((used + wide > room && mayBreak) || /\n/.test(start.texts[i - 1] ?? ""))) {
       firsts.push(i);
-      used = 0;
+      used = masks = 0;
     }
     used += wide;
+    masks += text === null;
   });
   return firsts;
 }
 
-/** First positions of lines in a text that the browser has set: a line begins where a word stands lower than the one
- * before it. Several spans may be one word; a break inside it (a word longer than a line) is left to the line. */
+/** First positions of lines in a text that the browser has set: a line begins where a span stands lower than the one
+ * before it. */
 export function measuredLines(spans, texts) {
   const firsts = [0];
-  let top = null;
+  let middle = null;
   spans.forEach((span, i) => {
-    const rects = (span.querySelector("b, i") ?? span).getClientRects();
-    if (!rects.length) return;
-    const middle = (rects[0].top + rects[0].bottom) / 2;
-    const after = /\n/.test(texts[i - 1] ?? "");
-    if (top !== null && (after || (middle > top + rects[0].height / 2 && wordBegins(texts, i)))) {
-      if (i > firsts.at(-1)) firsts.push(i);
-    }
-    top = middle;
+    const [rect] = (span.querySelector("b") ?? span).getClientRects();
+    if (!rect) return;
+    const now = (rect.top + rect.bottom) / 2;
+    if (middle !== null && (now > middle + rect.height / 2 || /\n/.test(texts[i - 1] ?? ""))) firsts.push(i);
+    middle = now;
   });
   return firsts;
 }
-
-const wordBegins = (texts, i) => /^\s/.test(texts[i] ?? "") || /\s$/.test(texts[i - 1] ?? "") || (texts[i] ?? "") === "";

@@ -43,14 +43,13 @@ const plots = [
 const race = makeRace($("board"));
 const written = () => lanes.filter((lane) => lane.tape && !lane.empty);
 const runs = makeRuns({
-  lanes: () => lanes, written, show, changed: () => changed(player.now()), player, notice, race,
+  lanes: () => lanes, written, show, changed: () => changed(player.now()), edited, player, notice, race,
   prepare(settings) {
     cutting.leave();
     alternatives.close();
     last = settings;
     layLanes(settings.compare ? 2 : 1);
     pressed("before", false);
-    edited();
   },
 });
 const cutting = makeCutting({
@@ -286,6 +285,7 @@ function openLink() {
   const problem = unknownName(whole, models);
   form.write(whole);
   if ("seed" in settings) $("vary").checked = false;
+  $("lanes").classList.remove("waiting");
   const { tokens, template, ...rest } = whole;
   keepHoles(tokens || template ? { tokens, template } : null);
   describeModel();
@@ -312,13 +312,14 @@ async function playFilm() {
     player.grow(lanes[0].tape.frames.length);
     player.end();
   } catch { /* an ornament: without it there are masks */ }
+  $("lanes").classList.remove("waiting");
 }
 
 async function load() {
   try {
     form.setModels(await api.models());
     notice.accepted();
-    $("generate").disabled = false;
+    $("generate").disabled = $("race").disabled = false;
     openLink();
   } catch (error) {
     notice.show(error);
@@ -348,6 +349,6 @@ $("charts").addEventListener("toggle", () => changed(player.now()));
 addEventListener("hashchange", openLink);
 // A phone shows the text first; the settings unfold on request.
 $("settings").open = matchMedia("(min-width: 60rem)").matches;
-$("race").hidden = true;
+drawChips($("chips"), null, true, pick);
 layLanes(1);
 loadRanks().then((found) => (ranks = found), () => {}).then(() => location.hash || playFilm()).finally(load);

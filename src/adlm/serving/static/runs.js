@@ -5,7 +5,7 @@ import { bodyFor } from "./state.js";
 
 const $ = (id) => document.getElementById(id);
 
-/** page: {lanes(), layLanes(count), written(), show(k), changed(), player, notice, race}. */
+/** page: {lanes(), written(), show(k), changed(), prepare(settings), edited(), player, notice, race}. */
 export function makeRuns(page) {
   const { player, notice, race } = page;
   let controller = null; // of the run in progress
@@ -52,6 +52,7 @@ export function makeRuns(page) {
           say("");
         } else {
           notice.accepted();
+          page.edited();
           begun = true;
           player.expect(Math.max(...page.written().map((l) => expectedFrames(l.tape.start))));
           lane.show(0);

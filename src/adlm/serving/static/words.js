@@ -32,5 +32,5 @@ export function markedPositions(ids, texts, given, ranks) {
   }
   const rare = words.filter((w) => w.rank >= FIRST_RANK && !w.positions.some((i) => given.has(i)));
   rare.sort((a, b) => b.rank - a.rank);
-  return new Set(rare.slice(0, Math.floor(words.length * MOST)).flatMap((w) => w.positions));
+  return new Set(rare.slice(0, Math.floor(words.length * MOST)).flatMap((w) => w.positions).filter((i) => /\p{L}/u.test(texts[i])));
 }
