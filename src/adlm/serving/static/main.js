@@ -73,7 +73,7 @@ const alternatives = makeAlternatives({
 function layLanes(count = form.read().compare ? 2 : 1) {
   while (lanes.length > count) lanes.pop().root.remove();
   while (lanes.length < count) {
-    const lane = makeLane(lanes.length, (from, position) => !runs.isRunning() && alternatives.ask(from, position), () => ranks);
+    const lane = makeLane(lanes.length, clicked, () => ranks);
     lane.whatCameFirst($("camefirst").ariaPressed === "true");
     lanes.push(lane);
     $("lanes").append(lane.root);
@@ -81,6 +81,13 @@ function layLanes(count = form.read().compare ? 2 : 1) {
   $("lanes").classList.toggle("two", count === 2);
   for (const lane of lanes) if (!lane.tape || lane.empty) lane.blank(blankTexts());
   changed(player.now());
+}
+
+/** A word of a finished text has alternatives; one of a text in the making becomes a hole beside the others. */
+function clicked(lane, position) {
+  if (runs.isRunning()) return;
+  if (lane.state().ids.includes(null)) cutting.cutAt(lane, position);
+  else alternatives.ask(lane, position);
 }
 
 /** What a run would start from: the text with its holes, or masks. */
