@@ -25,7 +25,7 @@ whatever anyone anybody anything someone somebody something everyone everybody e
 aboard about above across after against along alongside amid amidst among amongst around as aside at atop barring before
 behind below beneath beside besides between betwixt beyond by circa concerning considering despite down during except
 excepting excluding following for from given in including inside into like minus near nearby next notwithstanding of off
-on onto opposite out outside over past pending per plus prior pro regarding round save since than through throughout thru
+on onto opposite out outside over past pending per plus prior pro regarding round save since further than through throughout thru
 till to toward towards under underneath unlike until unto up upon upward upwards versus via vis with within without worth
 and or but if unless because although though while whilst whereas whereby wherein whereupon wherever whenever when where
 why how so then thus hence therefore thereby therein thereof thereafter thereupon hereby herein hereafter however

@@ -302,7 +302,6 @@ def test_layout_shift_of_a_run_stays_small(visit):
 
 def test_what_came_first_colours_words_by_the_step_at_which_they_settled(visit):
     page = visit()
-    page.wait_for_selector(".canvas .cell")
     generate(page, seed=1, steps=16, length=32)
     page.click("#camefirst")
     levels = page.evaluate("""() => [...document.querySelectorAll(".canvas b:not(.special)")].map(b =>
@@ -499,7 +498,7 @@ def test_a_race_of_diffusion_against_left_to_right(visit, server):
     page.wait_for_function("() => !document.getElementById('board').textContent.includes('…')")
     rows = page.locator("#board tr").all_inner_texts()
     names = [row.split("\t")[0] for row in rows]
-    assert names == ["", "mdlm", "left to right"]
+    assert names == ["sampler", "mdlm", "left to right"]
     (_, clock, nfe, rate, nats), (_, slow, slow_nfe, one, _) = (row.split("\t") for row in rows[1:])
     texts = [server.lm.generate(seed=9, sampler=s, steps=8, top_p=0.9)[0] for s in ("mdlm", "autoregressive")]
     assert same(written(page, 0), texts[0].text) and same(written(page, 1), texts[1].text)
@@ -606,7 +605,7 @@ def test_a_saved_page_opens_again_and_plays(visit, browser, tmp_path):
     assert saved.locator(".canvas .hole").count() > 5
     saved.click("#camefirst")
     scrub(saved, last_frame(saved))
-    assert saved.locator(".canvas .t0, .canvas .t1").count() > 0 and not amiss
+    assert saved.locator(".canvas :is(.t0, .t1, .t2, .t3, .t4, .t5, .t6)").count() > 0 and not amiss
     context.close()
 
 
@@ -636,7 +635,7 @@ def test_a_saved_gif_is_an_animation_that_ends_with_the_text(visit, tmp_path):
     def far(one):
         return sum(abs(a - b) for a, b in zip(one.convert("L").resize((60, 12)).tobytes(), whole.tobytes())) / 720
 
-    assert far(pictures[-1]) < 6 < far(pictures[0])
+    assert far(pictures[-1]) < 0.5 * far(pictures[0]), (far(pictures[-1]), far(pictures[0]))
 
 
 def overflow(page):
@@ -775,8 +774,8 @@ def test_a_run_that_waits_is_told_its_place_in_the_queue(visit, folder, monkeypa
     with serving({"tiny": load(folder, "cpu")}, slots=1) as small, contextlib.ExitStack() as streams:
         page = visit(url=small.url)
         page.evaluate("""() => {
-            window.said = [];
-            new MutationObserver(() => said.push(document.getElementById("said").textContent))
+            window.seen = [];
+            new MutationObserver(() => seen.push(document.getElementById("said").textContent))
                 .observe(document.getElementById("said"), { childList: true });
         }""")
         settings(page, seed=1, length=16)
@@ -785,7 +784,7 @@ def test_a_run_that_waits_is_told_its_place_in_the_queue(visit, folder, monkeypa
             stream = streams.enter_context(httpx.stream("POST", small.url + "/v1/frames", json=long, timeout=30))
             next(stream.iter_lines())
         page.click("#generate")
-        page.wait_for_function("() => said.some(text => /^Number [1-9] in the queue/.test(text))")
+        page.wait_for_function("() => seen.some(text => /^Number [1-9] in the queue/.test(text))")
         streams.close()
         finished(page)
 

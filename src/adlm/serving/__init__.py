@@ -8,6 +8,7 @@ bodies.py   bodies of requests (sampling settings generated from the schema) and
 service.py  what is served: a checkpoint, its defaults and limits; bodies become requests of the engine
 jobs.py     requests under way, and how they share the network
 worker.py   the thread that owns an engine
+characters.py  bytes of tokens as characters
 frames.py   canvases as server-sent events, and the anchor network's guesses
 openai.py   OpenAI's completions and chat completions
 metrics.py  counters in Prometheus' text format

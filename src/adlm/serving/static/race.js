@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 
 const DRAWS = 32; // of noise, for a score
-const COLUMNS = ["", "clock", "evaluations", "tokens per evaluation", "nats per token"];
+const COLUMNS = ["sampler", "clock", "evaluations", "tokens per evaluation", "nats per token"];
 
 const cell = (text, name = "td") => Object.assign(document.createElement(name), { textContent: text });
 
