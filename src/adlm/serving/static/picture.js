@@ -30,7 +30,7 @@ function drawMark(pixels, mark, box) {
       pixels.fill();
     }
     const text = label ? label.textContent : mark.textContent;
-    if (!visible(inner.color) || rect !== mark.getClientRects()[0] && text.length < 2) continue;
+    if (!visible(inner.color)) continue;
     const size = parseFloat(style.fontSize);
     const base = y + rect.height / 2 + size * 0.31;
     pixels.fillStyle = inner.color;
