@@ -277,14 +277,15 @@ def test_frames_replay_to_the_finished_row(http, lm, sampler):
     canvas = list(start["tokens"])
     assert canvas.count(None) == 19 and start["fixed"] == [0, 1, 2, 3, 4]
     assert (start["steps_matter"], start["writes_once"]) == (sampler != "first-hitting", sampler != "remdm-cap")
+    texts = list(start["texts"])
     for _, frame in frames:
+        assert {a[0] for a in frame["anchors"]} <= {l for l, t in enumerate(canvas) if t is None}, "as the pass saw it"
         for position, token, text in frame["set"]:
-            canvas[position] = token
-            assert text == ("" if token in lm.tokenizer.special_ids else lm.tokenizer.token(token))
+            canvas[position], texts[position] = token, text
         for position in frame["unset"]:
             canvas[position] = None
         assert frame["masked"] == pytest.approx(canvas.count(None) / 19, abs=1e-3)
-        assert {a[0] for a in frame["anchors"]} <= {l for l, t in enumerate(canvas) if t is None}
+    assert "".join(texts) == "".join(end["texts"]) == end["text"]
     assert canvas == end["tokens"] == expected.tokens
     assert (end["text"], end["nfe"], end["finished"]) == (expected.text, expected.nfe, True)
     assert frames[-1][1]["masked"] == 0 and frames[-1][1]["nfe"] == expected.nfe

@@ -8,7 +8,7 @@ only, too. Nothing comes to the host unless asked for. Guidance needs no second 
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +72,10 @@ class Call(NamedTuple):
     and those that the match names are written."""
 
 
+Observer = Callable[["Call", Tensor, Tensor], None]
+"""Told of a call, the tokens it read [B, L] and the anchor network's states there [B, L, D]."""
+
+
 class Evaluator:
     def __init__(
         self,
@@ -98,6 +102,7 @@ class Evaluator:
         self.fixed_SL = torch.zeros(rows, self.length, dtype=torch.bool, device=self.device)
         self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
         self.spare = slots
+        self.observer: Observer | None = None
         self.upload = Uploads(self.device)
         if cuda and self.bf16:
             choose_attention(slots, model.config, self.device, backward=False)
@@ -270,6 +275,8 @@ class Evaluator:
         else:
             states = self.read_canvases(mask, rows, sigma_B, at[0] if at else None, call.read.length)
         denoiser_BLD, anchor_BLD, tokens_BL = states
+        if self.observer is not None and anchor_BLD is not None:
+            self.observer(call, tokens_BL, anchor_BLD)
         seen: list[tuple[Tensor, ...]] = []
         if call.matches:
             h_ND = self.chosen(denoiser_BLD, source, floats, guided)

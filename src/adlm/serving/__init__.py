@@ -10,6 +10,7 @@ service.py  what is served: a checkpoint, its defaults and limits; bodies become
 jobs.py     requests under way, and how they share the network
 worker.py   the thread that owns an engine
 front.py    several processes behind one port: the queue of all, requests of a worker that died
+characters.py  bytes of tokens as characters
 frames.py   canvases as server-sent events, and the anchor network's guesses
 openai.py   OpenAI's completions and chat completions
 metrics.py  counters in Prometheus' text format

@@ -26,7 +26,8 @@ class ModelCard(BaseModel):
     causal: bool
     samplers: list[str]
     parameters: int
-    default: Defaults
+    default: Defaults = Field(description="Settings of a request that names none.")
+    page: Defaults = Field(description="Settings the page starts with.")
 
 
 class ModelList(BaseModel):

@@ -78,7 +78,7 @@ CHAT: Answers = {**COMPLETION, 200: {**COMPLETION[200], "model": answers.ChatAns
 ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 FRAMES: Answers = {
     **{status: {"content": ERROR_BODY, "description": text} for status, text in MEANING.items()},
-    200: {"content": EVENTS, "description": "Server-sent events: start, frame, end or error."},
+    200: {"content": EVENTS, "description": "Server-sent events: start, queue, frame, end or error."},
 }
 
 
@@ -197,7 +197,8 @@ async def answered(request: Request, served: Served, completion: Completion) -> 
 
 @router.post("/v1/frames", responses=FRAMES, response_class=EventStream, response_model=None)
 async def frames(body: b.FramesBody, request: Request) -> Response:
-    """Watch one text appear: events start, frame (one per evaluation) and end, or error."""
+    """Watch one text appear: events start, queue (while others are ahead), frame (one per evaluation) and end, or
+    error."""
     service: Service = request.app.state.service
     served = service.model(body.model)
     requests = await service.prepare(served.requests, body, 1, True)
@@ -279,7 +280,7 @@ async def anchors(body: b.AnchorsBody, request: Request) -> answers.AnchorsAnswe
     service: Service = request.app.state.service
     served = service.model(body.model)
     sequence = await service.prepare(served.anchor_tokens, body)
-    guesses = await service.evaluate(served, in_one_part(lambda: best_guesses(served.lm, [sequence], body.top)[0]))
+    guesses = await service.evaluate(served, in_one_part(lambda: best_guesses(served.lm, sequence, body.top)))
     tokens, texts = served.with_holes(sequence)
     count, tau = counts(sequence), served.lm.loaded.objective.tau
     return answers.AnchorsAnswer(

@@ -4,17 +4,20 @@ anchor network would put into their holes.
 Frames carry differences to the frame sent before, so one that was left out for a slow reader is contained in the next.
 """
 
+import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from adlm.api import LanguageModel
-from adlm.engine import Frame, Request, Result, block_of, most_evaluations
-from adlm.engine.drawing import LOGITS_AT_ONCE
+from adlm.engine import Engine, Request, Result, block_of, most_evaluations
+from adlm.engine.drawing import LOGITS_AT_ONCE, Head
+from adlm.engine.evaluator import Call, Canvases
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.serving.bodies import Problem
 from adlm.tables import SAMPLERS
@@ -24,8 +27,12 @@ if TYPE_CHECKING:  # they need the guesses
     from adlm.serving.service import Served
 
 log = logging.getLogger("adlm.serving")
-# Frames of a sequence that carry the anchor network's guesses: each costs a pass of its own.
+# Frames of a sequence that carry the anchor network's guesses: each costs a pass of its head.
 GUESSED_FRAMES = 32
+SURE = 0.3
+"""Probability that a guess needs to be sent."""
+LOOKS_AT_THE_QUEUE = 0.1
+"""Seconds between two looks at how far a waiting request has come."""
 
 
 def event(name: str, data: dict[str, Any]) -> str:
@@ -44,6 +51,7 @@ class Film:
         self.served, self.request = served, request
         self.mask = served.lm.model.mask_id
         self.canvas = list(request.tokens)
+        self.texts = served.with_holes(self.canvas)[1]
         self.holes = self.canvas.count(self.mask)
         self.step = 0
 
@@ -51,6 +59,7 @@ class Film:
         r, lm = self.request, self.served.lm
         block = block_of(r, lm.model)
         tokens, texts = self.served.with_holes(r.tokens)
+        tok = self.served.lm.tokenizer
         return event(
             "start",
             {
@@ -66,7 +75,9 @@ class Film:
                 "length": len(r.tokens),
                 "tokens": tokens,
                 "texts": texts,
+                "longest": self.served.longest_token,
                 "fixed": [l for l, t in enumerate(r.tokens) if t != self.mask],
+                "special": sorted(tok.special_ids - {tok.mask_id}),
             },
         )
 
@@ -83,16 +94,18 @@ class Film:
         return self.change([*seen, *self.request.tokens[len(seen) :]], update.frame.nfe, guesses)
 
     def change(self, tokens: list[int], nfe: int, guesses: list[list[Any]]) -> str:
-        changed = [(l, t) for l, (was, t) in enumerate(zip(self.canvas, tokens)) if was != t]
-        self.canvas = list(tokens)
+        """A frame. A token whose text changes counts as changed: its neighbour has completed a character."""
+        texts = self.served.with_holes(tokens)[1]
+        changed = [l for l, t in enumerate(tokens) if (self.canvas[l], self.texts[l]) != (t, texts[l])]
+        self.canvas, self.texts = list(tokens), texts
         return event(
             "frame",
             {
                 "step": self.step,
                 "nfe": nfe,
                 "masked": round(tokens.count(self.mask) / self.holes, 4),
-                "set": [[l, t, self.served.piece(t)] for l, t in changed if t != self.mask],
-                "unset": [l for l, t in changed if t == self.mask],
+                "set": [[l, tokens[l], texts[l]] for l in changed if tokens[l] != self.mask],
+                "unset": [l for l in changed if tokens[l] == self.mask],
                 "anchors": guesses,
             },
         )
@@ -120,6 +133,8 @@ async def film(served: "Served", job: "Job") -> AsyncIterator[str]:
     shown = Film(served, job.requests[0])
     yield shown.start()
     try:
+        async for place in queue_places(served, job):
+            yield event("queue", {"position": place})
         while True:
             update = await job.next()
             if update.result is None:
@@ -129,7 +144,17 @@ async def film(served: "Served", job: "Job") -> AsyncIterator[str]:
                 yield text
             return
     except Problem as problem:
-        yield event("error", {"message": problem.message})
+        yield event("error", problem.body["error"] | {"status": problem.status})
+
+
+async def queue_places(served: "Served", job: "Job") -> AsyncIterator[int]:
+    """The job's place in the queue (1: next) whenever it has changed, until its turn, its end, or news of it."""
+    loop, told = asyncio.get_running_loop(), 0
+    while job.updates.empty() and loop.time() < job.end and (place := served.worker.place(job)):
+        if place != told:
+            yield place
+        told = place
+        await asyncio.sleep(LOOKS_AT_THE_QUEUE)
 
 
 # The anchor network's guesses
@@ -145,54 +170,79 @@ class AnchorGuess(NamedTuple):
 
 
 class FrameGuesses:
-    """The anchor network's guesses for some of the frames of each sequence: at most GUESSED_FRAMES of its expected
-    evaluations, evenly."""
+    """The anchor network's guesses, read off the pass that draws the next tokens: they cost no pass of their own. At
+    most GUESSED_FRAMES of a sequence's expected evaluations are read, evenly, and guesses below SURE are left out."""
 
     def __init__(self, lm: LanguageModel):
         self.lm = lm
         self.seen: dict[int, int] = {}
-        """Engine id -> frames seen."""
+        """Engine id -> evaluations seen."""
+        self.found: dict[int, list[AnchorGuess]] = {}
+        """Engine id -> guesses of the last step."""
 
-    def of(self, frames: Sequence[tuple[Frame, Request]]) -> dict[int, list[AnchorGuess]]:
-        """Engine id -> guesses."""
-        chosen = []
-        for frame, request in frames:
-            number = self.seen[frame.id] = self.seen.get(frame.id, 0) + 1
-            holes = sum(t == self.lm.model.mask_id for t in request.tokens)
-            steps_matter = SAMPLERS.load(request.settings.sampler).steps_matter
-            expected = request.settings.steps if steps_matter else holes
-            if number % max(1, -(-expected // GUESSED_FRAMES)) == 0:
-                chosen.append(frame)
-        try:
-            return dict(zip([f.id for f in chosen], best_guesses(self.lm, [f.tokens for f in chosen])))
-        except Exception:  # an ornament: sequences continue without it
-            log.exception("the anchor network's guesses failed; frames go without")
-            return {}
+    def watch(self, engine: Engine, watched: Mapping[int, Request]) -> None:
+        """Read the next step's passes for these sequences, by engine id, where it is their turn."""
+        self.found = {}
+        wanted = {id for id, request in watched.items() if self.due(id, request)}
+        engine.evaluator.observer = self.observer(engine, wanted) if wanted else None
+
+    def due(self, id: int, request: Request) -> bool:
+        self.seen[id] = self.seen.get(id, 0) + 1
+        holes = sum(t == self.lm.model.mask_id for t in request.tokens)
+        steps_matter = SAMPLERS.load(request.settings.sampler).steps_matter
+        expected = request.settings.steps if steps_matter else holes
+        return (self.seen[id] - 1) % max(1, -(-expected // GUESSED_FRAMES)) == 0
+
+    def observer(self, engine: Engine, wanted: set[int]):
+        def read(call: Call, tokens_BL: Tensor, anchor_BLD: Tensor) -> None:
+            if not isinstance(call.read, Canvases):  # a block is too short to show what comes first
+                return
+            try:
+                for b, (slot, hidden) in enumerate(call.read.slots.T.tolist()):
+                    canvas = engine.slots[slot]
+                    if hidden or canvas is None or canvas.id not in wanted:
+                        continue
+                    head = self.lm.model.anchor_head
+                    assert head is not None
+                    at_N = (tokens_BL[b] == self.lm.model.mask_id).nonzero()[:, 0]
+                    best = likeliest(head, anchor_BLD[b, at_N], self.lm.model.mask_id)
+                    before = len(canvas.window.before)
+                    self.found[canvas.id] = [
+                        AnchorGuess(before + l, tokens, p)
+                        for l, (tokens, p) in zip(at_N.tolist(), best)
+                        if p[0] >= SURE
+                    ]
+            except Exception:  # an ornament: sequences continue without it
+                log.exception("the anchor network's guesses failed; frames go without")
+
+        return read
+
+
+def likeliest(head: Head, hidden_ND: Tensor, mask_id: int, top: int = 1) -> list[tuple[list[int], list[float]]]:
+    """For every state, the `top` tokens that the head finds most probable, and their probabilities."""
+    found: list[tuple[list[int], list[float]]] = []
+    size = getattr(head, "out_features", 1)
+    for part_ND in hidden_ND.split(max(1, LOGITS_AT_ONCE // size)):
+        logits_NV = head(part_ND.to(next(head.parameters()).dtype)).float()  # type: ignore[attr-defined]
+        logits_NV[:, mask_id] = -torch.inf
+        p, token = logits_NV.softmax(-1).topk(min(top, size - 1))
+        found += zip(token.tolist(), p.tolist())
+    return found
 
 
 @torch.inference_mode()
-def best_guesses(lm: LanguageModel, canvases: list[list[int]], top: int = 1) -> list[list[AnchorGuess]]:
-    """For every canvas, the anchor network's `top` tokens at each hole; canvases of one length share a pass.
-
-    Only holes go through the head. Canvases longer than the model are read by their last window.
-    """
-    model, found = lm.model, [[] for _ in canvases]
+def best_guesses(lm: LanguageModel, tokens: list[int], top: int = 1) -> list[AnchorGuess]:
+    """The anchor network's `top` tokens at each hole, from a pass of its own. Only holes go through the head. A canvas
+    longer than the model is read by its last window."""
+    model = lm.model
     if model.anchor_head is None:
-        return found
-    length = model.config.length
-    for size in sorted({min(len(c), length) for c in canvases}):
-        members = [i for i, c in enumerate(canvases) if min(len(c), length) == size]
-        tokens_BL = torch.tensor([canvases[i][-size:] for i in members], device=lm.device)
-        at = (tokens_BL == model.mask_id).nonzero()
-        if not len(at):
-            continue
-        anchor_BLD = model(tokens_BL, lm.noise_level(tokens_BL)).anchor_BLD
-        assert anchor_BLD is not None
-        for piece in at.split(max(1, LOGITS_AT_ONCE // model.vocab_size)):
-            logits_NV = model.anchor_head(anchor_BLD[piece[:, 0], piece[:, 1]]).float()
-            logits_NV[:, model.mask_id] = -torch.inf
-            p, token = logits_NV.softmax(-1).topk(min(top, model.vocab_size - 1))
-            for (b, l), tokens, probabilities in zip(piece.tolist(), token.tolist(), p.tolist()):
-                i = members[b]
-                found[i].append(AnchorGuess(len(canvases[i]) - size + l, tokens, probabilities))
-    return found
+        return []
+    size = min(len(tokens), model.config.length)
+    tokens_1L = torch.tensor([tokens[-size:]], device=lm.device)
+    at_N = (tokens_1L[0] == model.mask_id).nonzero()[:, 0]
+    if not len(at_N):
+        return []
+    anchor_1LD = model(tokens_1L, lm.noise_level(tokens_1L)).anchor_BLD
+    assert anchor_1LD is not None
+    best = likeliest(model.anchor_head, anchor_1LD[0, at_N], model.mask_id, top)
+    return [AnchorGuess(len(tokens) - size + l, *found) for l, found in zip(at_N.tolist(), best)]

@@ -25,6 +25,7 @@ from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.answers import Defaults, ModelCard, Pieces
 from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Problem, SlotsBody
+from adlm.serving.characters import characters
 from adlm.serving.jobs import Job, within
 from adlm.serving.metrics import ServerMetrics
 from adlm.serving.worker import Worker
@@ -38,6 +39,9 @@ SOON = {"Retry-After": "1"}
 LONGEST_HOLE = len("[MASK:]") + 18
 SHORT_TEXT = 4096
 """Characters that are tokenised without asking how many tokens they could be."""
+WATCHED = {"steps": 64, "top_p": 0.9}
+"""What the page starts with, where the server was not told otherwise: a text within seconds on a CPU."""
+UNTOLD = vars(SamplingConfig())
 SERVER_DEFAULTS = [name for name in SETTINGS if name not in PER_REQUEST]
 """The sampling settings that are defaults of requests."""
 
@@ -67,7 +71,7 @@ class Served:
         self.longest_token = max(len(token) for token in lm.tokenizer.backend.get_vocab(with_added_tokens=False))
         """Characters that a token can stand for, at most."""
         self.samplers = [name for name in sorted(SAMPLERS) if self.can_use(name)]
-        self.known_pieces: dict[int, str] = {}
+        self.known_bytes: dict[int, bytes] = {}
 
     def can_use(self, sampler: str) -> bool:
         """Whether a sampler can draw from this model; one of another package that cannot be loaded is left out."""
@@ -94,29 +98,37 @@ class Served:
             causal=model.config.causal,
             samplers=self.samplers,
             parameters=sum(p.numel() for p in model.parameters()),
-            default=Defaults(sampler=s["sampler"], steps=s["steps"], top_p=s["top_p"], temperature=s["temperature"]),
+            default=self.defaults(s),
+            page=self.defaults(s | {name: value for name, value in WATCHED.items() if s[name] == UNTOLD[name]}),
         )
+
+    def defaults(self, settings: dict[str, Any]) -> Defaults:
+        return Defaults(**{name: settings[name] for name in Defaults.model_fields})
 
     # Tokens as people see them
 
     def piece(self, token: int) -> str:
-        """The text a token adds; nothing for begin, end and padding."""
-        if token not in self.known_pieces:
+        """The text a token adds where it stands alone; nothing for begin, end and padding."""
+        return self.bytes_of(token).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        if token not in self.known_bytes:
             tok = self.lm.tokenizer
-            text = "" if token in tok.special_ids and token != tok.mask_id else tok.token(token)
-            if text and type(tok.backend.decoder).__name__ == "WordPiece":
+            found = b"" if token in tok.special_ids and token != tok.mask_id else tok.bytes_of(token)
+            if found and type(tok.backend.decoder).__name__ == "WordPiece":
                 whole = tok.backend.id_to_token(token) or ""
-                text = whole.removeprefix("##") if whole.startswith("##") else " " + whole
-            self.known_pieces[token] = text
-        return self.known_pieces[token]
+                found = (whole.removeprefix("##") if whole.startswith("##") else " " + whole).encode()
+            self.known_bytes[token] = found
+        return self.known_bytes[token]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        return [self.piece(t) for t in tokens]
+        """The text that each token adds; where several make a character, it is the last one's."""
+        return [text or "" for text in characters([self.bytes_of(t) for t in tokens])]
 
     def with_holes(self, tokens: Sequence[int]) -> tuple[list[int | None], list[str | None]]:
         """Tokens and their texts, holes as None."""
         shown = [None if t == self.lm.model.mask_id else t for t in tokens]
-        return shown, [None if t is None else self.piece(t) for t in shown]
+        return shown, characters([None if t is None else self.bytes_of(t) for t in shown])
 
     # From a body to requests of the engine
 

@@ -122,6 +122,18 @@ class Worker:
         elapsed, ended = time.monotonic() - self.ends[0], len(self.ends) - 1
         return max(1, min(LONGEST_RETRY, math.ceil(needed * elapsed / max(1, ended))))
 
+    def place(self, job: Job) -> int:
+        """A request's place among those that wait for a first slot: 1 is next, 0 has one or need not wait. What the
+        thread changes meanwhile shows at the next look."""
+        if self.taken <= self.slots:
+            return 0
+        before = 0
+        for share in list(self.shares):
+            if share.job is job:
+                return 0 if share.seated or not share.fresh else before + 1
+            before += share.waiting and not share.seated
+        return before + 1 if job.left else 0
+
     def submit(self, job: Job) -> None:
         """Queue the sequences of a job; its updates follow. The caller must `cancel` a job that it gives up."""
         self.reserve(len(job.requests))
@@ -305,6 +317,8 @@ class Worker:
         """Step the engine, count, and post what happened to the loop."""
         assert self.engine is not None
         updates, began = None, time.perf_counter()
+        mine = {id: self.sequences[id] for id in ids}
+        self.guesses.watch(self.engine, {id: job.requests[i] for id, (_, job, i) in mine.items() if job.guesses})
         try:
             updates = self.engine.step(ids)
         except Exception:
@@ -314,16 +328,13 @@ class Worker:
             return
         self.metrics.add("adlm_steps_total", 1, (self.name,))
         sent = []
-        frames = [(u, self.sequences[u.id]) for u in updates if isinstance(u, Frame)]
-        watched = [(frame, job.requests[index]) for frame, (_, job, index) in frames if job.guesses]
-        guesses = self.guesses.of(watched) if watched else {}
         charge = (time.perf_counter() - began) / max(1, sum(map(self.size, ids)))
         for id in ids:
             self.sequences[id][0].had += charge * self.size(id)
         for update in updates:
             share, job, index = self.sequences[update.id]
             if isinstance(update, Frame):
-                sent.append((job, Update(index, frame=update, guesses=guesses.get(update.id))))
+                sent.append((job, Update(index, frame=update, guesses=self.guesses.found.get(update.id))))
                 continue
             self.count(update, job.requests[index])
             del self.sequences[update.id]

@@ -5,7 +5,7 @@ async () => {
     let seed = 1;
     const random = (n) => (seed = (seed * 48271) % 2147483647) % n;
     const L = 1024, none = Array(L).fill(null);
-    const tape = makeTape({ tokens: none, texts: none, fixed: [], steps: 500, sampler: "remdm-loop" });
+    const tape = makeTape({ tokens: none, texts: none, fixed: [], special: [], steps: 500, sampler: "remdm-loop" });
     const row = [...none], history = [[...row]];
     for (let step = 1; step <= 500; step++) {
         const set = [], unset = [];
@@ -20,7 +20,7 @@ async () => {
         history.push([...row]);
     }
     const end = row.map((id) => id ?? 1);
-    finish(tape, { tokens: end, texts: end.map((id) => " w" + id), nfe: 500, counts: end.map(() => 1), tau: 1 });
+    finish(tape, { tokens: end, texts: end.map((id) => " w" + id), nfe: 500 });
     history.push(end);
     const wrong = history.map((ids, k) => (String(canvasAt(tape, k).ids) === String(ids) ? null : k)).filter((k) => k !== null);
     const root = document.createElement("p");
@@ -35,14 +35,15 @@ async () => {
         root.getBoundingClientRect();  // layout is part of the cost
         times.push(performance.now() - begin);
     }
-    const look = () => [...root.children].map((span) => span.innerHTML);
+    const look = () => [...root.querySelectorAll(".cell")].map((span) => span.innerHTML);
     canvas.show(300);
-    const before = look(), kept = [...root.children].map((span) => span.firstChild);
+    const before = look();
     const touched = new Set();
-    const observer = new MutationObserver((all) => all.forEach((m) => touched.add(m.target.closest("[data-i]"))));
+    const note = (m) => { const cell = m.target.closest(".cell"); if (cell) touched.add(cell); }; // not a line's width
+    const observer = new MutationObserver((all) => all.forEach((m) => note(m)));
     observer.observe(root, { subtree: true, childList: true, attributes: true, characterData: true });
     canvas.show(301);
-    for (const m of observer.takeRecords()) touched.add(m.target.closest("[data-i]"));
+    for (const m of observer.takeRecords()) note(m);
     const after = look();
     const changed = after.filter((html, i) => html !== before[i]).length;
     return { wrong, changed, touched: touched.size, median: times.sort((a, b) => a - b)[30] };

@@ -11,6 +11,8 @@ export class ApiError extends Error {
   }
 }
 
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
 export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
 
 async function request(path, options = {}) {
@@ -22,15 +24,21 @@ async function request(path, options = {}) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server does not answer. Is it still running?");
+    throw new ApiError(0, "The server does not answer.");
   }
   if (!response.ok) throw await errorOf(response);
   return response;
 }
 
+/** A server's message for a reader: names of settings on its command line are for who runs it. */
+export function plain(message) {
+  const said = message.replace(/ ?\([^()]*\b(serve|sampling)\.\w[^()]*\)/g, "").replace(/\bsampling\.(\w)/g, "$1");
+  return said.charAt(0).toUpperCase() + said.slice(1) + (/[.!?]$/.test(said) ? "" : ".");
+}
+
 async function errorOf(response) {
   const said = await response.json().then((body) => body?.error?.message ?? body?.detail, () => null);
-  const message = typeof said === "string" && said ? said : `The server answered ${response.status}.`;
+  const message = typeof said === "string" && said ? plain(said) : `The server answered ${response.status}.`;
   const wait = Number(response.headers.get("Retry-After"));
   return new ApiError(response.status, message, Number.isFinite(wait) && wait > 0 ? wait : null);
 }
@@ -39,16 +47,28 @@ const post = (path, body, signal) => request(path, { method: "POST", body: JSON.
 
 export const models = async () => (await (await request("/v1/models")).json()).data;
 
+/** Whether the server is there and takes work. */
+export const ready = () => fetch("/readyz").then((response) => response.ok, () => false);
+
+export const infill = async (body, signal) => (await post("/v1/infill", body, signal)).json();
+
+export const score = async (body) => (await post("/v1/score", body)).json();
+
 export const tokenize = async (model, text) => (await post("/v1/tokenize", { model, text })).json();
 
 /** The events of one run: {event, data}; an error event is thrown. Aborting the signal frees the server's slot. */
 export async function* frames(body, signal) {
   const response = await post("/v1/frames", body, signal);
   let ended = false;
-  for await (const { event, data } of readEvents(response)) {
-    if (event === "error") throw new ApiError(data.status ?? 500, data.message ?? data.error?.message ?? "The run failed.");
-    ended ||= event === "end";
-    yield { event, data };
+  try {
+    for await (const { event, data } of readEvents(response)) {
+      if (event === "error") throw new ApiError(data.status ?? 500, plain(data.message ?? "The run failed."));
+      ended ||= event === "end";
+      yield { event, data };
+    }
+  } catch (error) {
+    if (error instanceof ApiError || error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server went away before the text was finished.");
   }
-  if (!ended) throw new ApiError(0, "The connection ended before the text was finished.");
+  if (!ended) throw new ApiError(0, "The server went away before the text was finished.");
 }

@@ -1,50 +1,46 @@
 // What one position of the canvas looks like: pure, so that the canvas can tell what changed without asking the page.
 
 export const LEVELS = 10; // steps of confidence; fewer distinct looks, fewer repaints
-const LIVE_WIDTH = 4; // characters of a mask while its token is not known yet
+export const TIMES = 7; // colours of "what came first"
 const SPECIAL = "\u25e6"; // begin and end tokens have no text of their own
-
-/** A token inside a mask: what cannot be seen by itself gets a sign. */
-const inside = (text) => text.trim() || (text.includes("\n") ? "\u21b5" : text ? "\u2423" : SPECIAL);
 
 export const level = (probability) => Math.max(0, Math.min(LEVELS - 1, Math.floor(probability * LEVELS)));
 
-const isWordlike = (text) => /[\p{L}\p{N}]/u.test(text);
+/** 0 (first) to TIMES - 1 (last). */
+export const timeLevel = (step, steps) => Math.max(0, Math.min(TIMES - 1, Math.floor(((step - 1) / steps) * TIMES)));
 
-/** Class that marks a rare token of the finished text: 1 (occurs once) to 5 (still rare), or "". */
-export function rareClass(text, count, tau) {
-  if (!(count >= 1 && count <= tau) || !isWordlike(text)) return "";
-  return `rare r${Math.min(5, count)}`;
+/** The text of a token as it is set: lines are broken by the layout, not by the token. While the layout is not known a
+ * line break is a sign. */
+export function shownText(text, special, live) {
+  if (special) return SPECIAL;
+  return live ? text.replaceAll("\n", "\u21b5") : text.replaceAll("\n", "");
 }
 
-/** Space a mask takes. Once the text is known it takes its token's place, so that scrubbing moves nothing about. */
-export function maskShape(final) {
-  if (final === null || final === undefined) return { before: 1, width: LIVE_WIDTH, tail: "" };
-  const at = final.indexOf("\n");
-  const head = at < 0 ? final : final.slice(0, at);
-  const before = head.length - head.trimStart().length;
-  const width = Math.max(1, head.trim().length || 1);
-  return { before: head.trim() ? before : 0, width, tail: at < 0 ? "" : final.slice(at) };
-}
-
-/** {kind, text, look, before, width, tail} of position i in a state of frames.js. */
-export function cell(state, i, tape) {
-  const text = state.texts[i];
-  const final = tape.end ? tape.end.texts[i] : null;
-  if (text === null) {
-    const shape = maskShape(final);
-    if (state.gone.has(i)) return { kind: "hole", text: inside(state.gone.get(i)), look: "gone", ...shape };
+/**
+ * {kind, text, look, room} of position i in a state of frames.js. `room` is the text whose place a mask takes: that of
+ * the token that will stand there, where it is known, so that replaying moves nothing; null in a run that still goes on.
+ * `times`: levels of timeLevel for "what came first", else null.
+ */
+export function cell(state, i, tape, times = null) {
+  const text = state.texts[i], id = state.ids[i];
+  const live = !tape.end;
+  const last = live ? null : tape.end.tokens[i] ?? null;
+  const room = last === null ? null : shownText(tape.end.texts[i], tape.special.has(last), false);
+  if (id === null) {
+    if (state.gone.has(i)) return { kind: "hole", text: state.gone.get(i).trim(), look: "gone", room };
     const guess = state.guesses.get(i);
-    if (!guess) return { kind: "hole", text: "", look: "", ...shape };
-    return { kind: "hole", text: inside(guess[0]), look: `guess p${level(guess[1])}`, ...shape };
+    if (!guess || times) return { kind: "hole", text: "", look: "", room };
+    return { kind: "hole", text: guess[0].trim(), look: `guess p${level(guess[1])}`, room };
   }
-  let look = tape.fixed.has(i) ? "given" : state.fresh.has(i) ? "new" : "";
-  // A rare token is marked at every step at which it stands there already: one sees whether anchors come first.
-  if (tape.end && !tape.fixed.has(i) && tape.end.tokens[i] === state.ids[i]) {
-    look = `${look} ${rareClass(text, tape.end.counts?.[i], tape.end.tau)}`.trim();
-  }
-  if (text === "") return { kind: "token", text: SPECIAL, look: `${look} special`.trim(), before: 0, width: 0, tail: "" };
-  return { kind: "token", text, look, before: 0, width: 0, tail: "" };
+  const special = tape.special.has(id);
+  // The first bytes of a character: there is nothing to read yet.
+  if (text === "" && !special && live) return { kind: "hole", text: "", look: "part", room: null };
+  const given = tape.fixed.has(i);
+  const looks = [given ? "given" : "", special ? "special" : ""];
+  if (times) looks.push(times[i] === null || special ? "" : `t${times[i]}`);
+  else looks.push(!given && state.fresh.has(i) ? "new" : "");
+  if (tape.marked.has(i) && last === id) looks.push("telling");
+  return { kind: "token", text: shownText(text, special, live), look: looks.filter(Boolean).join(" "), room: null };
 }
 
-export const keyOf = (c) => `${c.kind}|${c.look}|${c.text}|${c.before}|${c.width}|${c.tail}`;
+export const keyOf = (c) => `${c.kind}|${c.look}|${c.text}|${c.room}`;

@@ -58,6 +58,7 @@ export function makeForm(form, onChange) {
 
   form.addEventListener("change", (event) => {
     const name = event.target.name;
+    if (!models.length) return;
     if (name === "model") write(fitToModel(read(), byId(field("model").value)));
     if (name === "model2") {
       const settings = read();

@@ -1,5 +1,6 @@
 // The recording of one run ("tape"): the first canvas, what changed at each step, and a whole canvas now and then, so
 // that any step is rebuilt from at most KEYFRAME_EVERY changes and 500 steps of 1,024 tokens stay small.
+import { itemsOf } from "./template.js";
 
 export const KEYFRAME_EVERY = 32;
 
@@ -10,10 +11,12 @@ export function makeTape(start) {
     start,
     length: start.tokens.length,
     fixed: new Set(start.fixed),
+    special: new Set(start.special),
     frames: [],
     keyframes: [first],
     tip: copy(first),
     lastGuess: [-1],
+    marked: new Set(),
     end: null,
   };
 }
@@ -28,14 +31,15 @@ function apply(canvas, frame) {
   }
 }
 
-/** Add a frame; the tape is changed in place because it grows hundreds of times. */
+/** Add a frame; the tape is changed in place because it grows hundreds of times. A frame brings what the anchor network
+ * guessed in the pass that drew it, so its guesses are about the canvas before it. */
 export function append(tape, frame) {
-  const whole = { set: [], unset: [], anchors: null, ...frame };
+  const whole = { set: [], unset: [], anchors: [], ...frame };
   apply(tape.tip, whole);
-  tape.frames.push(whole);
-  const index = tape.frames.length;
-  tape.lastGuess.push(whole.anchors && whole.anchors.length ? index - 1 : tape.lastGuess[index - 1]);
-  if (index % KEYFRAME_EVERY === 0) tape.keyframes.push(copy(tape.tip));
+  const before = tape.frames.push(whole) - 1;
+  if (whole.anchors.length) tape.lastGuess[before] = before;
+  tape.lastGuess.push(tape.lastGuess[before]);
+  if ((before + 1) % KEYFRAME_EVERY === 0) tape.keyframes.push(copy(tape.tip));
 }
 
 /** The result. Where it differs from the last frame (a text cut short, a word drawn again) that is one more frame. */
@@ -44,14 +48,25 @@ export function finish(tape, end) {
   const set = [], unset = [];
   for (let i = 0; i < tape.length; i++) {
     const id = i < end.tokens.length ? end.tokens[i] : null;
-    if (id === tape.tip.ids[i]) continue;
+    if (id === tape.tip.ids[i] && (id === null || end.texts[i] === tape.tip.texts[i])) continue;
     if (id === null) unset.push(i);
     else set.push([i, id, end.texts[i]]);
   }
   if (set.length || unset.length) {
-    append(tape, { step: last ? last.step : 0, nfe: end.nfe, masked: unset.length ? last?.masked ?? 1 : 0, set, unset });
+    append(tape, { step: last ? last.step : end.nfe, nfe: end.nfe, masked: unset.length ? last?.masked ?? 1 : 0, set, unset });
   }
   tape.end = end;
+}
+
+/** A tape as the events it was made of, and back: what a file or the recorded film holds. */
+export const toEvents = ({ start, frames, end, marked }) => ({ start, frames, end, marked: [...marked] });
+
+export function fromEvents({ start, frames, end, marked = [] }) {
+  const tape = makeTape(start);
+  for (const frame of frames) append(tape, frame);
+  if (end) finish(tape, end);
+  tape.marked = new Set(marked);
+  return tape;
 }
 
 /** The canvas at index k. */
@@ -76,7 +91,7 @@ export function stateAt(tape, k) {
   const source = tape.lastGuess[k];
   if (source >= 0) {
     for (const [position, , text, probability] of tape.frames[source].anchors) {
-      if (texts[position] === null) guesses.set(position, [text, probability]);
+      if (ids[position] === null) guesses.set(position, [text, probability]);
     }
   }
   return {
@@ -85,6 +100,39 @@ export function stateAt(tape, k) {
     nfe: frame ? frame.nfe : 0,
     masked: frame ? frame.masked : 1,
   };
+}
+
+/** The step at which each position got the token that stayed, null where it was given or is still masked. A word is
+ * settled when its last token is, so all of a word have one number. */
+export function settledSteps(tape) {
+  const steps = Array(tape.length).fill(null);
+  for (const frame of tape.frames) {
+    for (const [position] of frame.set) if (!tape.fixed.has(position)) steps[position] = frame.step;
+    for (const position of frame.unset) steps[position] = null;
+  }
+  let at = 0;
+  for (const item of itemsOf(tape.tip.ids, tape.tip.texts)) {
+    const size = item.kind === "hole" ? item.length : item.ids.length;
+    if (item.kind === "word") {
+      const own = steps.slice(at, at + size).filter((step) => step !== null);
+      for (let i = at; i < at + size; i++) if (steps[i] !== null) steps[i] = Math.max(...own);
+    }
+    at += size;
+  }
+  return steps;
+}
+
+const mean = (numbers) => numbers.reduce((sum, x) => sum + x, 0) / numbers.length;
+
+/** Mean step at which [marked words, all other words] settled; null where there are none. */
+export function meanSteps(tape) {
+  const steps = settledSteps(tape), marked = [], other = [];
+  let at = 0;
+  for (const item of itemsOf(tape.tip.ids, tape.tip.texts)) {
+    if (item.kind === "word" && steps[at] !== null) (tape.marked.has(at) ? marked : other).push(steps[at]);
+    at += item.kind === "hole" ? item.length : item.ids.length;
+  }
+  return [marked, other].map((all) => (all.length ? mean(all) : null));
 }
 
 const countHoles = (tokens) => tokens.filter((id) => id === null).length;

@@ -10,11 +10,7 @@ export function listen(page) {
     if (page.isEditing()) page.infill();
     else if (!$("generate").disabled) page.generate();
   });
-  const clicks = {
-    stop: page.stop, cut: page.cutHoles, infill: page.infill, uncut: page.leaveHoles, share: page.share,
-    first: () => player.go(0), last: () => player.go(Infinity), back: () => player.step(-1), next: () => player.step(1),
-    play: () => player.toggle(), help: () => dialog.showModal(),
-  };
+  const clicks = { ...page.clicks, play: () => player.toggle(), help: () => dialog.showModal() };
   for (const [id, act] of Object.entries(clicks)) $(id).addEventListener("click", act);
   $("slider").addEventListener("input", (event) => player.go(Number(event.target.value)));
   $("speed").addEventListener("change", (event) => player.speed(Number(event.target.value)));
@@ -23,10 +19,9 @@ export function listen(page) {
   });
 
   document.addEventListener("keydown", (event) => {
-    if (dialog.open || event.defaultPrevented) return;
+    if (document.querySelector("dialog[open]") || event.defaultPrevented) return;
     if (event.key === "Escape") {
-      if (page.isRunning()) page.stop();
-      else page.leaveHoles();
+      page.escape();
       return;
     }
     // Fields keep their own keys, the slider its arrows, and a focused button its space bar.
@@ -35,6 +30,10 @@ export function listen(page) {
       event.preventDefault();
       $("form").requestSubmit();
     }
+    if (!typing && (event.ctrlKey || event.metaKey) && event.key === "z") {
+      event.preventDefault();
+      page.clicks.undo();
+    }
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
     const far = event.shiftKey ? 10 : 1;
     const actions = {
@@ -42,7 +41,8 @@ export function listen(page) {
       "ArrowRight": () => player.step(far),
       "Home": () => player.go(0),
       "End": () => player.go(Infinity),
-      "h": page.cutHoles,
+      "h": page.clicks.cut,
+      "f": () => page.clicks[$("camefirst").ariaPressed === "true" ? "writing" : "camefirst"](),
       "?": () => dialog.showModal(),
       ...(event.target.matches("button, summary, a") ? {} : { " ": () => player.toggle() }),
     };

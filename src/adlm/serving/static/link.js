@@ -3,6 +3,7 @@ import { DEFAULTS } from "./state.js";
 
 const NUMBERS = new Set(["steps", "seed", "length", "temperature", "top_p", "steps2"]);
 const ALWAYS = new Set(["model", "sampler", "steps", "seed"]);
+const FLAGS = new Set(["compare", "race"]);
 const SECOND = new Set(["model2", "sampler2", "steps2"]);
 
 /** Token ids with runs of masks as _n: 5,_3,7 is 5, three masks, 7. */
@@ -39,11 +40,9 @@ export function encode(settings, run = false) {
   for (const [name, fallback] of Object.entries(DEFAULTS)) {
     const value = settings[name];
     if (SECOND.has(name) && !settings.compare) continue;
-    // Token ids mean nothing to another model: it gets the template as text.
-    if (name === "template" && !(settings.tokens && settings.compare && settings.model2 !== settings.model)) continue;
+    // Holes come twice: as token ids, exact, and as text, which the page can show before it has asked anything.
     if (name === "tokens") { if (value) pairs.set(name, packTokens(value)); }
-    else if (name === "compare") { if (value) pairs.set(name, "1"); }
-    else if (name === "text" && settings.tokens) continue; // the template says it all
+    else if (FLAGS.has(name)) { if (value) pairs.set(name, "1"); }
     else if (ALWAYS.has(name) || SECOND.has(name) || value !== fallback) pairs.set(name, String(value));
   }
   if (run) pairs.set("run", "1");
@@ -58,7 +57,7 @@ export function decode(fragment) {
     if (!pairs.has(name)) continue;
     const text = pairs.get(name);
     if (NUMBERS.has(name)) { if (text !== "" && Number.isFinite(Number(text))) settings[name] = Number(text); }
-    else if (name === "compare") settings[name] = text === "1";
+    else if (FLAGS.has(name)) settings[name] = text === "1";
     else if (name === "tokens") { const tokens = unpackTokens(text); if (tokens) settings[name] = tokens; }
     else settings[name] = text;
   }

@@ -1,71 +1,120 @@
 // Wires the parts together: form, runs, lanes, player, plots, link. What each does is in its own module.
 import * as api from "./api.js";
-import { makeLane } from "./compare.js";
-import { makeEditor } from "./editor.js";
+import { makeAlternatives } from "./alternatives.js";
+import { snippets } from "./code.js";
+import { makeCutting } from "./cutting.js";
+import { drawChips } from "./examples.js";
 import { makeForm } from "./form.js";
-import { curve, expectedFrames } from "./frames.js";
+import { curve } from "./frames.js";
+import { mended, nearHoles } from "./holes.js";
 import { listen } from "./keys.js";
+import { makeLane } from "./lane.js";
 import { decode, encode } from "./link.js";
 import { makeNotice } from "./notice.js";
 import { makePlayer } from "./player.js";
 import { makePlot } from "./plot.js";
-import { bodyFor, firstSettings, newSeed, unknownName } from "./state.js";
-import { countHoles, indexAfter, itemsOf, toTemplate, toTokens, toggle } from "./template.js";
-import { typedItems } from "./typed.js";
+import { makeRace } from "./race.js";
+import { makeRuns } from "./runs.js";
+import { saveGif, saveHtml } from "./save.js";
+import { bodyFor, canRace, firstSettings, hasHoles, newSeed, raceSettings, unknownName } from "./state.js";
+import { templateTexts } from "./typed.js";
+import { loadRanks } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const stillness = matchMedia("(prefers-reduced-motion: reduce)");
+const phone = matchMedia("(max-width: 40rem)");
 
 let lanes = [];
-let last = null; // settings of the run on the canvas, or of the link that was opened
-let editing = null; // {lane, fromText} while holes are cut
-let controller = null; // of the run in progress
-let begun = false; // the run in progress has sent its first canvas
+let ranks = new Map();
+let last = null; // settings of the run on the canvas
+let holes = null; // {tokens, template}: what "Fill holes" fills, cut by hand or come with a link
 let plotQueued = false;
 
 const form = makeForm($("form"), (name) => {
-  if (["compare", "length", "model"].includes(name) && !controller) layLanes();
+  if (["compare", "length", "model"].includes(name) && !runs.isRunning()) layLanes();
+  if (name === "model") describeModel();
 });
-const notice = makeNotice($("notice"), $("unlock"), () => (form.models().length ? start(last ?? form.read()) : load()));
+const notice = makeNotice($("notice"), $("unlock"), () => (form.models().length ? runs.start(last ?? settingsNow()) : load()));
 const player = makePlayer({ show, changed }, () => stillness.matches);
 const plots = [
   makePlot($("plot-masked"), { column: 1, label: "Fraction of masked tokens against steps", percent: true }, scrubTo),
   makePlot($("plot-nfe"), { column: 2, label: "Network evaluations against steps" }, scrubTo),
 ];
+const race = makeRace($("board"));
+const written = () => lanes.filter((lane) => lane.tape && !lane.empty);
+const runs = makeRuns({
+  lanes: () => lanes, written, show, changed: () => changed(player.now()), edited, player, notice, race,
+  prepare(settings) {
+    cutting.leave();
+    alternatives.close();
+    last = settings;
+    layLanes(settings.compare ? 2 : 1);
+    pressed("before", false);
+  },
+});
+const cutting = makeCutting({
+  lanes: () => lanes, form, player, notice, isRunning: runs.isRunning,
+  typed: () => (form.read().text.trim() && (lanes[0].empty || lanes[0].recorded || last?.text !== form.read().text) ? form.read().text : ""),
+});
+const alternatives = makeAlternatives({
+  settings: form.read, models: form.models, onCut: cutting.cutAt, onError: notice.show,
+  onTake(lane, tape) {
+    lane.replace(tape);
+    player.begin(tape.frames.length);
+    player.grow(runs.frameCount());
+    player.end();
+    player.go(Infinity);
+    edited();
+  },
+});
 
 // Lanes
 
 function layLanes(count = form.read().compare ? 2 : 1) {
   while (lanes.length > count) lanes.pop().root.remove();
   while (lanes.length < count) {
-    const lane = makeLane(lanes.length, (from, position) => cutAt(from, position));
-    lane.cutter = makeEditor(lane.editor, holesChanged);
+    const lane = makeLane(lanes.length, clicked, () => ranks);
+    lane.whatCameFirst($("camefirst").ariaPressed === "true");
     lanes.push(lane);
     $("lanes").append(lane.root);
   }
   $("lanes").classList.toggle("two", count === 2);
-  for (const lane of lanes) if (!lane.tape || lane.empty) lane.blank(form.read().length || 64);
+  for (const lane of lanes) if (!lane.tape || lane.empty) lane.blank(blankTexts());
   changed(player.now());
 }
 
-const written = () => lanes.filter((lane) => lane.tape && !lane.empty);
+/** A word of a finished text has alternatives; one of a text in the making becomes a hole beside the others. */
+function clicked(lane, position) {
+  if (runs.isRunning()) return;
+  if (lane.state().ids.includes(null)) cutting.cutAt(lane, position);
+  else alternatives.ask(lane, position);
+}
+
+/** What a run would start from: the text with its holes, or masks. */
+function blankTexts() {
+  const { text, length } = form.read();
+  const template = holes?.template || text;
+  if (hasHoles({ text: template })) return templateTexts(template);
+  const given = text ? templateTexts(text) : [];
+  return [...given, ...Array(Math.max(1, (length || 64) - given.length)).fill(null)];
+}
 
 function show(k) {
   for (const lane of lanes) lane.show(k);
 }
 
-function changed({ k, length, playing, live, end }) {
+function changed({ k, playing, live, end, length }) {
   const slider = $("slider");
   slider.max = end;
   slider.value = k;
   slider.setAttribute("aria-valuetext", written().map((lane) => lane.root.querySelector(".status").textContent).join("; "));
   $("play").classList.toggle("playing", playing);
   $("play").setAttribute("aria-label", playing ? "Pause" : "Play");
-  for (const id of ["first", "back"]) $(id).disabled = k === 0;
-  for (const id of ["next", "last"]) $(id).disabled = k >= length;
   slider.disabled = $("play").disabled = length === 0 && !live;
-  $("cut").disabled = Boolean(controller);
-  if (!plotQueued) {
+  $("cut").disabled = runs.isRunning();
+  const whole = !runs.isRunning() && written().some((lane) => lane.tape.end);
+  $("savehtml").disabled = $("savegif").disabled = !whole;
+  if (!plotQueued && $("charts").open) {
     plotQueued = true;
     requestAnimationFrame(() => {
       plotQueued = false;
@@ -82,79 +131,49 @@ function scrubTo(step) {
   player.go(index < 0 ? lane.tape.frames.length : index);
 }
 
-// Runs
+const pressed = (id, on) => $(id).setAttribute("aria-pressed", on);
 
-async function start(settings) {
-  stop();
-  notice.clear();
-  leaveHoles();
-  last = settings;
-  layLanes(settings.compare ? 2 : 1);
-  const mine = (controller = new AbortController());
-  begun = false;
-  player.begin(Math.max(settings.steps, settings.compare ? settings.steps2 : 0));
-  running(true);
-  $("announce").textContent = "Writing.";
-  const runs = lanes.map((lane, i) => follow(lane, bodyFor(settings, i), mine.signal));
-  const failed = (await Promise.allSettled(runs)).find((run) => run.status === "rejected")?.reason;
-  if (controller !== mine) return; // another run has begun meanwhile
-  controller = null;
-  running(false);
-  settle();
-  if (failed) notice.show(failed);
-  $("announce").textContent = failed ? "Stopped." : `Finished. ${written().map((l) => l.tape.end.text).join(" | ")}`;
-}
-
-async function follow(lane, body, signal) {
-  lane.busy(true);
-  try {
-    for await (const { event, data } of api.frames(body, signal)) {
-      if (signal.aborted) return;
-      if (lane.receive(event, data)) {
-        player.grow(frameCount());
-        $("progress").textContent = "";
-      } else {
-        begun = true;
-        player.expect(Math.max(...written().map((l) => expectedFrames(l.tape.start))));
-        lane.show(0);
-      }
-    }
-  } finally {
-    lane.busy(false);
+function view(first) {
+  pressed("writing", !first);
+  pressed("camefirst", first);
+  $("legend").hidden = first;
+  $("legendfirst").hidden = !first;
+  for (const lane of lanes) {
+    lane.whatCameFirst(first);
+    lane.show(player.now().k);
   }
 }
 
-function stop() {
-  if (!controller) return;
-  controller.abort();
-  controller = null;
-  running(false);
-  settle();
-  $("announce").textContent = "Stopped.";
+// Changes of the text, and back
+
+function edited() {
+  $("edits").hidden = !lanes.some((lane) => lane.past.length);
+  pressed("before", false);
 }
 
-/** Nothing more comes: widths and anchors are known now. A run that never began leaves the text before it in place. */
-function settle() {
-  player.grow(frameCount());
+function undo() {
+  alternatives.close();
+  const lane = lanes.find((one) => one.past.length);
+  if (!lane?.undo()) return;
+  player.begin(lane.tape.frames.length);
+  player.grow(runs.frameCount());
   player.end();
-  if (begun) show(player.now().k);
-  else player.go(Infinity);
+  player.go(Infinity);
+  edited();
 }
 
-const frameCount = () => Math.max(0, ...written().map((lane) => lane.tape.frames.length));
-
-function running(on) {
-  $("generate").hidden = on;
-  $("stop").hidden = !on;
-  $("progress").textContent = on ? "waiting for the first step" : "";
-  if (on && document.activeElement === document.body) $("stop").focus({ preventScroll: true });
-  changed(player.now());
+function before() {
+  const on = $("before").ariaPressed !== "true";
+  pressed("before", on);
+  for (const lane of lanes) lane.before(on);
 }
 
-/** The form as it stands, with a new seed where the reader wants one. */
+// Runs
+
+/** The form as it stands, with the holes that were cut and a new seed where the reader wants one. */
 function settingsNow() {
   if ($("vary").checked) form.setSeed(newSeed());
-  return form.read();
+  return { ...form.read(), ...(holes ?? {}) };
 }
 
 const valid = () => {
@@ -163,135 +182,180 @@ const valid = () => {
 };
 
 function generate() {
-  if (valid()) start(settingsNow());
-}
-
-// Holes
-
-function cutAt(lane, position) {
-  if (controller) return;
-  const { ids, texts } = lane.state();
-  const items = itemsOf(ids, texts);
-  let at = 0;
-  const index = items.findIndex((item) => (at += item.kind === "hole" ? item.length : item.ids.length) > position);
-  const cut = toggle(items, index);
-  openHoles(lane, cut, false, indexAfter(items, cut, index));
-}
-
-/** The text shown, at any step; or what was typed, when that is newer. */
-async function cutHoles() {
-  if (controller || editing) return;
-  const { text, model } = form.read();
-  const [lane] = lanes;
-  if (text.trim() && (lane.empty || last?.text !== text)) {
-    try {
-      openHoles(lane, await typedItems(model, text), true);
-    } catch (error) {
-      notice.show(error);
-    }
-  } else if (!lane.empty) {
-    player.pause();
-    const { ids, texts } = lane.state();
-    openHoles(lane, itemsOf(ids, texts), false);
-  } else notice.tell("There is no text yet: generate one, or type one, then click words into holes.");
-}
-
-function openHoles(lane, items, fromText, at) {
-  leaveHoles();
-  notice.clear();
-  player.pause();
-  editing = { lane, fromText };
-  lane.canvas.hidden = true;
-  lane.editor.hidden = false;
-  $("holes").hidden = false;
-  lane.cutter.open(items, at);
-}
-
-function leaveHoles() {
-  if (!editing) return;
-  editing.lane.canvas.hidden = false;
-  editing.lane.editor.hidden = true;
-  editing = null;
-  $("holes").hidden = true;
-}
-
-function holesChanged(items) {
-  const { holes, masks } = countHoles(items);
-  $("infill").disabled = holes === 0;
-  $("holecount").textContent = holes
-    ? `${holes} hole${holes > 1 ? "s" : ""}, ${masks} mask${masks > 1 ? "s" : ""} to fill.`
-    : "Click a word to make a hole.";
+  if (valid()) runs.start(settingsNow(), Boolean(holes));
 }
 
 function infill() {
-  if (!editing || !valid()) return;
-  const items = editing.lane.cutter.items();
-  if (!countHoles(items).holes) return;
+  const cut = cutting.holes();
+  if (!cut || !valid()) return;
+  keepHoles(cut);
+  runs.start(settingsNow(), true);
+}
+
+function keepHoles(next) {
+  holes = next;
+  $("clear").hidden = !holes;
+  relabel();
+}
+
+function relabel() {
+  $("generate").textContent = hasHoles({ ...form.read(), ...(holes ?? {}) }) ? "Fill holes" : "Generate";
+}
+
+function pick({ text, sampler, race: racing }) {
+  keepHoles(null);
+  const model = form.models().find((m) => m.id === form.read().model);
+  form.write({ ...form.read(), text, sampler: sampler ?? model.page.sampler, compare: false });
+  typed();
   const settings = settingsNow();
-  if (editing.fromText) {
-    settings.text = $("text").value = toTemplate(items);
-    start(settings);
-  } else start({ ...settings, ...holesNow() });
+  runs.start(racing ? raceSettings(settings) : settings);
+  $("lanes").scrollIntoView({ block: "nearest", behavior: stillness.matches ? "auto" : "smooth" });
 }
 
-function holesNow() {
-  const items = editing.lane.cutter.items();
-  return { tokens: toTokens(items), template: toTemplate(items) };
+/** Holes that were meant but not written so: say it before the run, change nothing unasked. */
+function typed() {
+  const near = nearHoles($("text").value);
+  const hint = $("hint");
+  hint.hidden = !near.length;
+  if (near.length) {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Make it a hole" });
+    button.addEventListener("click", () => {
+      $("text").value = mended($("text").value);
+      typed();
+      $("text").focus();
+    });
+    hint.replaceChildren(`${near[0].written} is read as words. A hole is written ${near[0].meant}.`, button);
+  }
+  relabel();
 }
 
-// Link
+function describeModel() {
+  const model = form.models().find((m) => m.id === form.read().model);
+  $("race").hidden = !canRace(model);
+  drawChips($("chips"), model, canRace(model), pick);
+}
 
-async function share() {
-  const settings = form.read();
-  // Holes cut into a canvas are no part of the form: they are what the last run filled, or what is being cut now.
-  if (editing && !editing.fromText) Object.assign(settings, holesNow());
-  else if (last?.tokens && last.text === settings.text) Object.assign(settings, { tokens: last.tokens, template: last.template });
-  const fragment = encode(settings, $("runs").checked);
-  history.replaceState(null, "", `#${fragment}`);
+// This run, elsewhere
+
+async function copied(text, where) {
   try {
-    await navigator.clipboard.writeText(location.href);
-    $("shared").textContent = "Copied. The address bar holds it too.";
+    await navigator.clipboard.writeText(text);
+    return "Copied.";
   } catch {
-    $("shared").textContent = "It is in the address bar.";
+    return where;
   }
 }
+
+async function share() {
+  const settings = { ...form.read(), ...(cutting.holes() ?? holes ?? {}), race: Boolean(last?.race) };
+  if (settings.race) Object.assign(settings, raceSettings(settings));
+  history.replaceState(null, "", `#${encode(settings, $("runs").checked)}`);
+  $("said").textContent = `${await copied(location.href, "")} The address bar holds the link.`.trim();
+}
+
+function showCode() {
+  const codes = snippets(bodyFor({ ...form.read(), ...(holes ?? {}) }), location.origin, api.hasKey());
+  const choose = (name) => {
+    $("snippet").textContent = codes[name];
+    for (const button of $("languages").children) button.setAttribute("aria-pressed", button.textContent === name);
+  };
+  $("languages").replaceChildren(...Object.keys(codes).map((name) => {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: name });
+    button.addEventListener("click", () => choose(name));
+    return button;
+  }));
+  choose("curl");
+  $("codes").showModal();
+}
+
+async function save(act) {
+  const k = player.now().k;
+  player.pause();
+  $("said").textContent = "Drawing …";
+  try {
+    await act();
+    $("said").textContent = "Saved.";
+  } catch (error) {
+    $("said").textContent = `It could not be saved: ${error.message}`;
+  }
+  player.go(k);
+}
+
+const goTo = (k) => written()[0].show(k);
+const say = (text) => { $("said").textContent = text; };
 
 function openLink() {
   const { settings, run } = decode(location.hash);
   const models = form.models();
   const named = Object.keys(settings).length > 0;
-  const whole = { ...firstSettings(models), ...settings };
+  const whole = { ...firstSettings(models, phone.matches), ...settings };
   const problem = unknownName(whole, models);
   form.write(whole);
   if ("seed" in settings) $("vary").checked = false;
+  $("lanes").classList.remove("waiting");
+  const { tokens, template, ...rest } = whole;
+  keepHoles(tokens || template ? { tokens, template } : null);
+  describeModel();
+  typed();
+  if (named) for (const lane of lanes) lane.empty = true;
   layLanes();
   if (problem) return notice.show({ message: `This link names ${problem}, which this server does not have.` });
-  last = settings.tokens ? { ...form.read(), tokens: whole.tokens, template: whole.template } : null;
-  if (run) start(last ?? form.read());
-  else if (last) notice.tell(`A template of ${last.tokens.length} tokens came with this link.`, again("Infill"));
-  else if (named) notice.tell("Settings of the link are in place.", again("Run"));
+  last = null;
+  const go = () => runs.start({ ...rest, ...form.read(), ...(holes ?? {}), race: Boolean(whole.race) });
+  if (run) go();
+  else if (named) {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: hasHoles(whole) ? "Fill holes" : "Run" });
+    button.addEventListener("click", go);
+    notice.tell(hasHoles(whole) ? "A text with holes came with this link." : "Settings of the link are in place.", button);
+  }
 }
 
-function again(text) {
-  const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
-  button.addEventListener("click", () => start({ ...form.read(), tokens: last?.tokens ?? null, template: last?.template ?? "" }));
-  return button;
+/** The recorded run that the page opens with; it needs no model. */
+async function playFilm() {
+  try {
+    const film = await (await fetch("/static/film.json")).json();
+    lanes[0].play(film);
+    player.begin(film.frames.length);
+    player.grow(lanes[0].tape.frames.length);
+    player.end();
+  } catch { /* an ornament: without it there are masks */ }
+  $("lanes").classList.remove("waiting");
 }
 
 async function load() {
   try {
     form.setModels(await api.models());
-    $("generate").disabled = false;
+    notice.accepted();
+    $("generate").disabled = $("race").disabled = false;
     openLink();
   } catch (error) {
-    layLanes();
     notice.show(error);
   }
 }
 
-listen({ player, generate, infill, cutHoles, leaveHoles, stop, share, isEditing: () => Boolean(editing), isRunning: () => Boolean(controller) });
-$("dice").addEventListener("click", () => form.setSeed(newSeed()));
+listen({
+  player, generate, infill, isEditing: cutting.isOpen,
+  escape() {
+    if (alternatives.isOpen()) alternatives.close();
+    else if (runs.isRunning()) runs.stop();
+    else cutting.leave();
+  },
+  clicks: {
+    stop: runs.stop, cut: cutting.cut, infill, uncut: cutting.leave, share, undo, before, code: showCode,
+    clear: () => { keepHoles(null); $("text").focus(); },
+    race: () => valid() && runs.start(raceSettings(settingsNow())),
+    writing: () => view(false), camefirst: () => view(true),
+    savehtml: () => save(() => saveHtml(written().map((lane) => lane.tape))),
+    savegif: () => save(() => saveGif(written()[0], goTo, say)),
+    dice: () => form.setSeed(newSeed()),
+    copycode: async () => { $("copycode").textContent = await copied($("snippet").textContent, "Copy"); },
+  },
+});
+$("text").addEventListener("input", () => { keepHoles(null); typed(); });
+$("charts").addEventListener("toggle", () => changed(player.now()));
 addEventListener("hashchange", openLink);
 // A phone shows the text first; the settings unfold on request.
 $("settings").open = matchMedia("(min-width: 60rem)").matches;
-load();
+drawChips($("chips"), null, true, pick);
+layLanes(1);
+loadRanks().then((found) => (ranks = found), () => {}).then(() => location.hash || playFilm()).finally(load);

@@ -1,9 +1,11 @@
-// What a run is asked for, as one plain object, and the request bodies made of it.
+// What a run is asked for, as one plain object, and the request bodies made of it. `text` is what the reader typed and is
+// never changed; holes cut into a text are `tokens` (for the model that made them) and `template` (for any model).
+import { HOLE } from "./holes.js";
 
 export const DEFAULTS = Object.freeze({
   model: "", sampler: "", steps: 64, seed: 1, length: 0, temperature: 1, top_p: 0.9,
   text: "", tokens: null, template: "", required: "", banned: "",
-  compare: false, model2: "", sampler2: "", steps2: 64,
+  compare: false, race: false, model2: "", sampler2: "", steps2: 64,
 });
 
 /** One line for each sampler: what the eye will see. */
@@ -25,7 +27,18 @@ export const SAMPLER_NOTES = Object.freeze({
 });
 
 export const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
-const HOLE = /\[MASK(:\d+)?\]/;
+const LEFT_TO_RIGHT = "autoregressive";
+const LENGTH = 128; // of the first text: within seconds on a CPU
+const LENGTH_ON_A_PHONE = 64; // masks must not fill the screen
+
+export const hasHoles = (settings) => Boolean(settings.tokens || settings.template || HOLE.test(settings.text));
+
+/** A race: the same model and seed, left to right in the second lane. */
+export const raceSettings = (settings) => ({
+  ...settings, race: true, compare: true, model2: settings.model, sampler2: LEFT_TO_RIGHT, steps2: settings.steps,
+});
+
+export const canRace = (model) => Boolean(model && !model.causal && model.samplers.includes(LEFT_TO_RIGHT));
 
 /** Body of /v1/frames for lane 0 or, in a comparison, lane 1: the same text, seed and filters, another sampler or model. */
 export function bodyFor(settings, lane = 0) {
@@ -40,7 +53,7 @@ export function bodyFor(settings, lane = 0) {
     anchors: true,
   };
   if (settings.tokens && (!second || settings.model2 === settings.model)) body.tokens = settings.tokens;
-  else if (settings.template || HOLE.test(settings.text)) body.template = settings.template || settings.text;
+  else if (hasHoles(settings)) body.template = settings.template || settings.text;
   else {
     if (settings.text) body.prompt = settings.text;
     if (settings.length) body.length = settings.length;
@@ -60,11 +73,12 @@ export function fitToModel(settings, model) {
   return fitted;
 }
 
-/** The form at the first visit: the server's defaults for its first model, and a second sampler that differs. */
-export function firstSettings(models) {
+/** The form at the first visit: what the server proposes for its first model, and a second sampler that differs. */
+export function firstSettings(models, phone = false) {
   const [model] = models;
-  const known = Object.entries(model.default ?? {}).filter(([name]) => name in DEFAULTS);
-  const settings = fitToModel({ ...DEFAULTS, ...Object.fromEntries(known) }, model);
+  const known = Object.entries(model.page ?? {}).filter(([name]) => name in DEFAULTS);
+  const length = Math.min(model.length, phone ? LENGTH_ON_A_PHONE : LENGTH);
+  const settings = fitToModel({ ...DEFAULTS, ...Object.fromEntries(known), length }, model);
   const other = model.samplers.find((s) => s === "remdm-loop" && s !== settings.sampler)
     ?? model.samplers.find((s) => s !== settings.sampler) ?? settings.sampler;
   return { ...settings, model2: model.id, sampler2: other, steps2: settings.steps };
