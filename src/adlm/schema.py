@@ -44,7 +44,11 @@ class ModelConfig:
     hidden_size: Count = 768
     """Width D of the residual stream."""
     n_heads: Count = 12
-    """Attention heads; must divide hidden_size into an even head width."""
+    """Attention heads; must divide hidden_size into an even head width, unless head_size gives that."""
+    n_kv_heads: WholeNumber = 0
+    """Heads of keys and values, each shared by n_heads / n_kv_heads heads of queries; 0: as many as n_heads."""
+    head_size: WholeNumber = 0
+    """Width of a head; 0: hidden_size / n_heads."""
     n_blocks: Count = 12
     """Blocks before the anchors are read (all blocks, when not anchored)."""
     n_denoiser_blocks: WholeNumber = 6
@@ -70,22 +74,65 @@ class ModelConfig:
     """layernorm or rmsnorm."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
-    activation: Annotated[str, Choices(("gelu", "relu2"))] = "gelu"
-    """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
+    norm_eps: Annotated[float, Range(low=0, high=0.1)] = 0.0
+    """What a norm adds to the mean square; 0: 1e-5 (layernorm) or 1e-6 (rmsnorm)."""
+    activation: Annotated[str, Choices(("gelu", "relu2", "swiglu"))] = "gelu"
+    """MLP activation: gelu (tanh form), relu2 (squared ReLU) or swiglu (silu of one half times the other)."""
     bias: bool = True
     """Biases in MLP, heads and bridge."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    rope_base: AtLeastOne = 10000.0
+    """Base of the rotary frequencies."""
+    tied: bool = False
+    """The head is the embedding; needs bias=false and no anchors."""
+    shift: bool = False
+    """The prediction for position i is read at position i-1 (for position 0, at 0), as in diffusion models made of
+    causal ones. Causal models read so by themselves."""
     zero_init: bool = False
     """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
     mlp_ratio: Count = 4
     """Width of the MLP over hidden_size."""
+    mlp_size: WholeNumber = 0
+    """Width of the MLP where it is no multiple; 0: mlp_ratio * hidden_size."""
     init: Annotated[str, Choices(("torch", "normal"))] = "torch"
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_size or self.hidden_size // self.n_heads
+
+    @property
+    def mlp_width(self) -> int:
+        return self.mlp_size or self.mlp_ratio * self.hidden_size
+
+    @property
+    def mlp_rows(self) -> int:
+        """Outputs of the first map of the MLP: two halves under swiglu."""
+        return (2 if self.activation == "swiglu" else 1) * self.mlp_width
 
     def check(self) -> None:
         """Refuse values that do not fit together."""
         require(
-            self.hidden_size % (2 * self.n_heads) == 0,
+            self.head_size > 0 or self.hidden_size % (2 * self.n_heads) == 0,
             f"model.n_heads={self.n_heads} must split model.hidden_size={self.hidden_size} into heads of even width",
+        )
+        require(self.head_size % 2 == 0, f"model.head_size={self.head_size} must be even")
+        require(
+            self.n_heads % self.kv_heads == 0,
+            f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}",
+        )
+        require(
+            not (self.tied and (self.anchored or self.bias)),
+            "model.tied=true needs model.anchored=false and model.bias=false: an embedding has no bias",
+        )
+        require(
+            not (self.shift and self.causal),
+            "model.shift=true needs model.causal=false: a causal model predicts the next token in any case",
         )
         require(
             not self.anchored or self.n_denoiser_blocks >= 1,

@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
 LAYERS = [
     "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths", "compat.pickles",
     "compat.distributed", "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config",
-    "engine", "io.export", "training", "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
+    "engine", "io.export", "compat.tensors", "compat.gguf_files", "compat.layouts", "io.released", "training",
+    "compat.checkpoints", "io.load", "api", "reporting", "evaluation", "reasoning",
     "serving", "bench", "demo", "finetuning", "compare", "cli", "__main__",
 ]  # fmt: skip
 BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema", "io.paths", "data"}

@@ -178,7 +178,7 @@ def expected_shapes(
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what a tensor may have
         raise ValueError(f"{what}: {str(error).splitlines()[0]:.200}") from None
     shapes = {name: tuple(value.shape) for name, value in blank.state_dict().items()}
-    positions = 4 * cfg.length * cfg.hidden_size // cfg.n_heads
+    positions = 4 * cfg.length * cfg.head_width
     weights = 4 * sum(math.prod(shape) for shape in shapes.values())
     require(positions <= weights + MOST_POSITIONS, f"{what}: model.length={cfg.length} is too long for its weights")
     return shapes

@@ -13,7 +13,8 @@ from adlm.data.preparation import tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io.export import CONFIG, TOKENIZER, Loaded, check_shapes, describe, load_folder, section
-from adlm.io.paths import checkpoint_steps, path_of
+from adlm.io.paths import LARGEST_JSON, checkpoint_steps, path_of, read_regular
+from adlm.io.released import load_released
 from adlm.models import build_model
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
@@ -55,6 +56,8 @@ def load_checkpoint(
     """
     path = locate(path)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
+    if is_released(path):
+        return load_released(path, device, tokenizer, root)
     if path.is_file():
         loaded = load_release(path, ema, tokenizer, root)
         loaded.model.to(device)
@@ -78,6 +81,14 @@ def load_checkpoint(
         " no export/ and no checkpoints/",
     )
     return load_folder(exported, device)
+
+
+def is_released(path: Path) -> bool:
+    """Whether this is a model of another project: a GGUF file, or a folder whose config.json is not one of ours."""
+    if path.is_file():
+        return path.suffix == ".gguf"
+    config = path / CONFIG
+    return config.is_file() and b'"mask_id"' not in read_regular(config, LARGEST_JSON)
 
 
 def exported_step(folder: Path) -> float:

@@ -8,7 +8,7 @@ positions they need first, so that no [batch, length, vocabulary] tensor is ever
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from adlm import tables
 from adlm.diffusion.absorbing import subs
 from adlm.errors import require
 from adlm.models.bridge import Bridge
+from adlm.models.layers import pick_flat
 from adlm.models.transformer import Block, LayerCache, Stack
 from adlm.schema import ModelConfig
 
@@ -37,6 +38,10 @@ class Cache:
         self.seen_B = seen_B
         """Tokens already read in each sequence."""
 
+    @property
+    def layers(self) -> list[LayerCache]:
+        return [*self.denoiser, *(self.anchor or [])]
+
 
 class Network(nn.Module):
     bridge: Bridge | None
@@ -53,7 +58,9 @@ class Network(nn.Module):
         self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias) if cfg.anchored else None
         self.bridge = tables.BRIDGES.load(cfg.bridge, "model.bridge")(cfg, vocab_size) if cfg.anchored else None
         self.denoiser = Stack(cfg, cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
-        self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
+        self.head = nn.Linear(D, vocab_size, bias=cfg.bias, device="meta" if cfg.tied else None)
+        if cfg.tied:
+            tie(self)
         self.residual_dtype: torch.dtype | None = None
         """Precision of the residual stream; None: that of the embedding."""
         if not self.embedding.is_meta:  # shapes alone; filling them would import the compiler
@@ -66,19 +73,22 @@ class Network(nn.Module):
         cache: Cache | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Hidden:
         """Hidden states; sigma_B (noise level of each sequence) matters only to a time-conditioned network.
 
         With a cache (causal networks), tokens_BL continues each sequence where it stopped. `at_N` or `at_BQ` says
         which positions the denoiser's head will read, if they are few: its states are then theirs, [1, N, D]
         (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the last block
-        is spared.
+        is spared. `mask` says what each position may attend to, as booleans broadcastable to [B, heads, L, L] (padding
+        is real_BL[:, None, None]); without one that is everything, or the past if causal.
         """
         positions_BL = None
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             cache.seen_B += tokens_BL.shape[1]
-        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL, at_N, at_BQ)
+        x_BLD = nn.functional.embedding(tokens_BL, self.embedding)
+        return self.read(x_BLD, sigma_B, cache, positions_BL, at_N, at_BQ, mask)
 
     def read(
         self,
@@ -88,6 +98,7 @@ class Network(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Hidden:
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         if self.residual_dtype is not None:
@@ -95,11 +106,32 @@ class Network(nn.Module):
         anchor_BLD = None
         if self.anchor is not None and self.anchor_head is not None and self.bridge is not None:
             anchor_cache = None if cache is None else cache.anchor
-            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
+            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL, mask=mask)
             x_BLD = self.bridge(stream_BLD, anchor_BLD, self.anchor_head)
         denoiser_cache = None if cache is None else cache.denoiser
-        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ)
+        if self.config.shift:
+            denoiser_BLD = self.shifted(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, mask)
+            return Hidden(denoiser_BLD, None if anchor_BLD is None else earlier(anchor_BLD))
+        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, mask)
         return Hidden(denoised.normed_BLD, anchor_BLD)
+
+    def shifted(
+        self,
+        x_BLD: Tensor,
+        sigma_B: Tensor | None,
+        cache: list[LayerCache] | None,
+        positions_BL: Tensor | None,
+        at_N: Tensor | None,
+        at_BQ: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """The denoiser's states, each at the position it predicts (model.shift): the one after it."""
+        if at_BQ is not None:
+            at_BQ = (at_BQ - 1).clamp(min=0)
+            return self.denoiser(x_BLD, sigma_B, cache, positions_BL, at_BQ=at_BQ, mask=mask).normed_BLD
+        states_BLD = earlier(self.denoiser(x_BLD, sigma_B, cache, positions_BL, mask=mask).normed_BLD)
+        # Positions 0 and 1 read the same state, and `at_N` has each only once: picked here, not inside the last block.
+        return states_BLD if at_N is None else pick_flat(states_BLD, at_N)
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         require(self.config.causal, "a KV cache needs model.causal=true: a bidirectional model re-reads every position")
@@ -138,6 +170,26 @@ class Network(nn.Module):
             return subs(logits_BLV, tokens_BL, self.mask_id)
         logits_BLV[..., self.mask_id] = -torch.inf
         return logits_BLV.log_softmax(-1)
+
+
+def earlier(x_BLD: Tensor) -> Tensor:
+    """Each position gets what the one before it has; the first keeps its own."""
+    return torch.cat((x_BLD[:, :1], x_BLD[:, :-1]), dim=1)
+
+
+def tie(model: Network) -> None:
+    """Make the head the embedding: one parameter, saved and loaded as `embedding` alone."""
+    model.head.weight = model.embedding
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state.pop(prefix + "head.weight", None)
+
+    def put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if prefix + "embedding" in state:
+            state[prefix + "head.weight"] = state[prefix + "embedding"]
+
+    model.register_state_dict_post_hook(leave_out)
+    model.register_load_state_dict_pre_hook(put_in)
 
 
 def build_model(cfg: ModelConfig, vocab_size: int, mask_id: int) -> Network:
@@ -189,7 +241,7 @@ def initialise(model: Network) -> None:
     else:
         nn.init.kaiming_uniform_(model.embedding, a=math.sqrt(5))
     for head in (model.head, model.anchor_head):
-        if head is not None:
+        if head is not None and not cfg.tied:
             nn.init.zeros_(head.weight)
             if head.bias is not None:
                 nn.init.zeros_(head.bias)
@@ -217,12 +269,13 @@ def count_flops(
     cfg: ModelConfig, vocab_size: int, length: int, scored: float = 0.5, anchors_scored: float = 0.0
 ) -> Flops:
     """`scored`, `anchors_scored`: fraction of positions that go through the head of the denoiser, of the anchors."""
-    D = cfg.hidden_size
+    D, E = cfg.hidden_size, cfg.n_heads * cfg.head_width
     blocks = cfg.n_blocks + (cfg.n_denoiser_blocks if cfg.anchored else 0)
     attended = length / 2 if cfg.causal else length
-    per_block = 2 * (4 * D * D + 2 * cfg.mlp_ratio * D * D) + 4 * D * attended
+    after_attention = D * E + D * (cfg.mlp_rows + cfg.mlp_width)
+    per_block = 2 * (D * E + 2 * D * cfg.kv_heads * cfg.head_width + after_attention) + 4 * E * attended
     bridge = tables.BRIDGES.load(cfg.bridge, "model.bridge").flops(cfg) if cfg.anchored else 0
     heads = 2 * D * vocab_size * (scored + anchors_scored)
-    unread = (1 - min(1.0, scored)) * 2 * (D * D + 2 * cfg.mlp_ratio * D * D)  # of the last block
+    unread = (1 - min(1.0, scored)) * 2 * after_attention  # of the last block
     forward = blocks * per_block - unread + bridge + heads
     return Flops(forward, 3 * forward)
