@@ -64,6 +64,8 @@ class Command:
     reads: tuple[str, ...] = ()
     """Sections of the schema and single keys that change what the command does: --help lists them, and others are
     refused. Keys of `words`, and `out` where it has a text of its own, need not be named."""
+    ruled: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Keys of those sections that it does not read -> the keys that rule in their place."""
     loads_torch: bool = True
     """Its work begins with seconds of importing, which it does not say itself."""
 
@@ -71,7 +73,9 @@ class Command:
     def read_keys(self) -> list[str]:
         """Every key that the command reads, in the order of `reads`."""
         named = [*self.reads, *self.words, *(["out"] if self.out else [])]
-        found = [key for part in named for key in keys() if part in (key, key.rpartition(".")[0])]
+        found = [
+            key for part in named for key in keys() if part in (key, key.rpartition(".")[0]) and key not in self.ruled
+        ]
         return list(dict.fromkeys(found))
 
     @property
@@ -221,11 +225,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "reason": Command(
         "adlm.reasoning.command:run_reason",
-        "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; table RUN ..: compare runs with"
-        " the paper; data: what the questions are like",
+        "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; ask RUN QUESTION: answer one;"
+        " table RUN ..: compare runs with the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
         reads=("reason", *TRAINING, "eval"),
+        ruled={"train.steps": "reason.epochs", "train.valid_every": "reason.valid_every"},
     ),
     "serve": Command(
         "adlm.serving:run_serve",
@@ -355,6 +360,8 @@ def refuse_unread(name: str, command: Command, key: str) -> None:
             f"{key}=...: `adlm {name}` does not read this group; `adlm {name} --help` lists what it reads",
         )
         return
+    ruling = command.ruled.get(key)
+    require(ruling is None, f"{key}: `adlm {name}` does not read this key; {ruling} rules in its place")
     read = command.read_keys
     same = [k for k in read if k.rpartition(".")[2] == key.rpartition(".")[2]]
     require(

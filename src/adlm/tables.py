@@ -266,7 +266,10 @@ TASKS = Table(
     {
         "prosqa": "adlm.reasoning.tasks:PROSQA",
         "prosqa-2hop": "adlm.reasoning.tasks:PROSQA_2HOP",
+        "prosqa-7hop": "adlm.reasoning.tasks:PROSQA_7HOP",
+        "prosqa-8hop": "adlm.reasoning.tasks:PROSQA_8HOP",
         "prosqa-balanced": "adlm.reasoning.tasks:PROSQA_BALANCED",
+        "prosqa-terse": "adlm.reasoning.tasks:PROSQA_TERSE",
         "prontoqa": "adlm.reasoning.tasks:PRONTOQA",
         "gsm8k": "adlm.reasoning.tasks:GSM8K",
     },
