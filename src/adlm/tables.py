@@ -225,6 +225,7 @@ ANCHOR_RULES = Table(
         "common": "adlm.objectives.anchors:common",
         "all": "adlm.objectives.anchors:every",
         "none": "adlm.objectives.anchors:none",
+        "given": "adlm.objectives.anchors:given",
     },
 )
 

@@ -62,7 +62,8 @@ class Accuracy(NamedTuple):
 
     def __str__(self) -> str:
         low, high = wilson(self.correct, self.n)
-        anchors = f"; anchors {'/'.join(f'{100 * x:.0f}' for x in self.slots)} %, {self.anchor_nats:.2f} nats each"
+        anchors = f"; anchors {'/'.join(f'{100 * x:.0f}' for x in self.slots)} %"
+        anchors += f", {self.anchor_nats:.2f} nats each" if self.anchor_nats else ""
         return (
             f"accuracy {100 * self.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f}, {self.correct} of {self.n}),"
             f" {self.tokens:.1f} tokens per answer{anchors if self.slots else ''}"

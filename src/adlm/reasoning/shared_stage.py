@@ -53,6 +53,7 @@ class SharedStage(NamedTuple):
             cfg.optim.ema == 0, f"reason.stage0 keeps weights without their EMA: optim.ema={cfg.optim.ema} must be 0"
         )
         schedule, reason = setup.schedule, cfg.reason
+        plan = schedule.plans[0]
         depends_on = {
             "seed": cfg.seed,
             "model": asdict(cfg.model),
@@ -64,7 +65,7 @@ class SharedStage(NamedTuple):
             "stories": reason.story_steps,
             "tokenizer": setup.tokenizer.fingerprint,
             "examples": setup.fingerprints()["train"],
-            "plan": schedule.plans[0],
+            "plan": (plan.slots, plan.removed, plan.anchored and plan.slots > 0, plan.fed_back),
             "steps": schedule.within_stage(0)[1],
             "epoch": (schedule.n, schedule.per_epoch),
         }
