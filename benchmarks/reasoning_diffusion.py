@@ -9,9 +9,9 @@ Three ways to the same answers, from scratch, of the same width and number of bl
   mdlm-matched  one stage with as many blocks
   acot          a causal model with as many blocks, staged as in the paper
 `prepare` needs hydra and writes FOLDER/settings.json; `run` needs neither. `reads` are the sequences that adlm reads;
-the others get as many as cost the same. The diffusion models are asked twice: with one step per position in random order
-(mdlm), and most certain positions first (confidence), both greedy. A run that the time cuts short is continued by the
-same command. REPORT receives diffusion.json and metrics.jsonl; the table is printed.
+the others get as many as cost the same. The diffusion models are asked twice: with one step per position in random
+order (mdlm), and most certain positions first (confidence), both greedy. A run that the time cuts short is continued by
+the same command. REPORT receives diffusion.json and metrics.jsonl; the table is printed.
 """
 
 import json

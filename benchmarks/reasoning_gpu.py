@@ -4,14 +4,14 @@
     python benchmarks/reasoning_gpu.py run folder=FOLDER base=SmolLM2.gguf out=runs/reasoning report=REPORT [minutes=9]
         [runs=prosqa-icot-1,...] [gate=0.9] [tiny=true] [key=value ...]
 
-`prepare` needs hydra and the published files (DATA/prosqa, prontoqa, gsm8k, gsm8k_icot); it writes the questions and the
-settings of every run to FOLDER (10 MB), which is all that `run` needs beside the package and the base: no hydra.
+`prepare` needs hydra and the published files (DATA/prosqa, prontoqa, gsm8k, gsm8k_icot); it writes the questions and
+the settings of every run to FOLDER (10 MB), which is all that `run` needs beside the package and the base: no hydra.
 
-`run` trains what has no results yet, in the order of SCHEDULE, until `minutes` are over; then it saves and stops, and the
-same command continues bit for bit where it stopped, as long as `out` is there. The first run is the gate: if its accuracy
-on the published test is below `gate`, the others are not started. Methods with the same first stage share it. REPORT
-receives table.txt (accuracies with intervals, McNemar's tests), results.json (with the speed of every run),
-answers.json (which questions each run answered rightly) and metrics.jsonl.
+`run` trains what has no results yet, in the order of SCHEDULE, until `minutes` are over; then it saves and stops, and
+the same command continues bit for bit where it stopped, as long as `out` is there. The first run is the gate: if its
+accuracy on the published test is below `gate`, the others are not started. Methods with the same first stage share it.
+REPORT receives table.txt (accuracies with intervals, McNemar's tests), results.json (with the speed of every run),
+answers.json (which questions each run answered rightly), speed.json and metrics.jsonl.
 """
 
 import json
@@ -155,7 +155,7 @@ def copy_gsm8k(data: Path, folder: Path) -> dict[str, Any]:
     """All problems of the published training file but those of the validation file."""
     for path in (data / "gsm8k/train.jsonl.xz", data / "gsm8k/test.jsonl", data / "gsm8k_icot/valid.txt"):
         if path.is_file():
-            shutil.copy(path, folder / path.name)
+            shutil.copyfile(path, folder / path.name)
     return {
         "reason.train_path": "train.jsonl.xz", "reason.valid_path": "valid.txt", "reason.test_path": "test.jsonl",
         "reason.n_valid": 500,

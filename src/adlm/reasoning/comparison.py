@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from adlm.reasoning.runs import read_answers, read_results
-from adlm.tables import METHODS
+from adlm.reasoning.runs import UNGUESSED, read_answers, read_results
+from adlm.tables import METHODS, TASKS
 
 # Accuracy in percent and, where given, tokens per answer: table 5 of the paper, GPT-2.
 PAPER: dict[str, dict[str, str]] = {
@@ -83,7 +83,7 @@ def show_table(runs: list[str]) -> dict[str, Any]:
             f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
             f"{row['tokens']:.1f}",
             slots_of(row),
-            PAPER.get(row["method"], {}).get(row["task"], ""),
+            "" if is_other(row["set"]) else PAPER.get(row["method"], {}).get(row["task"], ""),
             row["run"],
         )
     print_table(table)
@@ -95,6 +95,11 @@ def show_table(runs: list[str]) -> dict[str, Any]:
             table.add_row(row["set"], row["first"], row["second"], *counts, f"{row['p']:.2g}")
         print_table(table)
     return {"rows": rows, "pairs": pairs}
+
+
+def is_other(test: str) -> bool:
+    """A test set whose questions are not like the published ones."""
+    return test in TASKS or test.endswith(UNGUESSED)
 
 
 def slots_of(facts: dict[str, Any]) -> str:

@@ -196,15 +196,18 @@ class ReasoningSetup:
             layout = lay_out(self.train[i], plan, self.markers, cfg.reason.anchor_tokens)
             groups.setdefault(plan if plan.fed_back else None, []).append(layout)
         size = cfg.train.global_batch_size // micro_batches(cfg.train, self.ranks)
-        gamma, mask_id, found = cfg.objective.gamma, self.tokenizer.mask_id, []
+        found = []
         for plan, layouts in groups.items():
             if size < len(layouts):
                 layouts.sort(key=lambda layout: len(layout.tokens))
             parts = [layouts[at : at + size] for at in range(0, len(layouts), size)]
-            found += [make_batch(part, plan is not None, gamma, mask_id, CPU, self.multiple) for part in parts]
-        if cfg.train.cuda_graphs:
-            found = [batch._replace(scored=rounded(batch.scored)) for batch in found]
+            found += [self.batch_of(part, plan is not None, cfg.objective.gamma) for part in parts]
         return found
+
+    def batch_of(self, layouts: list[Layout], fed_back: bool, gamma: float) -> ReasoningBatch:
+        """A micro-batch on the host; of one of few shapes, if CUDA graphs are to replay it."""
+        batch = make_batch(layouts, fed_back, gamma, self.tokenizer.mask_id, CPU, self.multiple)
+        return batch._replace(scored=rounded(batch.scored)) if self.cfg.train.cuda_graphs else batch
 
     def all_batches(self, first: int) -> Iterator[list[ReasoningBatch]]:
         """The batches of every step from `first` on; beside a GPU a thread makes them ahead."""
@@ -278,7 +281,7 @@ def learn_stories(setup: ReasoningSetup) -> float:
             f"a story of reason.story_steps={steps} has {longest} tokens and model.length leaves room for"
             f" {network.longest}",
         )
-        batch = make_batch(layouts, False, 0.0, setup.tokenizer.mask_id, ranks.device, setup.multiple)
+        batch = batch_on(setup.batch_of(layouts, False, 0.0), ranks.device)
         with ranks.autocast():
             mean = module(batch).total / batch.scored.count
         mean.backward()
@@ -297,7 +300,8 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     weights to begin with in place of fresh ones and reason.story_steps, so that several methods can share its steps."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
-        note(f"{cfg.reason.task}: making or reading the questions")
+        if cfg.reason.train_path or task_of(cfg.reason).generate is not None:
+            note(f"{cfg.reason.task}: {'reading' if cfg.reason.train_path else 'making'} the questions")
         setup = ReasoningSetup(cfg, ranks)
         schedule = setup.schedule
         for doubt in doubts(cfg, start is not None):
