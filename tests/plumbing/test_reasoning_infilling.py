@@ -1,4 +1,4 @@
-"""ProsQA by infilling: the layout of a sequence, what is noised, what is an anchor; and training through the main loop."""
+"""ProsQA by infilling: the layout of a sequence, what is noised, what is an anchor; training through the main loop."""
 
 import json
 import runpy
