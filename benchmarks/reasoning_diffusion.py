@@ -37,7 +37,7 @@ from adlm.training.parallel import world
 COMMON = (
     "task=prosqa-terse", "recipe=fast", "optim.schedule=constant", "optim.warmup=100", "train.global_batch_size=128",
     "train.log_every=50", "checkpoint.every=1000000", "checkpoint.keep=1", "optim.ema=0", "model.dropout=0",
-    "reason.test_path=prosqa-balanced",
+    "reason.test_path=prosqa-terse-balanced",
 )  # fmt: skip
 DIFFUSION = ("objective.gamma=1", "train.valid_every=0", "train.sample_every=0", "train.cuda_graphs=true")
 RUNS = {

@@ -271,6 +271,7 @@ TASKS = Table(
         "prosqa-8hop": "adlm.reasoning.tasks:PROSQA_8HOP",
         "prosqa-balanced": "adlm.reasoning.tasks:PROSQA_BALANCED",
         "prosqa-terse": "adlm.reasoning.tasks:PROSQA_TERSE",
+        "prosqa-terse-balanced": "adlm.reasoning.tasks:PROSQA_TERSE_BALANCED",
         "prontoqa": "adlm.reasoning.tasks:PRONTOQA",
         "gsm8k": "adlm.reasoning.tasks:GSM8K",
     },

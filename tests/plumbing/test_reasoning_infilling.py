@@ -88,7 +88,7 @@ def test_the_benchmark_compares_three_ways_at_equal_flops(tmp_path, capsys):
     found = json.loads((tmp_path / "diffusion.json").read_text())
     assert set(found) == {"adlm-1", "mdlm-matched-1", "acot-1"}
     assert set(found["adlm-1"]["tests"]) == {
-        f"{name}, {sampler}" for name in ("generated", "prosqa-balanced") for sampler in ("mdlm", "confidence")
+        f"{name}, {sampler}" for name in ("generated", "prosqa-terse-balanced") for sampler in ("mdlm", "confidence")
     }
     assert found["adlm-1"]["reads"] == 64 and found["adlm-1"]["tests"]["generated, mdlm"]["n"] == 4
     assert "slot_1" in found["adlm-1"]["tests"]["generated, mdlm"]

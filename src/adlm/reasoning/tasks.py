@@ -118,6 +118,7 @@ PROSQA_7HOP = replace(PROSQA, shape=Shape(hops=7, nodes=34))
 PROSQA_8HOP = replace(PROSQA, shape=Shape(hops=8, nodes=38))
 """Longer derivations than any published question has."""
 PROSQA_TERSE = replace(PROSQA, shape=Shape(terse=True))
+PROSQA_TERSE_BALANCED = replace(PROSQA, shape=Shape(terse=True, balanced=True))
 PROSQA_2HOP = replace(
     PROSQA, shape=Shape(hops=2, nodes=6, words=8, names=4, balanced=True, terse=True), story_lr_ratio=2.5
 )
