@@ -11,7 +11,7 @@ from tiny import MODERN, tiny_model
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning.answers import Accuracy, Answerer, Reply, Slot, generate, read_slots, score, wilson
 from adlm.reasoning.examples import Example
-from adlm.reasoning.methods import IGNORE, Encoded, Markers, StagePlan, add_markers, lay_out
+from adlm.reasoning.methods import IGNORE, Encoded, Markers, StagePlan, add_markers, lay_out, markers_of
 from adlm.reasoning.networks import (
     HuggingFaceNetwork,
     OwnNetwork,
@@ -251,8 +251,8 @@ def test_a_llama_in_our_stack_is_the_one_of_transformers(tmp_path, tied):
     plain.save(tmp_path / "tokenizer.json")
     own, tokenizer = load_base(str(tmp_path))
     theirs, other = load_hugging_face(str(tmp_path))
-    assert isinstance(own, OwnNetwork) and tokenizer.fingerprint == other.fingerprint
-    markers = Markers(*(tokenizer.vocab_size - 4 + i for i in range(3)))
+    markers = markers_of(tokenizer)
+    assert isinstance(own, OwnNetwork) and markers == markers_of(other) and tokenizer.vocab_size == other.vocab_size
     layouts = [lay_out(TOY, StagePlan(slots=n, anchored=True), markers) for n in (0, 3)]
     for plan in ([layouts[0]], [layouts[1]]):
         batch = make_batch(plan, False, 0.5, tokenizer.mask_id, CPU)
