@@ -131,6 +131,8 @@ def refuse_unread(name: str, command: Command, key: str) -> None:
             f"{key}=...: `adlm {name}` does not read this group; `adlm {name} --help` lists what it reads",
         )
         return
+    ruling = command.ruled.get(key)
+    require(ruling is None, f"{key}: `adlm {name}` does not read this key; {ruling} rules in its place")
     read = command.read_keys
     same = [k for k in read if k.rpartition(".")[2] == key.rpartition(".")[2]]
     require(

@@ -36,6 +36,8 @@ class Command:
     reads: tuple[str, ...] = ()
     """Sections of the schema and single keys that change what the command does: --help lists them, and others are
     refused. Keys of `words`, and `out` where it has a text of its own, need not be named."""
+    ruled: dict[str, str] = field(default_factory=dict)
+    """Keys of those sections that it does not read -> the keys that rule in their place."""
     loads_torch: bool = True
     """Its work begins with seconds of importing, which it does not say itself."""
 
@@ -44,7 +46,7 @@ class Command:
         """Every key that the command reads, in the order of `reads`."""
         named = [*self.reads, *self.words, *(["out"] if self.out else [])]
         found = [key for part in named for key in keys() if part in (key, key.rpartition(".")[0])]
-        return list(dict.fromkeys(found))
+        return [key for key in dict.fromkeys(found) if key not in self.ruled]
 
     @property
     def groups(self) -> list[str]:
@@ -218,11 +220,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "reason": Command(
         "adlm.reasoning.command:run_reason",
-        "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; table RUN ..: compare runs with"
-        " the paper; data: what the questions are like",
+        "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; ask RUN QUESTION: answer one;"
+        " table RUN ..: compare runs with the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
         reads=("reason", *TRAINING, "eval"),
+        ruled={"train.steps": "reason.epochs", "train.valid_every": "reason.valid_every"},
     ),
     "serve": Command(
         "adlm.serving:run_serve",

@@ -222,7 +222,8 @@ class ObjectiveConfig:
     gamma_until: PositiveFraction = 1.0
     """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
-    """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or none."""
+    """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or
+    none; given: where a task says so (docs/reasoning.md)."""
     tau: Count = 5
     """count rule: a token is an anchor if it occurs at most tau times in its own sequence (common rule: more often)."""
     anchor_positions: Annotated[str, Choices(("all", "masked"))] = "all"

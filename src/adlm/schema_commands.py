@@ -160,7 +160,8 @@ class ReasonConfig:
     valid_path: Place = ""
     """Validation examples; empty: generated, or the last n_valid of train_path."""
     test_path: str = ""
-    """Test files (several: separated by commas), asked beside the generated test set; empty: only that one."""
+    """Test files, or names of tasks whose questions are generated (several: separated by commas), asked beside the
+    generated test set; empty: only that one."""
     n_train: WholeNumber = 0
     """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
     n_valid: Count = 300
@@ -176,6 +177,12 @@ class ReasonConfig:
     """Passes per stage; the last stage takes what is left of epochs."""
     fresh: bool = False
     """No example is read twice: an epoch is a pass over its own part of the training examples, one in `epochs`."""
+    mixing: FractionBelowOne = 0.0
+    """Fraction of the examples of a stage that are laid out as one of the stages before it, drawn evenly (0: none)."""
+    sorted_batches: Count = 1
+    """Batches whose examples are sorted by length together, so that a batch pads less (1: each for itself)."""
+    stage0: Place = ""
+    """Folder that keeps the weights after the first stage, for other methods that begin alike (empty: none)."""
     slots: WholeNumber = 6
     """Most [ANT] positions of an example."""
     slots_per_stage: Count = 1

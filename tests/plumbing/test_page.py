@@ -858,7 +858,8 @@ def test_axe_finds_nothing(visit, scheme):
 
 
 LISTED = """the a an and or but nor so yet for of to in on at by from with about against between into through during
-    before after above below up down out off over under again further then once here there when where why how all any both each
+    before after above below up down out off over under again further then once here there when where why how all any both
+    each
     few more most other some such no not only own same than too very can will just should now i me my we our you your he
     him his she her it its they them their what which who whom this that these those am is are was were be been being
     have has had having do does did doing would could might must shall may if because as until while although though

@@ -8,6 +8,7 @@ the order of sums. The host never waits for the device between log lines.
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,20 +95,31 @@ def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, s
     return tokenizer.decode(result.tokens, skip_special=True)
 
 
-def train(cfg: Config, sample: SampleHook = sample_text) -> TrainResult:
-    """Train to cfg.train.steps, or until a signal asks to stop; continue where the run folder's checkpoint stopped."""
+class Course(NamedTuple):
+    """What a run learns: its data, and the objective by which."""
+
+    data: Callable[[Config, World], setup.Data] = setup.prepare_data
+    objective: Callable[[Config, setup.Data], setup.Objective] = setup.objective_for
+
+
+FROM_SETTINGS = Course()
+
+
+def train(cfg: Config, sample: SampleHook = sample_text, course: Course = FROM_SETTINGS) -> TrainResult:
+    """Train to cfg.train.steps, or until a signal asks to stop; continue where the run folder's checkpoint stopped.
+    `course`: other sequences than those of a corpus, or another objective than that of the settings."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
         # In a function of its own, so that the wrapped model is gone before the process group: torch's DDP, if it holds
         # the last reference, waits for threads of the group that may wait for Python's lock.
-        return train_run(cfg, folder, ranks, sample)
+        return train_run(cfg, folder, ranks, sample, course)
 
 
-def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> TrainResult:
+def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook, course: Course) -> TrainResult:
     """`train` in its folder and world."""
     # before signals wait for a step to end: preparing may take hours, and leaves nothing to save
-    data = setup.prepare_data(cfg, ranks)
+    data = course.data(cfg, ranks)
     with Run(cfg, folder, ranks) as run:
-        objective = setup.objective_for(cfg, data)
+        objective = course.objective(cfg, data)
         flops = setup.training_flops(cfg, objective, data)
         model = setup.make_model(cfg, data.tokenizer, fresh=run.resumed_step is None).to(ranks.device)
         facts = setup.plan(cfg, model, data, flops, ranks)

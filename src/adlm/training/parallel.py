@@ -244,6 +244,11 @@ class Step(nn.Module):
         self.compiled = False
         self.graphed: GraphedModel | None = None
 
+    @property
+    def network(self) -> Network:
+        """The network in the model, which may be the model itself."""
+        return next(module for module in self.model.modules() if isinstance(module, Network))
+
     def forward(self, batch: Any) -> LossOutput:
         if self.compiled:
             # every batch scores another number of positions, which the compiler would find out by compiling twice
@@ -255,7 +260,7 @@ class Step(nn.Module):
 
 def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     """Compile, checkpoint activations, and wrap for more than one rank."""
-    model = step.model
+    model = step.network
     if cfg.residual == "bf16" and world.precision == "bf16":
         model.residual_dtype = torch.bfloat16
     if world.device.type == "cuda":
@@ -267,7 +272,6 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     if cfg.cuda_graphs:
         on = "train.cuda_graphs=true"  # what can be known without a device is in config.check_train
         require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
-        require(step.score is loss, f"{on} is for `adlm train`")
         step.graphed = GraphedModel(model)
     if step.compiled:
         torch._dynamo.reset()  # a run before this one in the same process has used up its quota of compiled forms

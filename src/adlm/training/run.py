@@ -169,11 +169,14 @@ class Run:
 
     # Per step
 
-    def update(self, rate: float, count: Tensor | float) -> None:
+    def update(self, rate: float, count: Tensor | float, tokens: float | None = None, examples: int = 0) -> None:
         """Update the weights, at this fraction of the peak learning rate, and answer what it is time for. `count`:
-        tokens of the step, of all ranks."""
+        tokens of the step that losses are divided by, of all ranks; `tokens`: tokens read, if these are others;
+        `examples`: of the step, if their number says more than that of tokens."""
         self.norm, self.learning_rate = self.updater(rate), rate * self.cfg.optim.lr
         self.window.count = self.window.count + count  # not in place: the window keeps what it was
+        self.window.tokens = self.window.tokens + (count if tokens is None else tokens)
+        self.window.examples += examples
         self.step += 1
         self.out_of_time = 0 < 60 * self.minutes <= time.monotonic() - self.started
         cfg, step = self.cfg.train, self.step
