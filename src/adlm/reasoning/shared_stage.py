@@ -17,9 +17,9 @@ from torch import Tensor
 from adlm.errors import require
 from adlm.io.paths import path_of, write_atomically
 from adlm.schema import Config
-from adlm.training.watch import note
 from adlm.training.parallel import World
 from adlm.training.run import Run
+from adlm.training.watch import note
 
 if TYPE_CHECKING:
     from adlm.reasoning.training import ReasoningSetup
