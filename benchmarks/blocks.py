@@ -40,11 +40,11 @@ from adlm.io.paths import pick_device  # noqa: E402
 from adlm.models import Network, build_model  # noqa: E402
 from adlm.schema import ModelConfig, SamplingConfig  # noqa: E402
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "anchored": False, "adaln": False, "norm": "rmsnorm", "norm_eps": 1e-5, "activation": "swiglu", "bias": False,
     "tied": True, "rope_base": 100_000.0, "dropout": 0.0, "shift": True, "init": "normal",
 }  # fmt: skip
-SHAPES = {
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "smollm2-135m": (49_153, {"hidden_size": 576, "n_heads": 9, "n_kv_heads": 3, "n_blocks": 30, "mlp_size": 1536}),
     "tiny": (2_001, {"hidden_size": 96, "n_heads": 6, "n_kv_heads": 2, "n_blocks": 4, "mlp_size": 256}),
 }
