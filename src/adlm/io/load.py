@@ -111,11 +111,14 @@ def load_checkpoint(
 
 
 def is_released(path: Path) -> bool:
-    """Whether this is a model of another project: a GGUF file, or a folder whose config.json is not one of ours."""
+    """Whether this is a model of another project: a GGUF file, or a folder whose config.json is such a project's."""
     if path.is_file():
         return path.suffix == ".gguf"
-    config = path / CONFIG
-    return config.is_file() and b'"mask_id"' not in read_regular(config, LARGEST_JSON)
+    try:
+        config = read_regular(path / CONFIG, LARGEST_JSON)
+    except (OSError, ValueError):  # which loading it as ours will say
+        return False
+    return b'"format"' not in config and any(word in config for word in (b'"model_type"', b'"hidden_size"'))
 
 
 def exported_step(folder: Path) -> float:
