@@ -87,7 +87,15 @@ SECTION_OF = {"lr_scheduler": "optim", "task": "reason", "method": "reason"} | d
 MODEL = ("eval.ema", "train.device", "data.tokenizer", "data.root")
 """Which weights of a checkpoint are loaded, and where."""
 RANKS = ("train.device", "train.precision", "train.num_threads")
-BOUND = ("eval.draws", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size")
+BOUND = (
+    "eval.draws",
+    "eval.block_length",
+    "eval.estimator",
+    "eval.seed",
+    "eval.sequences",
+    "eval.ema",
+    "eval.batch_size",
+)
 SERVED = tuple(key for key in keys() if key.startswith("sampling.") and key.rpartition(".")[2] not in PER_REQUEST)
 
 RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint; of the box: runs/box)"
@@ -109,7 +117,7 @@ COMMANDS: dict[str, Command] = {
         words=("data.path",),
         own_text=True,
         flags={"dry-run": "print model, tokens and memory, then stop"},
-        reads=(*TRAINING, "sampling"),
+        reads=(*TRAINING, "lora", "sampling"),
     ),
     "finetune": Command(
         "adlm.finetuning:run_finetune",
@@ -119,7 +127,16 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("data=file",),
         short="checkpoint",
-        reads=("seed", "out", "checkpoint", "data", "optim", "train", "track", "sampling", *BOUND),
+        reads=("seed", "out", "checkpoint", "lora", "data", "optim", "train", "track", "sampling", *BOUND),
+    ),
+    "adapt": Command(
+        "adlm.adapting:run_adapt",
+        "make a block-diffusion model of a causal one (a GGUF file, a Llama-type folder, a run of algo=ar): adlm adapt"
+        " BASE data=NAME; anchored with algo=adlm",
+        words=("checkpoint.init_from",),
+        required=1,
+        line=True,
+        reads=("model", "noise", "objective", *TRAINING, "sampling"),
     ),
     "sample": Command(
         "adlm.api.command:run_sample",
@@ -209,6 +226,7 @@ COMMANDS: dict[str, Command] = {
         "a run, or whatever else can be loaded -> an exported folder, to keep or to share: adlm export RUN FOLDER",
         words=("eval.checkpoint", "out"),
         required=2,
+        flags={"transformers": "a folder that transformers' AutoModel classes load, too"},
         out="exported folder",
         reads=MODEL,
     ),

@@ -85,7 +85,7 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     each = [*line, "compare.jobs=1"]  # how many train at once changes no run
     runs = {name: config.load([*each, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
     require(
-        cfg.eval.estimator == "continuous",
+        cfg.eval.estimator in ("auto", "continuous"),
         "adlm compare sets one number beside another: eval.estimator=continuous",
     )
     require(cfg.compare.jobs == 1 or "RANK" not in os.environ, "compare.jobs > 1 does not go together with torchrun")
@@ -253,7 +253,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
     loaded = load_checkpoint(run, cfg.eval.ema, ranks.device)
     ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks).items()
     assert estimate.row_nats is not None
-    counts_N = token_counts(data.valid, estimate.rows) - (kind == "exact")
+    counts_N = token_counts(data.valid, estimate.rows, kind == "exact")
     flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
     speeds = [event["tokens_per_s"] for event in read_metrics(run) if event["kind"] == "train"]
     return Entry(

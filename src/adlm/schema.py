@@ -178,6 +178,16 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters: a matrix W of the blocks becomes W + (alpha / rank) B A, and only B and A train."""
+
+    rank: WholeNumber = 0
+    """Rank of the adapters of a model that is fine-tuned (checkpoint.init_from); 0: all of its weights train."""
+    alpha: Positive = 16.0
+    """Strength of the adapters: B A is multiplied by alpha / rank."""
+
+
+@dataclass
 class NoiseConfig:
     name: Annotated[str, Choices(tables.SCHEDULES)] = "loglinear"
     """Masking schedule: loglinear, linear, geometric, cosine, cosine-squared or polynomial."""
@@ -399,6 +409,7 @@ class Config:
     """Where the command writes: by default the run folder (empty: runs/<algo>-<data>-<model>); commands that make no
     run say in their --help what it is."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)

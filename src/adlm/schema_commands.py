@@ -40,8 +40,9 @@ class EvalConfig:
     """Run folder, exported folder or release .ckpt to evaluate."""
     draws: Count = 4
     """Noise draws per sequence of the bound; 2 or more also give its Monte Carlo error."""
-    estimator: Annotated[str, Choices(("continuous", "exact-count", "both"))] = "continuous"
-    """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
+    estimator: Annotated[str, Choices(("auto", "continuous", "exact-count", "both"))] = "auto"
+    """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both; auto:
+    exact-count for block diffusion, where K = 1 then has no noise at all, continuous for the others."""
     block_length: Annotated[str, Numbers()] = ""
     """ppl: block lengths K of the bound, one bound each: 1,4,16,64,1024 (0: the whole sequence; empty: the model's
     own)."""

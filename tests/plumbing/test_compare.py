@@ -79,6 +79,9 @@ def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
         def attention_masks(self, indices):
             return None
 
+        def prompts(self, indices):
+            return None
+
     cfg = ObjectiveConfig(gamma=gammas[0], gamma_warmup=gammas[1], gamma_end=gammas[2])
     scored, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
     assert 0.3 < scored < 0.7 and anchors == 1.0

@@ -680,8 +680,6 @@ def test_what_a_model_cannot_do_is_answered(model):
         Engine(model, slots=0)
     with pytest.raises(ValueError, match="anchor network"):
         Engine(tiny_model(anchored=False)).submit(request(sampler="anchor-first"))
-    with pytest.raises(ValueError, match="Engine"):
-        Engine(tiny_model(causal=True))
     with pytest.raises(ValueError, match="precision"):
         Engine(model, precision="fp8")
 

@@ -43,6 +43,7 @@ class Table:
 
     def __init__(self, tokens: torch.Tensor, lengths: np.ndarray | None = None):
         self.tokens, self.lengths, self.length = tokens.numpy(), lengths, tokens.shape[1]
+        self.starts = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,6 +53,9 @@ class Table:
 
     def attention_masks(self, indices):
         return None if self.lengths is None else np.arange(self.length) < self.lengths[indices][:, None]
+
+    def prompts(self, indices: np.ndarray) -> None:
+        return None
 
 
 def loaded_of(model, objective: ObjectiveConfig, noise: NoiseConfig = LINEAR) -> Loaded:

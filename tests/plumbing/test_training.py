@@ -88,6 +88,9 @@ class Tokens(SimpleNamespace):
     def attention_masks(self, indices):
         return None
 
+    def prompts(self, indices):
+        return None
+
 
 def test_validation_has_no_dropout_and_repeats_itself():
     """Twice the same number, that of the network as it is used; afterwards it trains on."""

@@ -35,6 +35,11 @@ class ToyModel(nn.Module):
     def freeze_bridge(self) -> None:
         pass
 
+    @property
+    def embedding(self) -> Tensor:
+        """What says in which precision the weights are."""
+        return self.table
+
     def code(self, tokens_BL: Tensor) -> Tensor:
         """Shorter sequences are read as if masks followed."""
         L = self.config.length

@@ -32,6 +32,7 @@ from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
 from adlm.io.paths import claimed, writable_file
+from adlm.io.to_transformers import CODE, save_for_transformers
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
 
@@ -226,15 +227,18 @@ def read_text(args: Sequence[str], usage: str) -> str:
 # Exporting and training
 
 
-def run_export(cfg: Config) -> dict[str, Any]:
-    """`adlm export MODEL FOLDER`: whatever can be loaded, as an exported folder."""
+def run_export(cfg: Config, transformers: bool = False) -> dict[str, Any]:
+    """`adlm export MODEL FOLDER [--transformers]`: whatever can be loaded, as an exported folder."""
     if cfg.out.endswith(".ckpt"):  # what this command did in earlier versions
         print("adlm: note: `adlm export MODEL FILE.ckpt` is now `adlm convert`", file=sys.stderr)
         return run_convert(cfg)
     lm = open_model(cfg)
-    lm.save(cfg.out)
+    kind = save_for_transformers(Path(cfg.out), lm.loaded) if transformers else lm.save(cfg.out)
     size = sum(file.stat().st_size for file in Path(cfg.out).iterdir())
     print(f"{cfg.out}: {lm!r}, {size / 1e6:,.1f} MB")
+    if kind:
+        needs = ", trust_remote_code=True" if (Path(cfg.out) / f"{CODE}.py").is_file() else ""
+        print(f"transformers.{kind}.from_pretrained({cfg.out!r}{needs})")
     return {"folder": cfg.out, "bytes": size}
 
 

@@ -326,9 +326,8 @@ class LanguageModel:
                 self.drop_engine()
             if self.kept_engine is None:
                 tau = self.loaded.objective.tau
-                engine = Engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
-                engine.lock = self.lock
-                self.kept_engine = engine
+                self.kept_engine = Engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
+                self.kept_engine.lock = self.lock
             return self.kept_engine
 
     def drop_engine(self) -> None:

@@ -72,6 +72,8 @@ class Batch(NamedTuple):
     """[b, L], True at real tokens; None when no sequence is padded."""
     examples: np.ndarray
     """[b] int64: example numbers, the counters that noise is drawn from."""
+    prompts: np.ndarray | None = None
+    """[b, L], True at what is given before an answer; None when all of a sequence is learned."""
 
 
 class Batches:
@@ -116,7 +118,7 @@ class Batches:
         tokens, masks = self.blocks.rows(indices), self.blocks.attention_masks(indices)
         if self.blocks.crop:
             tokens = self._windows(tokens, examples)
-        return Batch(tokens, masks, examples)
+        return Batch(tokens, masks, examples, self.blocks.prompts(indices))
 
     def _windows(self, tokens: np.ndarray, examples: np.ndarray) -> np.ndarray:
         """A random window of each sequence, beginning with BOS (text8-crop)."""

@@ -42,10 +42,12 @@ class Tokens(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """Finished sequences [n, L]; `lengths` is the number of real tokens of each, None when all are full."""
+    """Finished sequences [n, L]; `lengths` is the number of real tokens of each, None when all are full; `starts` is
+    where the answer of each begins, None when there are no prompts."""
 
     tokens: np.ndarray
     lengths: np.ndarray | None
+    starts: np.ndarray | None = None
 
 
 def flatten(documents: list[list[int]], dtype: np.dtype) -> Tokens:
@@ -209,10 +211,14 @@ class Shards:
                     future.cancel()
 
     def _counted(self, batch: Tokens) -> Tokens:
-        self.documents += len(batch.lengths)
-        self.tokens += len(batch.flat)
-        self.progress.update(self.documents, self.tokens)
+        self.count(len(batch.lengths), len(batch.flat))
         return batch
+
+    def count(self, documents: int, tokens: int) -> None:
+        """Add to the totals."""
+        self.documents += documents
+        self.tokens += tokens
+        self.progress.update(self.documents, self.tokens)
 
     def _shard(self, number: int, texts: list[str]) -> Tokens:
         path = self.folder / f"{number:06d}.npz"

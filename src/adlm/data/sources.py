@@ -1,5 +1,6 @@
 """Which documents a split is: local files, the embedded corpus or the hub, and what is held out for validation."""
 
+import functools
 import importlib
 import itertools
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from adlm.data import corpora, formats, hub
 from adlm.data.corpora import SPLITS, Corpus, find_local, get_corpus, is_called, matching
+from adlm.data.pairs import Pair, are_pairs
+from adlm.data.pairs import read as read_pairs
 from adlm.errors import choose, require
 from adlm.io.paths import path_of
 from adlm.schema import DataConfig
@@ -29,10 +32,26 @@ class Source:
     valid_fraction: float = 0.0
     text_key: str = "text"
 
+    @functools.cached_property
+    def holds_pairs(self) -> bool:
+        """Whether these are prompts with answers: files of one's own, recognised by the fields of the first one."""
+        return self.corpus.form == "auto" and bool(self.files) and are_pairs(self.files[0], self.text_key)
+
+    def pairs(self) -> Iterator[Pair]:
+        """The prompts and answers of the split, in order."""
+        every = itertools.chain.from_iterable(map(read_pairs, self.files))
+        if self.part == "whole":
+            return every
+        total = sum(1 for _ in itertools.chain.from_iterable(map(read_pairs, self.files)))
+        learned = total - self.held_out(total)
+        return itertools.islice(every, learned) if self.part == "train" else itertools.islice(every, learned, None)
+
     def documents(self, length: int) -> Iterator[str]:
         """The detokenized documents of the split, in order. `length` (of a stored sequence) only matters to text8."""
         if self.corpus.form == "text8":
             return self._text8(length)
+        if self.holds_pairs:
+            return (pair.text for pair in self.pairs())
         documents = self._raw() if self.part == "whole" else self._part()
         return map(DETOKENIZERS.load(self.corpus.detokenizer), documents)
 

@@ -28,9 +28,8 @@ from adlm.engine.request import Request
 from adlm.errors import require
 from adlm.models import Cache, Network
 from adlm.models.transformer import LayerCache
-from adlm.samplers.base import Positions, Sampler, Trajectory
 
-# Rows of Reading.rows
+# Rows of BlockReading.rows
 FIRST, BLOCK, EDGE = range(3)
 FUSED = 512
 """Positions of a network call up to which a second block of each slot costs next to nothing."""
@@ -90,13 +89,7 @@ def needs_whole(request: Request, first: int, block: int, model: Network) -> str
     return "sampling.stride moves a window" if len(request.tokens) > model.config.length else ""
 
 
-def in_blocks(sampler: Sampler, holes: Positions, seed: int, block: int) -> Trajectory:
-    """The sampler's trajectory over the holes of each block, one block after the other."""
-    for own in np.split(holes, np.flatnonzero(np.diff(holes // block)) + 1):
-        yield from sampler.trajectory(own, seed)
-
-
-class Reading(NamedTuple):
+class BlockReading(NamedTuple):
     """What a network call reads: n positions of each of the first B slots, with a cache of `keys` positions."""
 
     n: int
@@ -161,7 +154,7 @@ class BlockReader:
         block = self.held[i].block
         return start if self.shift and block == 1 else min(start + block, self.length)
 
-    def plan(self, starts: dict[int, int], sizes: tuple[int, ...]) -> tuple[Reading, list[int]]:
+    def plan(self, starts: dict[int, int], sizes: tuple[int, ...]) -> tuple[BlockReading, list[int]]:
         """The next reading for slots that draw in blocks which begin at `starts`, and those of them that can draw
         after it: the others have then read a finished block. `sizes`: static numbers of slots."""
         B, held = max(starts) + 1, self.held
@@ -178,7 +171,7 @@ class BlockReader:
         drawing = [i for i, start in starts.items() if held[i].filled + n >= self.reach(i, start)]
         for i, start in starts.items():
             held[i].filled = start
-        return Reading(n, self.keys(int(rows[FIRST].max()) + n), rows), drawing
+        return BlockReading(n, self.keys(int(rows[FIRST].max()) + n), rows), drawing
 
     def sizes(self, block: int, slots: int) -> tuple[int, ...]:
         """How many positions of each slot are read at once, in blocks of that length."""

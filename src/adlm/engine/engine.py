@@ -13,7 +13,7 @@ import torch
 
 from adlm.diffusion.schedules import LogLinear, Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.engine.blocks import Kept, block_of, in_blocks
+from adlm.engine.blocks import Kept, block_of
 from adlm.engine.drawing import Draws, DrawSettings
 from adlm.engine.evaluator import Call, Canvases, Evaluator
 from adlm.engine.graphs import SEQUENCE_SIZES
@@ -114,7 +114,7 @@ class Engine(BaseEngine[Canvas]):
         # the release conditions on the sampler's time, whatever is given
         canvas.open_fraction = 1.0 if canvas.request.settings.parity else len(holes) / len(window.tokens)
         if canvas.block:
-            canvas.trajectory = in_blocks(canvas.sampler, holes, window.seed, canvas.block)
+            canvas.trajectory = canvas.sampler.in_blocks(holes, window.seed, canvas.block)
         else:
             canvas.trajectory = canvas.sampler.trajectory(holes, window.seed)
         if not self.advance(i, None):
@@ -217,24 +217,22 @@ class Engine(BaseEngine[Canvas]):
 
     def settle(self, group: list[int], canvases: list[Canvas], predicted: Prediction) -> None:
         """After an evaluation: go on to the next event of each slot, to its next window, or end it."""
-        drawn, filled, asked = [], [], []
-        stop = np.cumsum([len(c.event.draw) for c in canvases])
-        for i, canvas, b in zip(group, canvases, stop):
+        shown, filled, asked, b = [], [], [], 0
+        for i, canvas in zip(group, canvases):
             canvas.nfe += 2 if canvas.guided else 1
-            d, window, seen = canvas.event.draw, canvas.window, None
-            drawn.append((d + len(window.before) - window.at).tolist())
-            start = canvas.start if canvas.block else window.at
+            d, window, request, seen = canvas.event.draw, canvas.window, canvas.request, None
+            b += len(d)
+            if request.watch:
+                shown.append((i, canvas, (d + len(window.before) - window.at).tolist()))
             if canvas.sampler.reads:
                 seen = Prediction(**{f: v[b - len(d) : b] for f, v in predicted._asdict().items() if v is not None})
-            canvas.event = canvas.event._replace(mask=NOWHERE)
+            start = window.at if request.stop_id is None or not canvas.block else canvas.start
             if not self.advance(i, seen):
                 filled.append(i)
-            elif canvas.request.stop_id is not None and self.certain(canvas, start):
+            elif request.stop_id is not None and self.certain(canvas, start):
                 asked.append((i, start, canvas.block or len(window.tokens)))
         self.close_all(filled + self.ended(asked))
-        for i, canvas, positions in zip(group, canvases, drawn):
-            if canvas.request.watch and self.slots[i] is canvas:
-                self.updates.append(self.frame(i, positions))
+        self.updates += [self.frame(i, drawn) for i, canvas, drawn in shown if self.slots[i] is canvas]
 
     def certain(self, canvas: Canvas, start: int) -> bool:
         """Whether what has been drawn from `start` on stays: a block that is finished, or a canvas where nothing is
@@ -335,9 +333,9 @@ def draws_of(group: list[int], canvases: list[Canvas]) -> Draws:
 def draw_settings(slot: int, canvas: Canvas) -> DrawSettings:
     """How the next event of a slot draws."""
     event, s = canvas.event, canvas.request.settings
-    settings = DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", guidance=s.guidance)
+    filters = s.temperature, s.top_k, s.top_p, s.min_p
     if event.greedy:
-        return settings._replace(temperature=0.0)
-    if s.parity and not canvas.sampler.filtered_in_release:
-        return settings
-    return settings._replace(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+        filters = 0.0, 0, 1.0, 0.0
+    elif s.parity and not canvas.sampler.filtered_in_release:
+        filters = 1.0, 0, 1.0, 0.0
+    return DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", *filters, s.guidance)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.schedules import Schedule, noise_level
-from adlm.engine.blocks import BlockReader, Reading, own_block
+from adlm.engine.blocks import BlockReader, BlockReading, own_block
 from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Draws, Filters, Head, pieces, widen
 from adlm.engine.graphs import MASK_SIZES, SEQUENCE_SIZES, Fixed, Graphs, Uploads, at_least
 from adlm.engine.prepare import autocast, compile_blocks, prepare
@@ -44,7 +44,7 @@ class Canvases(NamedTuple):
 class Call(NamedTuple):
     """One network call, described on the host."""
 
-    read: Canvases | Reading
+    read: Canvases | BlockReading
     """What it reads: canvases as a whole, or the blocks in work."""
     t: NDArray[np.float64]
     """[B]: fraction of masks that each sequence is conditioned on."""
@@ -208,7 +208,7 @@ class Evaluator:
         """Where the states of the draws come from: the positions wanted of each of the `sequences` [B, Q] (None: all),
         and for each draw its place among all of them, and that of the state it is guided away from [2, N]."""
         position_N = call.draws.ints[POSITION]
-        if isinstance(call.read, Reading):
+        if isinstance(call.read, BlockReading):
             return None, call.read.places(call.source, position_N - self.blocks.shift)
         length, sequence_N = call.read.length, call.source[0]  # sequences in ascending order
         column_N = np.arange(len(sequence_N)) - np.searchsorted(sequence_N, sequence_N)
@@ -239,12 +239,12 @@ class Evaluator:
             draws.ints,
             draws.floats,
             call.read.rows
-            if isinstance(call.read, Reading)
+            if isinstance(call.read, BlockReading)
             else widen(call.read.slots, more_sequences, (self.spare, 0)),
         ]
         mask, sigma_B, source, ints, floats, rows, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
         filters, names = self.drawer.filters(draws), tuple(sorted(reads & LOOKS.keys()))
-        if isinstance(call.read, Reading):
+        if isinstance(call.read, BlockReading):
             states = self.blocks.read(mask, rows, 0, call.read.n, call.read.keys)
         else:
             states = self.read_canvases(mask, rows, sigma_B, at[0] if at else None, call.read.length)

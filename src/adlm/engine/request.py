@@ -173,7 +173,7 @@ class Window(NamedTuple):
     first: int = 0
     """Position of the sequence from which on an end-of-text token ends it."""
     at: int = 0
-    """Where on the slot's canvas it stands: at 0, or in blocks, which share a canvas, where it stands in the sequence."""
+    """Where on the slot's canvas it stands: at 0, or, in blocks, which share one canvas, at its place in the sequence."""
 
 
 Windows = Generator[Window, list[int], list[int]]

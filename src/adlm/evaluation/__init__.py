@@ -24,8 +24,8 @@ import torch
 
 from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
-from adlm.io.load import BOX, BOX_NAME, locate
-from adlm.io.paths import write_atomically
+from adlm.io.load import locate
+from adlm.io.paths import BOX, BOX_NAME, write_atomically
 from adlm.training.setup import parameter_count
 
 PACKAGES = (

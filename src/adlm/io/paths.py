@@ -19,6 +19,10 @@ from adlm.rules import Location, rules_of
 if TYPE_CHECKING:
     import torch
 
+BOX = Path(__file__).parents[1] / "box"
+"""The exported folder that ships inside the package."""
+BOX_NAME = "box"
+"""What it is called: `adlm ppl box`, `adlm.load("box")`."""
 DRAFT = re.compile(r"\.(?:.+\.|writable-)(?P<pid>\d+)")
 """How a file is called while it is being written."""
 KINDS = {

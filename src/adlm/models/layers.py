@@ -195,11 +195,12 @@ def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Te
 
 
 def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bool:
-    """Whether the vectors go into the weights: they must be shared, positions outnumber rows of the matrix (a decoder
-    that reads one token at a time has fewer activations than weights), and weights that were rounded already would be
-    rounded again."""
+    """Whether the vectors go into the weights: they must be shared, the weight must be all of the map (an adapter adds
+    to it), positions outnumber rows of the matrix (a decoder that reads one token at a time has fewer activations than
+    weights), and weights that were rounded already would be rounded again."""
     shared = modulation is None or modulation.shift.shape[:-1].numel() == 1
-    return shared and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features and linear.weight.dtype != torch.bfloat16
+    plain = type(linear) is nn.Linear and linear.weight.dtype != torch.bfloat16
+    return shared and plain and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
 
 
 def fold_entry(norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -238,6 +238,11 @@ def check_tokens(tokens_BL: Tensor, vocab_size: int, length: int) -> None:
         )
 
 
+def is_block_matrix(name: str, parameter: Tensor) -> bool:
+    """Matrices inside blocks, except the modulation: what Muon and low-rank adapters are for."""
+    return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
+
+
 @torch.no_grad()
 def initialise(model: Network) -> None:
     """Set every parameter. `torch`: as the release starts (all logits 0, every block the identity when adaLN gates

@@ -212,7 +212,11 @@ class Stack(nn.Module):
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         shape = (batch, self.kv_heads, length, self.head_width)
-        return [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")) for _ in self.blocks]
+
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return [LayerCache(zeros(), zeros()) for _ in self.blocks]
 
     def forward(
         self,

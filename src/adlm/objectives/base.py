@@ -35,17 +35,22 @@ class Sequences(NamedTuple):
     """False at padding, which carries no loss; None: no padding."""
     times_B: Tensor | None = None
     """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` sequences."""
+    given_BL: Tensor | None = None
+    """True at what is given, a prompt: never masked, never scored. Padding is then always masked: it must not tell
+    where an answer ends. None: nothing is given."""
+
+    @property
+    def scored_BL(self) -> Tensor | None:
+        """True at what may be scored: neither padding nor given; None: everything."""
+        real_BL = None if self.attention_mask_BL is None else self.attention_mask_BL.bool()
+        if self.given_BL is None:
+            return real_BL
+        return ~self.given_BL if real_BL is None else real_BL & ~self.given_BL
 
     @property
     def token_count(self) -> int:
-        return self.tokens_BL.numel() if self.attention_mask_BL is None else int(self.attention_mask_BL.sum())
-
-    @property
-    def real_BL(self) -> Tensor:
-        """True where there is no padding."""
-        if self.attention_mask_BL is None:
-            return torch.ones_like(self.tokens_BL, dtype=torch.bool)
-        return self.attention_mask_BL.bool()
+        """Tokens that the loss is divided by."""
+        return self.tokens_BL.numel() if self.scored_BL is None else int(self.scored_BL.sum())
 
 
 class Term(NamedTuple):
@@ -133,6 +138,10 @@ class Objective:
         """Corrupt for validation: the only term is the bound (or the exact likelihood), and the noise is fixed by
         example and `draw`."""
         raise NotImplementedError
+
+    def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
+        """Corrupt for the bound that is watched during training."""
+        return self.corrupt_for_bound(sequences, 0)
 
     def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
         """Corrupt for the same bound, estimated by numbers of masks instead of times; where `subs`."""
@@ -260,6 +269,16 @@ def rounded(batch: CorruptedBatch) -> CorruptedBatch:
     more = -len(positions_N) % max(1, n // 8)
     other = torch.ones(n, dtype=torch.bool, device=positions_N.device).index_fill_(0, positions_N, False)
     return batch._replace(read_M=torch.cat((positions_N, other.nonzero().squeeze(1)[:more])))
+
+
+def after_prompts(sequences: Sequences, z_BL: Tensor, mask_id: int) -> Tensor:
+    """Noisy sequences as they are read: prompts as they are, and padding behind answers masked."""
+    if sequences.given_BL is None:
+        return z_BL
+    z_BL = torch.where(sequences.given_BL, sequences.tokens_BL, z_BL)
+    if sequences.attention_mask_BL is None:
+        return z_BL
+    return z_BL.masked_fill(~sequences.attention_mask_BL.bool(), mask_id)
 
 
 def select(scored_BL: Tensor, targets_BL: Tensor, weight_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adlm.diffusion.schedules import GOLDEN_RATIO
 from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.objectives.base import CorruptedBatch, Sequences, Term
+from adlm.objectives.base import CorruptedBatch, Sequences, Term, after_prompts
 from adlm.schema import ModelConfig
 
 
@@ -47,8 +47,8 @@ class BlockSettings(NamedTuple):
 
 
 def block_times(t_B: Tensor, block_B: Tensor, L: int) -> Tensor:
-    """A time for every block, [B, most blocks of a sequence]: the sequence's own for the first, then steps of the golden
-    ratio, which spread evenly over [0, 1) from any start."""
+    """A time for every block, [B, most blocks of a sequence]: the sequence's own for the first, then golden-ratio
+    steps, which spread evenly over [0, 1) from any start."""
     most = -(-L // int(block_B.min()))
     return torch.remainder(t_B[:, None] + torch.arange(most, device=t_B.device) * GOLDEN_RATIO, 1.0)
 
@@ -84,7 +84,8 @@ class NoisedBlocks:
         self.sequences, self.block_B, self.weight_BL, self.shift = sequences, block_B, weight_BL, shift
         self.masked_BL = masked_BL.clone()
         self.masked_BL[:, : int(shift)] = False
-        self.z_BL = torch.where(self.masked_BL, mask_id, sequences.tokens_BL)
+        z_BL = torch.where(self.masked_BL, mask_id, sequences.tokens_BL)
+        self.z_BL = after_prompts(sequences, z_BL, mask_id)
         self.whole = bool((block_B >= sequences.tokens_BL.shape[1]).all())
         """All sequences are one block, before which nothing clean stands."""
 
@@ -101,8 +102,9 @@ class NoisedBlocks:
         return CorruptedBatch(tokens_BM, None, count, terms, block_B=block_B)
 
 
-def predictable(sequences: Sequences, shift: bool) -> Tensor:
-    """Tokens that are no padding, and that have one before them if outputs are shifted."""
-    real_BL = sequences.real_BL.clone()
-    real_BL[:, : int(shift)] = False
-    return real_BL
+def predictable(sequences: Sequences, shift: bool = False) -> Tensor:
+    """Tokens that are neither padding nor given, and that have one before them if predictions are shifted."""
+    every_BL = torch.ones_like(sequences.tokens_BL, dtype=torch.bool)
+    found_BL = every_BL if sequences.scored_BL is None else sequences.scored_BL.clone()
+    found_BL[:, : int(shift)] = False
+    return found_BL

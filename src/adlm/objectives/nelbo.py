@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.absorbing import mask_tokens
-from adlm.diffusion.schedules import MOST_NOISE, Schedule, beta_quantile, draw_times, noise_level
+from adlm.diffusion.schedules import MOST_NOISE, Schedule, beta_quantile, draw_times, mask_fraction, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
-from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, select
+from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, after_prompts, select
 from adlm.objectives.blocks import BlockSettings, NoisedBlocks, block_times, masks_by_count, predictable
 from adlm.schema import ObjectiveConfig
 
@@ -40,7 +40,11 @@ class Noised:
         self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B, mask_id)
         # not z == mask: a clean sequence may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
-        self.sigma_B = schedule.sigma(t_B).clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
+        sigma_B = schedule.sigma(t_B)
+        if sequences.given_BL is not None:
+            self.z_BL = after_prompts(sequences, self.z_BL, mask_id)
+            sigma_B = noise_level(masked_overall(sequences, mask_fraction(t_B, schedule)), schedule)
+        self.sigma_B = sigma_B.clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
         if T > 0:
             alpha_s_B = self.alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
             weight_B = T * (alpha_s_B - alpha_t_B) / (1 - alpha_t_B)
@@ -49,13 +53,23 @@ class Noised:
         self.weight_B = weight_B.float()
 
     def where(self, scored_BL: Tensor, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, targets and weights (w(t) unless given) where `scored_BL` holds, padding left out."""
-        if self.sequences.attention_mask_BL is not None:
-            scored_BL = scored_BL & self.sequences.attention_mask_BL.bool()
+        """Positions, targets and weights (w(t) unless given) where `scored_BL` holds, padding and prompts left out."""
+        if self.sequences.scored_BL is not None:
+            scored_BL = scored_BL & self.sequences.scored_BL
         return select(scored_BL, self.sequences.tokens_BL, self.weight_B if weight_B is None else weight_B)
 
     def batch(self, terms: dict[str, Term]) -> CorruptedBatch:
         return CorruptedBatch(self.z_BL, self.sigma_B, self.sequences.token_count, terms)
+
+
+def masked_overall(sequences: Sequences, fraction_B: Tensor) -> Tensor:
+    """Fraction of a whole sequence that is masked, where that fraction of its answer is: nothing of a prompt, all of
+    the padding. A network that is conditioned on its noise level knows whole sequences."""
+    if sequences.given_BL is None or sequences.scored_BL is None:
+        return fraction_B
+    answer_B = sequences.scored_BL.to(fraction_B).mean(-1)
+    padding_B = 1 - answer_B - sequences.given_BL.to(fraction_B).mean(-1)
+    return fraction_B * answer_B + padding_B
 
 
 def time_density(cfg: ObjectiveConfig, progress: float) -> float:
@@ -81,6 +95,10 @@ class Nelbo(Objective):
         if self.blocks is not None:
             return self.batch_of(self.blocks_by_time(sequences, draw, self.blocks))
         return self.batch_of(self.noised(sequences, VALIDATION_SEED, draw))
+
+    def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
+        """By numbers of masks for blocks: times would weigh single tokens by 1/t."""
+        return (self.corrupt_for_bound if self.blocks is None else self.corrupt_exact_count)(sequences, 0)
 
     def noised_for_training(self, sequences: Sequences, step: int, progress: float) -> "Noised | NoisedBlocks":
         density = time_density(self.cfg, progress)
@@ -142,19 +160,19 @@ class Nelbo(Objective):
         One set of uniforms per sequence decides everything: the positions with the k smallest are masked, and the k-th
         smallest is the time, since it is Beta(k, L-k+1) distributed and independent of which positions these are -
         exactly the law of t given k masks. Padding (masked like any position, but not scored) and the noise level of a
-        time-conditioned network follow from it.
+        time-conditioned network follow from it. After prompts, k of the tokens of the answer are masked.
         """
         stream = (VALIDATION_SEED, Stream.ORDER, draw)
         if self.blocks is not None:
             noised = self.blocks_by_count(sequences, self.blocks.own(sequences), stream)
             return noised.batch({"nelbo": self.bound_term(noised)})
-        x_BL, real_BL = sequences.tokens_BL, sequences.real_BL
+        x_BL, real_BL = sequences.tokens_BL, predictable(sequences)
         t_B1 = self.times(sequences, VALIDATION_SEED, draw)[:, None]
         all_B = torch.full_like(sequences.example_B, x_BL.shape[1])
         masked_BL, weight_BL, time_B1 = masks_by_count(order_uniforms(sequences, *stream), real_BL, all_B, t_B1)
-        z_BL = torch.where(masked_BL, self.mask_id, x_BL)
+        z_BL = after_prompts(sequences, torch.where(masked_BL, self.mask_id, x_BL), self.mask_id)
         term = Term("denoiser", *select(masked_BL & real_BL, x_BL, weight_BL[:, 0]), exclude=self.mask_id)
-        sigma_B = noise_level(time_B1[:, 0], self.schedule).float()
+        sigma_B = noise_level(masked_overall(sequences, time_B1[:, 0]), self.schedule).float()
         return CorruptedBatch(z_BL, sigma_B, sequences.token_count, {"nelbo": term})
 
 

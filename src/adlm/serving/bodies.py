@@ -227,8 +227,8 @@ class ChatMessage(Body):
 
 
 class ChatBody(Settings):
-    """OpenAI's chat completions, and every sampling setting of ours. The model reads "Role: content" lines, ended by
-    "Assistant:"; its answer ends before the next "User:" line."""
+    """OpenAI's chat completions, and every sampling setting of ours. The model reads its own template, else "Role:
+    content" lines, ended by "Assistant:"; its answer then ends before the next "User:" line."""
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
     messages: list[ChatMessage] = Field(min_length=1, max_length=256)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts, TokenLogProbs, left_to_right
+from adlm.data.chat import Turn, prompt_ids, template_of
 from adlm.engine import Frame, Request, block_of
 from adlm.engine.request import Limit, end_of_text
 from adlm.errors import require
@@ -24,7 +25,6 @@ from adlm.serving.bodies import (
     ChatAnswer,
     ChatBody,
     ChatChoice,
-    ChatMessage,
     CompletionAnswer,
     CompletionBody,
     CompletionChoice,
@@ -40,7 +40,6 @@ LOGPROB_DRAWS = 16
 # Decoders that only append: the text of a beginning of a sequence is a beginning of its text (but for half a character)
 APPENDING = ("ByteLevel", "Fuse")
 HALF = "\ufffd"
-NEXT_TURN = "\nUser:"
 SAME_IN_CHAT = ("index", "finish_reason", "seed", "nfe")
 T = TypeVar("T")
 
@@ -294,16 +293,9 @@ class Completion:
             yield f"data: {json.dumps(problem.body)}\n\n"
 
 
-# Chat: models here are no chat models and have no template, so the conversation is written out as lines.
-
-
-def conversation(messages: list[ChatMessage]) -> str:
-    """The text that a model continues: "Role: content" lines, and "Assistant:" at the end."""
-    return "".join(f"{m.role.capitalize()}: {m.text}\n" for m in messages) + "Assistant:"
-
-
 class Chat(Completion):
-    """One request to /v1/chat/completions: the completion of the conversation, up to the user's next line."""
+    """One request to /v1/chat/completions: the completion of the conversation, written by the template of the model's
+    vocabulary (data/chat.py), up to the end of the answer or the user's next line."""
 
     kind = "chatcmpl"
 
@@ -311,9 +303,13 @@ class Chat(Completion):
         stops = [body.stop] if isinstance(body.stop, str) else body.stop if isinstance(body.stop, list) else []
         same = {name: getattr(body, name) for name in CompletionBody.model_fields if name in ChatBody.model_fields}
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        stop = [*stops, NEXT_TURN] if body.stop is not False else False
-        text = conversation(body.messages)
-        super().__init__(served, CompletionBody(**same | {"prompt": text, "max_tokens": most, "stop": stop}))
+        tokenizer = served.lm.tokenizer
+        next_turn = template_of(tokenizer).stop
+        stop = [*stops, *([next_turn] if next_turn else [])] if body.stop is not False else False
+        turns = [Turn(m.role, m.text) for m in body.messages]
+        served.check_text("".join(turn.content for turn in turns), "the prompt")
+        prompt = prompt_ids(turns, tokenizer)
+        super().__init__(served, CompletionBody(**same | {"prompt": prompt, "max_tokens": most, "stop": stop}))
         self.begun: set[int] = set()
         """Answers of which some text was sent."""
 

@@ -61,15 +61,15 @@ def note(message: str) -> None:
 
 
 def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard: GradientGuard) -> State:
-    """Every tensor a resumed run needs, by name. Fresh optimizers get their (zero) state here, so that the same call
-    describes what to save and where to load."""
+    """Every tensor a resumed run needs, by name: of the weights those that train. Fresh optimizers get their (zero)
+    state here, so that the same call describes what to save and where to load."""
     names = {id(p): name.removeprefix("model.") for name, p in step.named_parameters()}
     optimizer_state: dict[str, Tensor] = {}
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer_state |= {f"{names[id(p)]}.{key}": value for key, value in state_of(optimizer, p).items()}
     return {
-        "model": {name.removeprefix("model."): p.detach() for name, p in step.named_parameters()},
+        "model": {name.removeprefix("model."): p.detach() for name, p in step.named_parameters() if p.requires_grad},
         "ema": {name.removeprefix("model."): x for name, x in ema.shadow.items()},
         "optimizer": optimizer_state,
         "guard": {"state": guard.state()},
@@ -290,7 +290,7 @@ def check_same_run(
     cfg: Config,
     tokenizer: Tokenizer,
     data: Mapping[str, str] | None = None,
-    fixed: Iterable[str] = ("model", "noise", "objective"),
+    fixed: Iterable[str] = ("model", "lora", "noise", "objective"),
     free: Iterable[str] = (),
 ) -> None:
     """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
@@ -312,7 +312,7 @@ def check_same_run(
             " use another out="
         )
     before, now, default = info["config"], asdict(cfg), asdict(Config())
-    keys = [f"{part}.{key}" for part in fixed for key in default[part] | before[part]]
+    keys = [f"{part}.{key}" for part in fixed for key in default[part] | before.get(part, {})]
     # seed and size of the steps say which sequences a run has read
     keys += ["seed", "optim.name", "train.global_batch_size", "train.length_warmup", "train.length_warmup_fraction"]
     if cfg.train.length_warmup > 1:  # for a fraction of all steps

@@ -21,6 +21,7 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.engine import Engine, Request
 from adlm.io import export
 from adlm.models import build_model
+from adlm.models.lora import adapt, adapters, base_weights
 from adlm.samplers.base import with_sampler
 from adlm.schema import Config
 from adlm.training import setup
@@ -54,6 +55,7 @@ def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
         flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
         with torch.device("meta"):
             model = build_model(cfg.model, data.tokenizer.vocab_size, data.tokenizer.mask_id)
+            model = adapt(model, cfg.lora) if cfg.lora.rank else model
         facts = setup.plan(cfg, model, data, flops, ranks)
         print(setup.show(facts), file=sys.stderr)
         return facts
@@ -104,9 +106,11 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
         flops = setup.training_flops(cfg, objective, data)
         model = setup.make_model(cfg, data.tokenizer, fresh=run.resumed_step is None).to(ranks.device)
         facts = setup.plan(cfg, model, data, flops, ranks)
+        adapter = setup.adapter_facts(cfg, model)
         step_module = Step(model)
         wrapped = parallelise(step_module, cfg.train, ranks)
         run.begin(step_module, data.tokenizer, setup.show(facts), flops, data.fingerprints())
+        run.keep_adapter(adapter)
 
         if run.step == 0 and cfg.train.valid_every:
             validate_ema(run, wrapped, objective, data)
@@ -139,7 +143,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook) -> Tr
         if run.was_interrupted:
             run.say_interrupted()
         else:
-            export_run(run, facts)
+            export_run(run)
         ppl = run.bound and perplexity(run.bound)
         return TrainResult(str(folder), run.step, run.bound, ppl, not run.was_interrupted, run.stopped_by)
 
@@ -152,14 +156,17 @@ def validate_ema(run: Run, wrapped: torch.nn.Module, objective: setup.Objective,
     run.record_validation({"nll": bound, "ppl": perplexity(bound)}, message, score=bound)
 
 
-def export_run(run: Run, facts: dict[str, Any]) -> None:
+def export_run(run: Run) -> None:
     """The curves and the exported folder of a run that has ended. What an earlier call has left is kept where it is
     that of these weights, and whole. The export comes last: where it is, the rest is."""
     assert run.log is not None
     cfg, weights, folder = run.cfg, run.ema.whole(), run.folder / "export"
     if run.ranks.is_main:
         tokens = run.step * cfg.train.global_batch_size * cfg.model.length
-        about = {"step": run.step, "tokens": tokens, "parameters": facts["parameters"], "valid_nll": run.bound}
+        about: dict[str, Any] = {"step": run.step, "tokens": tokens, "valid_nll": run.bound}
+        about["parameters"] = sum(x.numel() for x in base_weights(weights).values())
+        if cfg.lora.rank:
+            about["adapter"], weights = run.extra["adapter"], adapters(weights)
         info = export.describe(cfg, run.tokenizer, **about, command=command_line())
         is_exported = export.is_export_of(folder, weights, run.tokenizer, info)
         run.log.close()

@@ -23,6 +23,7 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import absolute_paths, claimed, path_of, writable_folder, write_atomically
+from adlm.models.lora import merged
 from adlm.schema import Config, DataConfig, ReasonConfig, as_yaml
 from adlm.tables import TOKENIZERS
 from adlm.training.checkpoint import Checkpoints, changes, check_same_run, note, tensors
@@ -85,7 +86,7 @@ class Run:
         plan: str,
         flops_per_token: float | None = None,
         data: Mapping[str, str] | None = None,
-        fixed: tuple[str, ...] = ("model", "noise", "objective"),
+        fixed: tuple[str, ...] = ("model", "lora", "noise", "objective"),
         free: tuple[str, ...] = (),
     ) -> None:
         """Make what updates `module`, and continue from the checkpoint that was found, if any.
@@ -124,6 +125,16 @@ class Run:
             if module.compiled:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
         self.started = self.saved_at = time.monotonic()
+
+    def keep_adapter(self, facts: dict[str, Any]) -> None:
+        """Remember in checkpoints which model the adapters belong to; refuse to resume them on another one."""
+        if facts:
+            before = self.extra.setdefault("adapter", facts)
+            require(
+                before["base_sha256"] == facts["base_sha256"],
+                f"out={self.cfg.out!r} holds adapters of {before['base']!r}, whose weights are not those of"
+                f" checkpoint.init_from={self.cfg.checkpoint.init_from!r}; use another out=",
+            )
 
     def restore(self, info: dict[str, Any]) -> None:
         """Tensors and counters of a checkpoint."""
@@ -189,7 +200,7 @@ class Run:
     def show_sample(self, sample: SampleHook) -> None:
         """Record a text of the EMA weights, so that people see what the numbers mean."""
         assert self.log is not None
-        weights = self.ema.whole()
+        weights = merged(self.ema.whole(), self.cfg.lora)
         if self.ranks.is_main:
             try:
                 text = sample(weights, self.tokenizer, self.cfg, self.step)

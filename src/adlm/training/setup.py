@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ from adlm.data.preparation import prepare, tokenizer_for
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.export import load_folder
+from adlm.io.paths import BOX, BOX_NAME
 from adlm.models import Network, build_model
+from adlm.models.lora import adapt, base_weights, weights_digest
 from adlm.models.network import count_flops
 from adlm.objectives import Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
-from adlm.training.batches import micro_batches, sequences_on
+from adlm.training.batches import batch_of, micro_batches, sequences_on
 from adlm.training.parallel import World
 
 IDENTITY = ("origin", "packing", "max_sequences")
@@ -67,10 +69,16 @@ def valid_data(cfg: Config) -> DataConfig:
 
 def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network:
     """The model with its initial weights: the seed's, or those of checkpoint.init_from unless a checkpoint of the run
-    itself is going to replace them (not `fresh`)."""
+    itself is going to replace them (not `fresh`). With lora.rank the latter stay as they are, and adapters are added,
+    which is all that a checkpoint holds."""
     torch.manual_seed(cfg.seed)
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
-    if cfg.checkpoint.init_from and fresh:
+    low_rank = cfg.lora.rank > 0
+    require(
+        not low_rank or cfg.checkpoint.init_from != "",
+        f"lora.rank={cfg.lora.rank} adapts a trained model: name it by checkpoint.init_from",
+    )
+    if cfg.checkpoint.init_from and (fresh or low_rank):
         given = f"checkpoint.init_from={cfg.checkpoint.init_from!r}"
         try:
             loaded = load_folder(Path(cfg.checkpoint.init_from))
@@ -83,7 +91,19 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network
             model.load_state_dict(loaded.model.state_dict())
         except RuntimeError as error:
             raise ValueError(f"{given} is another model: {str(error).splitlines()[1].strip()}") from None
+    if low_rank:
+        adapt(model, cfg.lora).freeze_bridge()
     return model
+
+
+def adapter_facts(cfg: Config, model: Network) -> dict[str, Any]:
+    """What an adapter says about itself: its settings, and the model it belongs to, by place and content; nothing
+    where all weights train."""
+    if not cfg.lora.rank:
+        return {}
+    base = Path(cfg.checkpoint.init_from).absolute()
+    place = BOX_NAME if base.resolve() == BOX.resolve() else str(base)
+    return asdict(cfg.lora) | {"base": place, "base_sha256": weights_digest(base_weights(model.state_dict()))}
 
 
 def objective_for(cfg: Config, data: Data) -> Objective:
@@ -97,7 +117,7 @@ def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float
     """Fractions of the positions that training sends through the denoiser's and through the anchor network's head."""
     n = min(COUNTED_SEQUENCES, len(blocks))
     indices = np.arange(n)
-    clean = sequences_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+    clean = sequences_on(torch.device("cpu"), batch_of(blocks, indices, indices), n)
     corrupted = objective.corrupt(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
@@ -111,23 +131,24 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
     return count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors).training_per_token
 
 
-def parameter_count(model: Network) -> int:
-    return sum(p.numel() for p in model.parameters())
+def parameter_count(model: Network, trained: bool = False) -> int:
+    """Parameters of the model, or those that train."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
 def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, Any]:
     """What a run is going to be, and what of it cannot be meant: printed by --dry-run and at the start. `flops`: of one
     token."""
-    parameters = parameter_count(model)
+    parameters, trained = parameter_count(model), parameter_count(model, trained=True)
     sequences = cfg.train.steps * cfg.train.global_batch_size
     tokens = sequences * cfg.model.length
     at_once = cfg.train.batch_size or cfg.train.global_batch_size // world.size
     bytes_per_value = 2 if world.precision == "bf16" else 4
-    # weights, gradients, two moments, EMA in float32; about 18 values per position, width and block kept for the
-    # backward pass (2 when recomputed); one chunk of logits
+    # weights in float32, and of those that train gradients, two moments, EMA; about 18 values per position, width and
+    # block kept for the backward pass (2 when recomputed); one chunk of logits
     blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
     kept = 2 if cfg.train.checkpoint_activations else 18
-    state = 4 * parameters * (5 if cfg.optim.ema else 4)
+    state = 4 * (parameters + trained * (4 if cfg.optim.ema else 3))
     if cfg.train.strategy == "fsdp":
         state //= world.size
     activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
@@ -135,6 +156,7 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
         "parameters": parameters,
+        **({"trained_parameters": trained} if trained < parameters else {}),
         "vocabulary": data.tokenizer.vocab_size,
         "train_sequences": len(data.train),
         "valid_sequences": len(data.valid),
