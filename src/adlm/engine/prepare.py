@@ -186,8 +186,8 @@ def to_bfloat16(model: Network) -> None:
         if isinstance(module, nn.Linear) and id(module) not in keep:
             for name, p in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(p.to(torch.bfloat16), requires_grad=False))
-    embedding = model.head.weight if tied else nn.Parameter(model.embedding.to(torch.bfloat16), requires_grad=False)
-    model.embedding = embedding
+    low = model.head.weight.detach() if tied else model.embedding.to(torch.bfloat16)
+    model.embedding = nn.Parameter(low, requires_grad=False)
     for module in model.bridge.modules() if model.bridge is not None else ():
         for name, value in module.named_buffers(recurse=False):
             setattr(module, name, value.to(torch.bfloat16) if value.is_floating_point() else value)

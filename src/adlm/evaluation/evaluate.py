@@ -97,7 +97,8 @@ def run_evaluate(cfg: Config, sweep: Sequence[SamplingConfig] = ()) -> dict[str,
 
 def check_packages(e: EvalConfig) -> None:
     """Refuse everything that can be known to fail before samples are drawn."""
-    if (name := judge_name(e)) and not is_ours(locate(name)) and importlib.util.find_spec("transformers") is None:
+    place = locate(name) if (name := judge_name(e)) else ""
+    if place and not (is_ours(place) or place.endswith(".gguf")) and importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
     if e.mauve == "true" and not mauve_available():
         raise ModuleNotFoundError("No module named 'mauve'", name="mauve")

