@@ -218,6 +218,8 @@ class ObjectiveConfig:
     """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
     gamma_end: Annotated[float, Range(low=0, also=-1)] = -1.0
     """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
+    gamma_until: PositiveFraction = 1.0
+    """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
     """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or none."""
     tau: Count = 5

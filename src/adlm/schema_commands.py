@@ -228,6 +228,8 @@ class BenchConfig:
 class CompareConfig:
     jobs: Count = 1
     """Runs of `adlm compare` that train at once, each in a process of its own."""
+    equal_flops: bool = False
+    """Every run gets the training FLOPs of the first one, and not its number of steps."""
 
 
 @dataclass

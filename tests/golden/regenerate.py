@@ -38,6 +38,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "adlm": ("algo=adlm",),
     "adlm recipe=fast": ("algo=adlm", "recipe=fast"),
     "adlm recipe=quick": ("algo=adlm", "recipe=quick"),
+    "adlm recipe=quick, anchors to the end": (
+        "algo=adlm",
+        "recipe=quick",
+        "objective.gamma=0.1",
+        "objective.gamma_until=1",
+    ),
     "adlm-time": ("algo=adlm-time",),
     "two-stage": ("algo=two-stage",),
     "mdlm": ("algo=mdlm",),

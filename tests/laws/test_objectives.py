@@ -189,6 +189,13 @@ def test_gamma_moves_linearly_from_its_warm_up_to_its_end(gamma, warmup, end):
     assert gamma_at(cfg, 1.0) == gamma_at(cfg, 1.5) == end, "the very number, and not beyond it"
 
 
+def test_anchors_end_where_they_are_told_to():
+    cfg = ObjectiveConfig(gamma=0.2, gamma_warmup=0.0, gamma_until=0.25)
+    objective, sequences = make_objective(cfg, NoiseConfig(), 10, seed=1), sequences_of(random_tokens(4, 12, 10))
+    anchored = [p for p in np.linspace(0, 1, 21).tolist() if "anchor" in objective.corrupt(sequences, 0, p).terms]
+    assert anchored == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+
+
 def test_padding_carries_no_loss():
     model = tiny_model(dtype=torch.float64)
     x0 = random_tokens(4, 12, 10)

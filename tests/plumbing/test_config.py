@@ -88,7 +88,7 @@ def test_later_groups_and_the_command_line_win():
         assert (objective.anchor_rule, objective.tau, objective.anchor_fraction) == ("count", 5, 1.0)
     quick = config.load(["recipe=quick"])
     assert (quick.model, quick.optim) == (fast.model, fast.optim)
-    assert (quick.train.length_warmup, quick.objective.time_density, quick.objective.gamma) == (4, 2.0, 0.1)
+    assert (quick.train.length_warmup, quick.objective.time_density, quick.objective.gamma) == (4, 2.0, 0.5)
     assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
     assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
 

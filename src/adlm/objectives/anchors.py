@@ -74,4 +74,5 @@ def describe_anchors(cfg: ObjectiveConfig) -> str:
         return "none"
     masked = ", where masked" if cfg.name == "anelbo" and cfg.anchor_positions == "masked" else ""
     part = f"; a random {cfg.anchor_fraction:.4g} of them at each step" if cfg.anchor_fraction < 1 else ""
-    return describe_rule(cfg) + masked + part
+    until = f"; in the first {cfg.gamma_until:.4g} of the run" if cfg.gamma_until < 1 else ""
+    return describe_rule(cfg) + masked + part + until

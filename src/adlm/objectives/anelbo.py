@@ -15,7 +15,10 @@ from adlm.schema import ObjectiveConfig
 
 
 def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
-    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, or another line to gamma_end at 1."""
+    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, or another line to gamma_end at 1. From
+    gamma_until on it is 0."""
+    if cfg.gamma_until < 1 and progress >= cfg.gamma_until:
+        return 0.0
     if progress < cfg.gamma_warmup:
         return cfg.gamma * (progress / cfg.gamma_warmup)
     if cfg.gamma_end < 0:

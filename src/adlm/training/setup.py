@@ -114,15 +114,17 @@ def objective_for(cfg: Config, data: Data) -> Objective:
 
 
 def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float]:
-    """Fractions of the positions that training sends through the denoiser's and through the anchor network's head."""
+    """Fractions of the positions that training sends through the denoiser's and through the anchor network's head, on
+    average over the run."""
     n = min(COUNTED_SEQUENCES, len(blocks))
     indices = np.arange(n)
     clean = sequences_on(torch.device("cpu"), batch_of(blocks, indices, indices), n)
-    corrupted = objective.corrupt(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
+    until = objective.cfg.gamma_until
+    corrupted = objective.corrupt(clean, 0, until / 2)  # at both ends gamma may be 0, and no head read for it
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
         through[term.head] += len(term.positions_N)
-    return through["denoiser"] / corrupted.count, through["anchor"] / corrupted.count
+    return through["denoiser"] / corrupted.count, until * through["anchor"] / corrupted.count
 
 
 def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
