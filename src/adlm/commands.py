@@ -62,14 +62,8 @@ MODEL = ("eval.ema", "train.device", "data.tokenizer", "data.root")
 """Which weights of a checkpoint are loaded, and where."""
 RANKS = ("train.device", "train.precision", "train.num_threads")
 BOUND = (
-    "eval.draws",
-    "eval.block_length",
-    "eval.estimator",
-    "eval.seed",
-    "eval.sequences",
-    "eval.ema",
-    "eval.batch_size",
-)
+    "eval.draws", "eval.block_length", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size",
+)  # fmt: skip
 SERVED = tuple(key for key in keys() if key.startswith("sampling.") and key.rpartition(".")[2] not in PER_REQUEST)
 
 RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint; of the box: runs/box)"

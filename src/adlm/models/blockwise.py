@@ -107,5 +107,7 @@ def attend_by_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask) 
     """Attention by a mask of tiles; heads of keys and values may be fewer."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if not q_BNLH.is_cuda:  # compiled for a CPU (torch 2.13), it takes other strides for these
+        q_BNLH, k_BKLH, v_BKLH = (x.contiguous() for x in (q_BNLH, k_BKLH, v_BKLH))
     flex = flex_attention if torch.compiler.is_compiling() or not q_BNLH.is_cuda else compiled_flex_attention()
     return flex(q_BNLH, k_BKLH, v_BKLH, block_mask=mask, enable_gqa=q_BNLH.shape[1] != k_BKLH.shape[1])
