@@ -9,7 +9,7 @@ CHARACTER = r'(?:[^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
 NATURAL = "(?:0|[1-9][0-9]*)"
 NUMBER = rf"-?{NATURAL}(?:\.[0-9]{{1,15}})?(?:[eE][+-]?[0-9]{{1,2}})?"
 FRACTION = r"\.[0-9]{1,6}"
-POSITIVE_FRACTION = r"\.(?:[0-9]{0,5}[1-9])"
+POSITIVE_FRACTION = r"\.[0-9]{0,3}[1-9][0-9]{0,2}"
 ZERO_FRACTION = r"\.0{1,6}"
 
 

@@ -125,7 +125,7 @@ class Body(BaseModel):
 class JsonSchema(BaseModel):
     """OpenAI's wrapping of a schema."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str | None = Field(None, description="Ignored.")
     description: str | None = Field(None, description="Ignored.")
@@ -136,7 +136,7 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """OpenAI's response_format."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
