@@ -201,7 +201,10 @@ COMMANDS: dict[str, Command] = {
         "a run, or whatever else can be loaded -> an exported folder, to keep or to share: adlm export RUN FOLDER",
         words=("eval.checkpoint", "out"),
         required=2,
-        flags={"transformers": "a folder that transformers' AutoModel classes load, too"},
+        flags={
+            "transformers": "a folder that transformers' AutoModel classes load, too",
+            "four-bit": "weights in 4.5 bits, a seventh of the size",
+        },
         out="exported folder",
         reads=MODEL,
     ),

@@ -277,13 +277,15 @@ def read_text(args: Sequence[str], usage: str) -> str:
 # Exporting and training
 
 
-def run_export(cfg: Config, transformers: bool = False) -> dict[str, Any]:
-    """`adlm export MODEL FOLDER [--transformers]`: whatever can be loaded, as an exported folder."""
+def run_export(cfg: Config, transformers: bool = False, four_bit: bool = False) -> dict[str, Any]:
+    """`adlm export MODEL FOLDER [--transformers | --four-bit]`: whatever can be loaded, as an exported folder."""
+    require(not (transformers and four_bit), "--transformers and --four-bit do not go together: its files are plain")
     if cfg.out.endswith(".ckpt"):  # what this command did in earlier versions
         print("adlm: note: `adlm export MODEL FILE.ckpt` is now `adlm convert`", file=sys.stderr)
         return run_convert(cfg)
     lm = open_model(cfg)
-    kind = save_for_transformers(Path(cfg.out), lm.loaded) if transformers else lm.save(cfg.out)
+    precision = "4bit" if four_bit else "fp32"
+    kind = save_for_transformers(Path(cfg.out), lm.loaded) if transformers else lm.save(cfg.out, precision)
     size = sum(file.stat().st_size for file in Path(cfg.out).iterdir())
     print(f"{cfg.out}: {lm!r}, {size / 1e6:,.1f} MB")
     if kind:

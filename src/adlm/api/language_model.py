@@ -41,6 +41,7 @@ from adlm.errors import choose, require
 from adlm.io.export import CARD, PLACEHOLDER, Loaded, save_folder
 from adlm.io.load import BOX_NAME, load_checkpoint
 from adlm.io.paths import float64_device, path_of, pick_device
+from adlm.io.quantised import in_precision
 from adlm.models.network import Hidden
 from adlm.objectives import Objective
 from adlm.rules import Count, WholeNumber, accept, rules_of
@@ -423,10 +424,9 @@ class LanguageModel:
     # Keeping
 
     def save(self, folder: str | Path, precision: str = "fp32", **facts: Any) -> None:
-        """Write an exported folder: weights (fp32, or bf16 for half the size), config.json, tokenizer.json, model card;
-        `facts` are added to what the card knows, such as licence="cc-by-sa-4.0"."""
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose("precision", precision, ("fp32", "bf16"))]
-        weights = {name: weight.to(dtype) for name, weight in self.model.state_dict().items()}
+        """Write an exported folder: weights (fp32; bf16: half the size; 4bit: a seventh), config.json, tokenizer.json,
+        model card; `facts` are added to what the card knows, such as licence="cc-by-sa-4.0"."""
+        weights = in_precision(self.model.state_dict(), precision)
         try:
             save_folder(path_given("folder", folder), weights, self.tokenizer, self.info | facts)
         except OSError as error:

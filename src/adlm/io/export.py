@@ -1,6 +1,6 @@
 """The exported folder: everything needed to use a model elsewhere, nothing executable.
 
-model.safetensors   weights
+model.safetensors   weights, perhaps in four bits (quantised.py)
 config.json         model, noise and objective settings, vocabulary, training facts
 tokenizer.json      the tokenizer
 README.md           a model card with the training command and metrics
@@ -24,6 +24,7 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
 from adlm.io.paths import BOX, BOX_NAME, check_object, digest, path_of, read_json
+from adlm.io.quantised import CODES, expand, expanded_shapes
 from adlm.migration import migrate
 from adlm.models import Network, build_model
 from adlm.models.lora import check_adapters, merged, weights_digest
@@ -148,12 +149,12 @@ def load_folder(
         tokenizer.vocab_size == info["vocab_size"] or (spare and tokenizer.vocab_size < info["vocab_size"]),
         f"{folder}: the tokenizer has {tokenizer.vocab_size} entries and the model {info['vocab_size']}",
     )
-    shapes = read_shapes(folder / WEIGHTS)
+    shapes = expanded_shapes(read_shapes(folder / WEIGHTS))
     check_shapes(shapes, cfg, info["vocab_size"], info["mask_id"], f"{folder / WEIGHTS} does not fit its {CONFIG}")
     check_digest(folder / WEIGHTS, info)
     model = build_model(cfg, info["vocab_size"], info["mask_id"])
     try:
-        model.load_state_dict(load_file(folder / WEIGHTS))
+        model.load_state_dict(expand(load_file(folder / WEIGHTS)))
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
@@ -223,7 +224,8 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, "pt") as file:
             entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
-            other = [name for name, entry in entries.items() if entry.get_dtype() not in FLOATS]
+            codes = {name for name, entry in entries.items() if entry.get_dtype() == "U8" and name.endswith(CODES)}
+            other = [name for name, entry in entries.items() if entry.get_dtype() not in FLOATS and name not in codes]
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a complete safetensors file: {str(error).splitlines()[0]:.200}") from None
     require(not other, f"{path}: {other[:1]} does not hold floating-point numbers")

@@ -8,10 +8,12 @@ whose rows are no multiple of 32 stay in bfloat16. A file of such weights has `N
 first) and `NAME.scale` in the place of `NAME`; `expand` undoes it, so nothing but loading knows of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from adlm.errors import choose
 
 GROUP = 32
 LEVELS = (
@@ -58,11 +60,11 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return pairs[..., 0] | (pairs[..., 1] << 4), scale.reshape(rows, columns // GROUP).half()
 
 
-def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
     """The matrix of codes and scales."""
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     values = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)[pairs.int()]
-    return (values * scale.float().repeat_interleave(GROUP, dim=1)).to(dtype)
+    return values * scale.float().repeat_interleave(GROUP, dim=1)
 
 
 def shrink(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -76,19 +78,27 @@ def shrink(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def is_shrunk(names: Mapping[str, object]) -> bool:
-    return any(name.endswith(CODES) for name in names)
+PRECISIONS: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "fp32": lambda weights: {name: value.float() for name, value in weights.items()},
+    "bf16": lambda weights: {name: value.bfloat16() for name, value in weights.items()},
+    "4bit": shrink,
+}
 
 
-def expand(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Weights of a small file, each under its own name."""
+def in_precision(weights: Mapping[str, Tensor], precision: str) -> dict[str, Tensor]:
+    """Weights as a file of this precision holds them."""
+    return PRECISIONS[choose("precision", precision, PRECISIONS)](weights)
+
+
+def expand(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a file, small or not, each under its own name."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         if name.endswith(CODES):
             own = name.removesuffix(CODES)
-            found[own] = dequantise(value, weights[own + SCALE], dtype)
+            found[own] = dequantise(value, weights[own + SCALE])
         elif not (name.endswith(SCALE) and name.removesuffix(SCALE) + CODES in weights):
-            found[name] = value.to(dtype) if value.is_floating_point() else value
+            found[name] = value
     return found
 
 
