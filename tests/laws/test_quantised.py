@@ -71,8 +71,7 @@ def test_a_model_in_four_bits_loads_and_is_nearly_the_same(tmp_path):
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "plain")]
     assert sizes[0] < 0.45 * sizes[1], "a toy has many vectors, which stay in two bytes, and a long header"
     small = adlm.load(tmp_path / "small")
-    assert small.score("the cat sat on the mat", seed=0).nll == pytest.approx(
-        lm.score("the cat sat on the mat", seed=0).nll, rel=0.2
-    )
+    text = "the cat sat on the mat"
+    assert small.score(text).nll == pytest.approx(lm.score(text).nll, rel=0.2)
     with pytest.raises(ValueError, match="precision='5bit'"):
         lm.save(tmp_path / "wrong", "5bit")
