@@ -26,7 +26,7 @@ RUN case "$VARIANT" in \
         gpu) backend="" ;; \
         *) echo "VARIANT must be cpu or gpu, got $VARIANT" >&2; exit 1 ;; \
     esac \
-    && uv pip install --system --no-cache $backend -c requirements.lock '.[serve]' \
+    && uv pip install --system --no-cache $backend -c requirements.lock '.[serve,constrain]' \
     && useradd --create-home adlm
 USER adlm
 

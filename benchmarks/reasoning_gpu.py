@@ -1,295 +1,170 @@
-"""The reasoning experiments of the paper in small, in one process: questions like those of ProsQA and ProntoQA, from a
-pretrained base (`@base`, as the paper does) or from scratch, with a model of the size of GPT-2 small; and GSM8K, always
-from the base. The methods of a task that start alike share one budget of examples and steps.
+"""The reasoning experiments from a pretrained base on one GPU: the paper's numbers, and whether anchors earn them.
 
-    python benchmarks/reasoning_gpu.py data=DATA out=runs/reasoning report=REPORT [minutes=8] [base=SmolLM2.gguf]
-        [runs=prosqa:cot@base,prosqa:cot,...] [load=1.0] [tiny=true] [key=value of the settings ...]
-        [prosqa.key=value of one task ...]
+    python benchmarks/reasoning_gpu.py prepare data=DATA folder=FOLDER
+    python benchmarks/reasoning_gpu.py run folder=FOLDER base=SmolLM2.gguf out=runs/reasoning report=REPORT [minutes=9]
+        [runs=prosqa-icot-1,...] [gate=0.9] [tiny=true] [key=value ...]
 
-DATA holds the published files: prosqa/prosqa_test.json, prontoqa/prontoqa_test.json, gsm8k/{train.jsonl.xz,test.jsonl}.
-The base is a GGUF file or the folder of a causal Hugging Face model. Questions are generated once, by all cores, for
-all methods, as many as are read: none is repeated, and an epoch is only the unit in which stages share them. From
-scratch the vocabulary is a BPE of the training questions, and stories (reason.story_steps) are learned once for all
-methods. Some steps are timed, and then all runs train on that fraction of the examples with which they end in
-`minutes`. A run that is late all the same is tested as it stands, and says so; those after it that share its budget get
-as many examples as it had. REPORT receives table.txt, metrics.jsonl of all runs, results.json (accuracies, intervals,
-tokens, times) and, with matplotlib, curves.png. What has results is not repeated: the same command resumes after an
-interruption, and minutes=0 only writes the report. Two processes with different `runs` may share a GPU and `out`, but
-not REPORT; `load` is how much longer a step then takes than when it was timed.
+`prepare` needs hydra and the published files (DATA/prosqa, prontoqa, gsm8k, gsm8k_icot); it writes the questions and
+the settings of every run to FOLDER (10 MB), which is all that `run` needs beside the package and the base: no hydra.
+
+`run` trains what has no results yet, in the order of SCHEDULE, until `minutes` are over; then it saves and stops, and
+the same command continues bit for bit where it stopped, as long as `out` is there. The first run is the gate: if its
+accuracy on the published test is below `gate`, the others are not started. Methods with the same first stage share it.
+REPORT receives table.txt (accuracies with intervals, McNemar's tests), results.json (with the speed of every run),
+answers.json (which questions each run answered rightly), speed.json and metrics.jsonl.
 """
 
 import json
+import lzma
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
-import traceback
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from adlm import config
-from adlm.data.tokenizers import load_tokenizer
-from adlm.reasoning.command import run_reason
-from adlm.reasoning.examples import Example, read_records, whole_text
-from adlm.reasoning.networks import batch_loss, without_quantisation, word_tokenizer
-from adlm.reasoning.tasks import generate, task_of
-from adlm.reasoning.training import ReasoningSetup, learn_stories, train
-from adlm.schema import ReasonConfig
+from adlm.reasoning.comparison import show_table
+from adlm.reasoning.examples import Example
+from adlm.reasoning.runs import read_answers, read_results
+from adlm.reasoning.tasks import generate
+from adlm.reasoning.training import train
 from adlm.tables import TASKS
 from adlm.training.metrics import read_metrics
-from adlm.training.optim import Updater
-from adlm.training.parallel import Step, world
 
 
-class Course(NamedTuple):
-    """What the runs of a task that start alike have in common."""
+class Planned(NamedTuple):
+    """One run of the schedule."""
 
-    settings: tuple[str, ...]
-    sizes: tuple[int, int, int]
-    """Training, validation and test questions that are generated."""
-    around: float
-    """Seconds of a run beside its training: reading, encoding, validating, testing, exporting."""
-    longest: int = 0
-    """Most tokens of a generated training example, if that matters: a few long ones would need one more compiled
-    shape."""
-
-
-EVERY = (
-    "algo=ar", "eval.batch_size=1400", "reason.valid_every=0", "checkpoint.every=1000000",
-    "checkpoint.keep=1", "train.log_every=20",
-)  # fmt: skip
-SCRATCH = (
-    *EVERY, "model=small", "recipe=fast", "model.length=512", "optim.lr=6e-4", "optim.muon_lr=2e-3", "optim.warmup=50",
-    "optim.min_lr_ratio=0.1", "train.batch_size=64", "reason.fresh=true",
-)  # fmt: skip
-BASE = (*EVERY, "optim.lr=3e-4", "optim.schedule=linear", "optim.warmup=20", "train.global_batch_size=32")
-# Stages share the examples as in the paper, where ProsQA and ProntoQA have five of fifty epochs each.
-TENTHS = ("reason.epochs=10", "reason.epochs_per_stage=1")
-COURSES: dict[tuple[str, str], Course] = {
-    ("prosqa", "base"): Course((*BASE, *TENTHS, "reason.fresh=true"), (40_000, 200, 500), 20.0, 500),
-    ("prontoqa", "base"): Course((*BASE, *TENTHS, "reason.fresh=true"), (40_000, 200, 400), 25.0),
-    # of the test answers 0.5 % are longer than 112 tokens; the slowest of all answers decides how long a test takes
-    ("gsm8k", "base"): Course((*BASE, "reason.epochs=6", "reason.epochs_per_stage=1", "optim.lr=2e-4",
-                               "train.global_batch_size=64", "train.batch_size=32", "reason.max_new_tokens=112"),
-                              (0, 200, 0), 40.0),
-    # in stories a network from scratch learns to look up what was said of a word, and of that in turn
-    ("prosqa", "scratch"): Course((*SCRATCH, *TENTHS, "reason.story_steps=1000"), (60_000, 300, 500), 20.0, 370),
-    ("prontoqa", "scratch"): Course((*SCRATCH, *TENTHS), (45_000, 200, 400), 18.0),
-}  # fmt: skip
-COST = {"coconut": 2.5}
-"""Time of a method over that of plain chain of thought, where it is much more: thoughts are read one by one."""
-TIMED = 25
-"""Steps that measure the speed."""
-PLANNED = 0.9
-"""Fraction of the time that is planned for; the rest is for steps slower than those timed."""
-TINY = (
-    "model.hidden_size=64", "model.n_heads=2", "model.n_blocks=2", "train.global_batch_size=2", "train.batch_size=1",
-    "train.log_every=2", "reason.max_new_tokens=4",
-)  # fmt: skip
-SMALLEST = (10, 2, 2)
-OPTIONS = {
-    "data": "", "out": "runs/reasoning", "report": "", "minutes": "8", "base": "", "runs": "", "load": "1",
-    "tiny": "false",
-}  # fmt: skip
-
-
-class Run(NamedTuple):
     task: str
     method: str
-    start: str
-
-    @property
-    def course(self) -> tuple[str, str]:
-        return self.task, self.start
+    seed: int
+    label: str = ""
+    settings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.task}-{self.method}" + ("-base" if self.start == "base" else "")
+        return f"{self.task}-{self.method}{self.label}-{self.seed}"
 
 
-def run_of(text: str) -> Run:
-    """`task:method` or `task:method@base`."""
-    words, _, start = text.partition("@")
-    task, _, method = words.partition(":")
-    run = Run(task, method, "base" if task == "gsm8k" else start or "scratch")
-    assert run.course in COURSES, f"runs: no course for {text!r}"
-    return run
+# Batches of 128 in one micro-batch, sorted by length eight at a time; one compiled block, replayed as CUDA graphs.
+FAST = (
+    "algo=ar", "train.compile=block", "train.cuda_graphs=true", "train.log_every=20", "reason.sorted_batches=8",
+    "eval.batch_size=500", "checkpoint.every=1000000", "checkpoint.keep=1",
+)  # fmt: skip
+# 26 epochs of 17,920 questions: 465,920 reads. Seven stages of three epochs, and five epochs without a trace.
+COURSES: dict[str, tuple[str, ...]] = {
+    "prosqa": (
+        *FAST, "experiment=prosqa-protocol", "reason.epochs=26", "reason.epochs_per_stage=3", "reason.valid_every=3",
+    ),
+    "prontoqa": (
+        *FAST, "task=prontoqa", "optim.schedule=constant", "reason.epochs=26", "reason.epochs_per_stage=3",
+        "reason.valid_every=5",
+    ),
+    "gsm8k": (*FAST, "task=gsm8k", "optim.schedule=constant", "reason.valid_every=5", "reason.max_new_tokens=160"),
+}  # fmt: skip
+THINKS = ("train.cuda_graphs=false",)
+"""Thoughts are read one by one, which no graph replays."""
+SCHEDULE = [
+    Planned("prosqa", "icot", 1),  # the gate
+    *(Planned("prosqa", method, 1) for method in ("acot", "coconut-pause", "cot", "no-cot", "pause")),
+    *(Planned("prosqa", method, seed) for seed in (2, 3) for method in ("icot", "acot", "coconut-pause")),
+    Planned("prosqa", "coconut", 1, settings=THINKS),
+    Planned("prontoqa", "cot", 1),
+    Planned("prontoqa", "acot", 1),
+    Planned("gsm8k", "cot", 1),
+    Planned("gsm8k", "acot", 1),
+    Planned("prosqa", "acot", 1, ",gamma=0.1", ("objective.gamma=0.1",)),
+    Planned("prosqa", "acot", 1, ",gamma=0.3", ("objective.gamma=0.3",)),
+    Planned(
+        "prosqa", "acot", 1, ",all-tokens", ("reason.anchor_tokens=all", "reason.slots=18", "reason.slots_per_stage=3")
+    ),
+    Planned("prosqa", "acot", 1, ",mixed", ("reason.mixing=0.1",)),
+]
+SIZES = {"prosqa": (17_920, 300, 500), "prontoqa": (9_088, 200, 800)}
+"""Training, validation and test questions that are generated: whole batches of 128."""
+EXTRA_TESTS = {"prosqa": ("prosqa-balanced", "prosqa-7hop", "prosqa-8hop"), "prontoqa": ()}
+PUBLISHED = {"prosqa": "prosqa_test", "prontoqa": "prontoqa_test", "gsm8k": "test"}
+"""The test set of each task by which it is judged."""
+TINY = {
+    "model.hidden_size": 32, "model.n_heads": 2, "model.n_blocks": 1, "train.global_batch_size": 4,
+    "train.batch_size": 4, "train.log_every": 2, "reason.max_new_tokens": 4, "reason.valid_every": 0,
+    "train.cuda_graphs": "false", "train.compile": "false", "train.device": "cpu", "eval.batch_size": 8,
+}  # fmt: skip
+OPTIONS = {
+    "data": "", "folder": "", "base": "", "out": "runs/reasoning", "report": "", "minutes": "9", "runs": "",
+    "gate": "0.9", "tiny": "false",
+}  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
-    words = dict(word.split("=", 1) for word in argv)
+    action, words = argv[0], dict(word.split("=", 1) for word in argv[1:])
     options = {key: words.pop(key, default) for key, default in OPTIONS.items()}
-    tiny, data, out = options["tiny"] == "true", Path(options["data"]), Path(options["out"])
-    report, base = Path(options["report"] or out), options["base"]
-    logic = [f"{task}:{method}" for task in ("prosqa", "prontoqa") for method in ("no-cot", "cot", "acot", "icot")]
-    everything = [f"{run}@base" for run in logic] + ["gsm8k:cot", "gsm8k:acot"] if base else logic
-    runs = [run_of(text) for text in options["runs"].split(",") if text] or [run_of(text) for text in everything]
-    began, minutes = time.monotonic(), float(options["minutes"])
-    deadline = began + 60 * minutes
-    report.mkdir(parents=True, exist_ok=True)
-    left = [run for run in runs if minutes and not (out / run.name / "results.json").is_file()]
-    settings, cost, starts = {}, {}, {}
-    for course in dict.fromkeys(run.course for run in left):
-        task, start = course
-        label = f"{task} from {start}"
-        try:
-            settings[course] = [
-                f"task={task}", *COURSES[course].settings, *(TINY if tiny else ()),
-                *(["reason.story_steps=3"] if tiny and course == ("prosqa", "scratch") else []),
-                *prepare(course, data, out / "data", base, tiny), *overrides(words, task),
-            ]  # fmt: skip
-            say(began, f"{label}: questions are there")
-            seconds, speed, starts[course] = rehearse(settings[course])
-        except Exception:  # the other courses are worth having
-            traceback.print_exc()
-            left = [run for run in left if run.course != course]
-            continue
-        cost[course] = seconds * float(options["load"])
-        say(began, f"{label}: ready, {speed:.0f} examples/s, {cost[course]:.0f} s for all examples")
-    needed = {run: cost[run.course] * COST.get(run.method, 1.0) for run in left}
-
-    def time_to_train() -> float:
-        """Seconds until the deadline that are left for training."""
-        return deadline - time.monotonic() - sum(COURSES[run.course].around for run in left)
-
-    share = min(1.0, max(0.01, PLANNED * time_to_train() / max(1.0, sum(needed[run] for run in left))))
-    say(began, f"{share:.0%} of the training examples fit into the time")
-    shares = dict.fromkeys(cost, share)
-    while left:
-        run = left[0]
-        folder = out / run.name
-        cfg = config.load([*settings[run.course], f"method={run.method}", f"out={folder}"])
-        # whole batches: a smaller one at the end of an epoch is compiled for itself
-        batches = cfg.train.global_batch_size * (cfg.reason.epochs if cfg.reason.fresh else 1)
-        cfg.reason.n_train = batches * max(1, int(shares[run.course] * examples_of(cfg.reason)) // batches)
-        cfg.reason.minutes = max(3.0, time_to_train() * needed[run] / sum(needed[run] for run in left)) / 60
-        start = time.monotonic()
-        say(began, f"{run.name}: {cfg.reason.n_train} examples, {60 * cfg.reason.minutes:.0f} s of training at most")
-        try:
-            result = train(cfg, starts[run.course])
-            (folder / "seconds.json").write_text(json.dumps({"seconds": round(time.monotonic() - start, 1)}))
-            say(began, f"{run.name}: {result.step} steps, finished: {result.finished}, {result.tests}")
-            shares[run.course] *= result.step / json.loads((folder / "results.json").read_text())["steps"]
-            write_report(report, out, runs)
-        except Exception:  # the other runs are worth having
-            traceback.print_exc()
-        for weights in ("checkpoints", "export"):
-            shutil.rmtree(folder / weights, ignore_errors=True)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        left.pop(0)
-    write_report(report, out, runs)
-
-
-def overrides(words: dict[str, str], task: str) -> list[str]:
-    """The settings of the command line: those of all tasks, and then those that begin with the name of this one."""
-    tasks = {task for task, _ in COURSES}
-    common = [f"{key}={value}" for key, value in words.items() if key.split(".")[0] not in tasks]
-    own = [f"{key.partition('.')[2]}={value}" for key, value in words.items() if key.split(".")[0] == task]
-    return common + own
-
-
-def examples_of(reason: ReasonConfig) -> int:
-    return reason.n_train or len(task_of(reason).read(Path(reason.train_path)))
-
-
-def rehearse(settings: list[str]) -> tuple[float, float, dict[str, Tensor] | None]:
-    """`timed` steps; without the compiler, for good, if it fails on this machine."""
-    try:
-        return timed(settings)
-    except Exception:
-        traceback.print_exc()
-        settings.append("train.compile=false")
-        return timed(settings)
-
-
-def timed(settings: list[str]) -> tuple[float, float, dict[str, Tensor] | None]:
-    """Seconds of a plain chain of thought over all that is read, examples a second, both from some steps; and the
-    weights after the stories, which are a function of the seed and not of the method."""
-    cfg = config.load([*settings, "method=cot"])
-    examples = examples_of(cfg.reason)
-    reads = examples * (1 if cfg.reason.fresh else cfg.reason.epochs)
-    cfg.reason.n_train, cfg.reason.fresh = min(examples, cfg.train.global_batch_size * TIMED), False
-    with world(cfg.train) as ranks:
-        setup = ReasoningSetup(cfg, ranks)
-        weights = None
-        if cfg.reason.story_steps:
-            loss = learn_stories(setup)
-            print(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end", file=sys.stderr)
-            weights = {name: x.detach().cpu().clone() for name, x in setup.network.state_dict().items()}
-        step_module = Step(setup.network.train(), batch_loss)
-        update = Updater(cfg.optim, step_module)
-        seconds = []
-        for step in range(setup.schedule.per_epoch):
-            start = time.monotonic()
-            for part in setup.batches(step):
-                with ranks.autocast():
-                    step_module(part).total.backward()
-            update(0.0)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds.append(time.monotonic() - start)
-    speed = cfg.train.global_batch_size / median(seconds)  # a step in which a shape is compiled says nothing
-    return reads / speed, speed, weights
-
-
-def say(began: float, text: str) -> None:
-    print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-
-# ---- questions, vocabulary, pretrained base
-
-
-def prepare(course: tuple[str, str], data: Path, folder: Path, base: str, tiny: bool) -> list[str]:
-    """Settings that name the files of a course; what has to be made is made once."""
-    task, start = course
-    files = folder / f"{task}-{start}"
-    files.mkdir(parents=True, exist_ok=True)
-    if start == "base":
-        base = as_folder(base, folder / Path(base).stem)
-    n_train, n_valid, n_test = sizes = SMALLEST if tiny else COURSES[course].sizes
-    published = data / task / ("test.jsonl" if task == "gsm8k" else f"{task}_test.json")
-    if tiny and published.is_file():
-        short = files / f"{published.stem}.json"
-        short.write_text(json.dumps(read_records(published)[:n_test]))
-        published = short
-    settings = [f"reason.n_valid={n_valid}", *([f"reason.base={base}"] if start == "base" else [])]
-    if task == "gsm8k":
-        settings += [f"reason.n_train={n_train}"] if tiny else []
-        return [*settings, f"reason.train_path={data / task / 'train.jsonl.xz'}", f"reason.test_path={published}"]
-    sets = dict(zip(("train", "valid", "generated"), split(questions(task, sum(sizes)), sizes)))
-    if start == "base":
-        tokenizer = load_tokenizer(str(Path(base) / "tokenizer.json"))
+    assert action in ("prepare", "run") and options["folder"], __doc__
+    if action == "prepare":
+        prepare(Path(options["data"]), Path(options["folder"]), tiny=options["tiny"] == "true")
     else:
-        tokenizer = word_tokenizer(sets["train"])
-        tokenizer.save(files / "tokenizer.json")
-        settings.append(f"data.tokenizer={files / 'tokenizer.json'}")
-    if longest := COURSES[course].longest:
-        lengths = map(len, tokenizer.encode_batch([whole_text(example) for example in sets["train"]]))
-        sets["train"] = [example for example, length in zip(sets["train"], lengths) if length < longest]
+        run(options, words)
+
+
+# ---- questions and settings
+
+
+def prepare(data: Path, folder: Path, tiny: bool) -> None:
+    """The questions of all tasks, and the settings of all runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {}
+    for task in COURSES:
+        files = copy_gsm8k(data, folder) if task == "gsm8k" else make_questions(task, data, folder, tiny)
+        for planned in SCHEDULE:
+            if planned.task == task:
+                line = [*COURSES[task], f"method={planned.method}", f"seed={planned.seed}", *planned.settings]
+                settings[planned.name] = config.flatten(config.load(line, run_folder=False)) | files
+    (folder / "settings.json").write_text(json.dumps(settings, indent=1))
+
+
+def make_questions(task: str, data: Path, folder: Path, tiny: bool) -> dict[str, Any]:
+    """Files of a task's questions, written once, and the settings that name them, relative to the folder."""
+    sizes = (16, 4, 4) if tiny else SIZES[task]
+    made = questions(task, sum(sizes))
+    sets = {"train": made[: sizes[0]], "valid": made[sizes[0] : sizes[0] + sizes[1]], "generated": made[-sizes[2] :]}
+    sets |= {name: questions(name, sizes[2]) for name in EXTRA_TESTS[task]}
+    names = {name: f"{task}-{name}.json.xz" if name in ("train", "valid") else f"{name}.json.xz" for name in sets}
+    names["generated"] = f"{task}-generated.json.xz"
     for name, examples in sets.items():
-        (files / f"{task}-{name}.json").write_text(json.dumps([example._asdict() for example in examples]))
-    tests = [files / f"{task}-generated.json", *([published] if published.is_file() else [])]
-    return [
-        *settings, f"reason.train_path={files / f'{task}-train.json'}",
-        f"reason.valid_path={files / f'{task}-valid.json'}", "reason.test_path='" + ",".join(map(str, tests)) + "'",
-    ]  # fmt: skip
+        records = [example._asdict() for example in examples]
+        (folder / names[name]).write_bytes(lzma.compress(json.dumps(records).encode()))
+    published = data / task / f"{PUBLISHED[task]}.json"
+    records = json.loads(published.read_text()) if published.is_file() else []
+    tests = [names[name] for name in sets if name not in ("train", "valid")]
+    if records:
+        (folder / published.name).write_text(json.dumps(records[: sizes[2]] if tiny else records))
+        tests = [published.name, *tests]
+    return {
+        "reason.train_path": names["train"], "reason.valid_path": names["valid"], "reason.n_valid": sizes[1],
+        "reason.test_path": ",".join(tests), "reason.n_train": 0,
+    }  # fmt: skip
 
 
-def split(examples: list[Example], sizes: tuple[int, ...]) -> list[list[Example]]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [examples[start : start + size] for start, size in zip(starts, sizes)]
+def copy_gsm8k(data: Path, folder: Path) -> dict[str, Any]:
+    """All problems of the published training file but those of the validation file."""
+    for path in (data / "gsm8k/train.jsonl.xz", data / "gsm8k/test.jsonl", data / "gsm8k_icot/valid.txt"):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    return {
+        "reason.train_path": "train.jsonl.xz", "reason.valid_path": "valid.txt", "reason.test_path": "test.jsonl",
+        "reason.n_valid": 500,
+    }  # fmt: skip
 
 
 def questions(task: str, n: int) -> list[Example]:
     """n different questions, made by all cores: each worker has its own seed, and doubles are dropped."""
-    cores = os.cpu_count() or 1
+    cores = min(os.cpu_count() or 1, max(1, n // 50))
     each = -(-n // cores) + n // (20 * cores) + 1
     with ProcessPoolExecutor(cores) as pool:
         made = [example for part in pool.map(partial(some, task, each), range(cores)) for example in part]
@@ -302,70 +177,104 @@ def some(task: str, n: int, worker: int) -> list[Example]:
     return generate(TASKS.load(task), n, seed=1000 + worker)
 
 
-def as_folder(base: str, folder: Path) -> str:
-    """A GGUF file, written once as an ordinary folder: reading quantised weights takes longer than a short run."""
-    assert base, "runs from a base need base=FILE.gguf or the folder of a model"
-    if not base.endswith(".gguf"):
-        return base
-    if not folder.is_dir():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+# ---- training
 
-        file, part = Path(base), folder.with_name(f"{folder.name}.{os.getpid()}")
-        options: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
-        without_quantisation(model).save_pretrained(part)
-        AutoTokenizer.from_pretrained(**options).save_pretrained(part)
-        try:
-            part.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(part)
-    return str(folder)
+
+def run(options: dict[str, str], overrides: dict[str, str]) -> None:
+    """Train what is missing until the time is up."""
+    began, folder, out = time.monotonic(), Path(options["folder"]), Path(options["out"])
+    report, minutes = Path(options["report"] or out), float(options["minutes"])
+    settings = json.loads((folder / "settings.json").read_text())
+    names = [name for name in options["runs"].split(",") if name] or [planned.name for planned in SCHEDULE]
+    unknown = [name for name in names if name not in settings]
+    assert not unknown, f"unknown runs {unknown}; known are {list(settings)}"
+    report.mkdir(parents=True, exist_ok=True)
+    timer = threading.Timer(60 * minutes, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("time is up"))  # between two runs; inside one it saves and stops
+    timer.start()
+    try:
+        for name in names:
+            if (out / name / "results.json").is_file():
+                continue
+            say(began, f"{name} begins, or goes on")
+            result = train(config_of(settings[name], folder, out / name, options, overrides))
+            if result.stopped_by:
+                say(began, f"{name}: stopped at step {result.step}; the same command continues there")
+                break
+            say(began, f"{name}: {result.step} steps, {result.tests}")
+            shutil.rmtree(out / name / "checkpoints", ignore_errors=True)
+            write_report(report, out, names)
+            if not passes(out / names[0], float(options["gate"])):
+                say(began, f"the gate {names[0]} is below {options['gate']}: find out why before anything else")
+                break
+    finally:
+        timer.cancel()
+        write_report(report, out, names)
+
+
+def config_of(
+    settings: dict[str, Any], folder: Path, out: Path, options: dict[str, str], overrides: dict[str, str]
+) -> config.Config:
+    """The settings of a run on this machine."""
+    own = {"out": str(out), "reason.base": options["base"], "reason.stage0": str(out.parent / "stage0")}
+    for key in ("reason.train_path", "reason.valid_path", "reason.test_path"):
+        own[key] = ",".join(str((folder / name).absolute()) for name in settings[key].split(","))
+    tiny = TINY if options["tiny"] == "true" else {}
+    cfg = config.from_tree(settings | own | tiny | overrides, str(folder / "settings.json"))
+    config.check(cfg)
+    return cfg
+
+
+def passes(gate: Path, least: float) -> bool:
+    """The gate is not there yet, or good enough on the published test (or, without one, on the validation)."""
+    if not (gate / "results.json").is_file():
+        return True
+    results = read_results(gate)
+    test = results["tests"].get(PUBLISHED[gate.name.partition("-")[0]], results["valid"])
+    return test["accuracy"] >= least
+
+
+def say(began: float, text: str) -> None:
+    print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 # ---- the report
 
 
-def write_report(report: Path, out: Path, runs: list[Run]) -> None:
-    """All results so far; rewritten after every run, so that an interruption loses one run and not all."""
-    folders = [out / run.name for run in runs if (out / run.name / "results.json").is_file()]
-    if not folders:
+def write_report(report: Path, out: Path, names: list[str]) -> None:
+    """All results so far, and the metrics of the run that is not finished."""
+    done = [name for name in names if (out / name / "results.json").is_file()]
+    begun = [name for name in names if (out / name / "metrics.jsonl").is_file()]
+    lines = [json.dumps({"run": name} | event) for name in begun for event in read_metrics(out / name)]
+    (report / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    speeds = {name: speed(out / name) for name in begun}
+    (report / "speed.json").write_text(json.dumps(speeds, indent=1))
+    if not done:
         return
     stdout, sys.stdout = sys.stdout, (report / "table.txt").open("w", encoding="utf-8")
     try:
-        run_reason(config.load([]), ["table", *map(str, folders)])
+        table = show_table([str(out / name) for name in done])
     finally:
         sys.stdout.close()
         sys.stdout = stdout
     print((report / "table.txt").read_text())
-    results, events = {}, {}
-    for folder in folders:
-        seconds = json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").is_file() else {}
-        results[folder.name] = json.loads((folder / "results.json").read_text()) | seconds
-        events[folder.name] = read_metrics(folder)
-    (report / "results.json").write_text(json.dumps(results, indent=1))
-    lines = [json.dumps({"run": name} | event) for name, those in events.items() for event in those]
-    (report / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    plot(report / "curves.png", events)
+    results = {name: json.loads((out / name / "results.json").read_text()) | {"speed": speeds[name]} for name in done}
+    (report / "results.json").write_text(json.dumps({"runs": results, "pairs": table["pairs"]}, indent=1))
+    answers = {
+        name: {
+            test: "".join("01"[right] for right in found.values()) for test, found in read_answers(out / name).items()
+        }
+        for name in done
+    }
+    (report / "answers.json").write_text(json.dumps(answers))
 
 
-def plot(path: Path, events: dict[str, list[dict[str, Any]]]) -> None:
-    """Loss and validation accuracy over steps, a row for each task and a line for each method."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    tasks = list(dict.fromkeys(name.partition("-")[0] for name in events))
-    figure = Figure(figsize=(12, 4 * len(tasks)), layout="constrained")
-    axes = dict(zip(tasks, figure.subplots(len(tasks), 2, squeeze=False)))
-    for name, those in events.items():
-        task, _, method = name.partition("-")
-        for axis, kind, key in zip(axes[task], ("train", "valid"), ("nll", "accuracy")):
-            points = [(event["step"], event[key]) for event in those if event["kind"] == kind]
-            if points:
-                axis.plot(*zip(*points), label=method, marker="." if kind == "valid" else "")
-                axis.legend()
-            axis.set(title=f"{task}: {key}, {kind}", xlabel="step")
-    figure.savefig(path, dpi=90)
+def speed(run: Path) -> dict[str, float]:
+    """Medians over the log lines, the first ones, in which shapes are compiled, left out."""
+    events = [event for event in read_metrics(run) if event["kind"] == "train"]
+    keys = ("examples_per_s", "tokens_per_s", "mfu", "memory_gib")
+    return {key: median(e[key] for e in events[len(events) // 4 :]) for key in keys if events and key in events[-1]}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from adlm.reasoning.command import PAPER
+from adlm.reasoning.comparison import PAPER
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 RELEASE, OURS = "#b8b8b8", "#1f6f8b"
@@ -72,6 +72,33 @@ def plot_evidence() -> None:
     axis.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=2)
     save(figure, "evidence.png")
+
+
+def plot_first_quarter() -> None:
+    """Held-out bound over training compute, anchors in the first quarter of the run against none: mean and range of
+    three seeds."""
+    entries = json.loads((RESULTS / "evidence-first-quarter" / "table.json").read_text())["entries"]
+    compute = {e["name"]: e["flops_per_token"] * e["training_tokens"] / 1e15 for e in entries}
+    curves: dict[str, list[list[float]]] = {}
+    for event in events_of("evidence-first-quarter"):
+        if event["kind"] == "valid" and event["step"]:
+            family, done = event["run"].split("+")[0], event["step"] / (2200 if "adlm" in event["run"][:4] else 2228)
+            curves.setdefault(family, []).append([done * compute[event["run"]], event["nll"]])
+    figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    for family, color, label in (
+        ("mdlm-matched", "#e08e45", "no anchors"),
+        ("adlm", OURS, "anchors in the first quarter of the run"),
+    ):
+        points = sorted(curves[family])
+        steps = [points[i : i + 3] for i in range(0, len(points), 3)]  # three seeds of a step stand together
+        x = [sum(c for c, _ in step) / 3 for step in steps]
+        bounds = [[nats for _, nats in step] for step in steps]
+        axis.plot(x, [sum(b) / 3 for b in bounds], color=color, marker="o", markersize=4, label=label)
+        axis.fill_between(x, [min(b) for b in bounds], [max(b) for b in bounds], color=color, alpha=0.25, linewidth=0)
+    axis.set(xlabel="training compute, PFLOP", ylabel="held-out bound, nats per token (128 sequences)")
+    axis.grid(alpha=0.3)
+    axis.legend(title="mean and range of three seeds")
+    save(figure, "first-quarter.png")
 
 
 def plot_compute() -> None:
@@ -212,6 +239,7 @@ if __name__ == "__main__":
     plot_speed()
     plot_box()
     plot_evidence()
+    plot_first_quarter()
     plot_controls()
     plot_compute()
     plot_quick()

@@ -168,7 +168,12 @@ def run_tiles(facts: dict[str, Any], lm: LanguageModel) -> dict[str, Html]:
 
 
 def wishes(tokenizer: Tokenizer, valid: Blocks) -> Wishes:
-    """What to write: something from nothing, the beginning of a held-out sentence, and another one with a hole."""
+    """What to write: something from nothing, the beginning of a held-out sentence, and another one with a hole; or the
+    answers to held-out prompts."""
+    if valid.starts is not None:
+        asked = [valid[i][1:start] for i, start in enumerate(valid.starts[:HELD_OUT_READ].tolist())]
+        prompts = [tokenizer.decode(tokens, skip_special=True) for tokens in sorted(asked, key=len)[:3]]
+        return {f"Answering: {prompt[:60]}": {"prompt": prompt} for prompt in prompts if prompt}
     texts = (tokenizer.decode(valid[i], skip_special=True) for i in range(min(HELD_OUT_READ, len(valid))))
     pieces = re.split(r"(?<=[.!?])\s+|\n+", " ".join(texts))
     found = [words for piece in pieces[1:] if 8 <= len(words := piece.split()) <= 24] or [pieces[0].split()[:24]]

@@ -30,7 +30,7 @@ def require(condition: bool, message: str) -> None:
 EXTRAS = {
     "datasets": "data", "pyarrow": "data", "transformers": "eval", "sklearn": "eval", "gguf": "eval",
     "accelerate": "eval", "mauve": "mauve", "lm_eval": "harness", "matplotlib": "plot", "tensorboard": "track",
-    "wandb": "track", "fastapi": "serve", "uvicorn": "serve",
+    "wandb": "track", "fastapi": "serve", "uvicorn": "serve", "outlines_core": "constrain", "ray": "ray",
 }  # fmt: skip
 """Optional packages and the extra that brings them."""
 

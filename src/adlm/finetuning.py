@@ -15,13 +15,15 @@ from adlm import config
 from adlm.api import LanguageModel, load
 from adlm.config import owntext
 from adlm.data.blocks import Blocks
+from adlm.data.pairs import padded_length
 from adlm.data.preparation import prepare
+from adlm.data.sources import resolve
 from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, wishes
 from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import bits_per_byte, measure
 from adlm.io.export import CONFIG, TOKENIZER, Loaded, save_folder
-from adlm.io.load import load_checkpoint, locate
+from adlm.io.load import is_released, load_checkpoint, locate
 from adlm.io.paths import pick_device, write_atomically
 from adlm.reporting.html import Html, columns, section, tag, tiles
 from adlm.schema import Config
@@ -99,8 +101,8 @@ def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
 
 def bound_of(loaded: Loaded, valid: Blocks, cfg: Config, ranks: World) -> tuple[Estimate, float]:
     """The bound (or exact value) on the held-out text, and the same in bits per byte."""
-    ((name, found),) = measure(loaded, valid, cfg.eval, ranks).items()
-    return found, bits_per_byte(found, valid, loaded.tokenizer, name)
+    (found,) = measure(loaded, valid, cfg.eval, ranks).values()
+    return found, bits_per_byte(found, valid, loaded.tokenizer)
 
 
 def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]]) -> None:
@@ -139,9 +141,14 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
     # Training ended with the bound's own times, and goes on there.
     chosen |= {"objective.time_density": 1.0, "objective.time_density_anneal": 0.0, "objective.gamma_warmup": 0.0}
-    chosen |= rates(loaded)
-    tokens = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size)
-    batch = owntext.power_of_two(tokens / loaded.model.config.length / 4, 1, 8)
+    chosen |= rates(loaded, low_rank=typed.lora.rank > 0)
+    source, length, most_at_once = resolve(typed.data, "train"), loaded.model.config.length, 8
+    if source.holds_pairs:  # one a sequence, which may be short
+        length = padded_length(source.every_pair(), loaded.tokenizer, length)
+        sequences, most_at_once = float(sum(1 for _ in source.every_pair())), max(8, min(32, 2048 // length))
+    else:
+        sequences = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size) / length
+    batch = owntext.power_of_two(sequences / 4, 1, most_at_once)
     chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": batch}
     chosen |= {"eval.sequences": 256, "train.valid_sequences": 96}
     chosen |= {"sampling.steps": 64, "sampling.length": min(96, loaded.model.config.length), "sampling.top_p": 0.9}
@@ -154,15 +161,18 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         return config.load([*fixed, *(f"{key}={value}" for key, value in chosen.items()), *line])
 
     cfg = answer({})
-    most = min(EPOCHS * tokens, TOKENS.get(device, TOKENS["cpu"])) / (cfg.train.global_batch_size * cfg.model.length)
+    most = min(EPOCHS * sequences, TOKENS.get(device, TOKENS["cpu"]) / length) / cfg.train.global_batch_size
     cfg = answer({"train.steps": max(10, round(most))})
     return answer(owntext.schedule(cfg, size))
 
 
-def rates(loaded: Loaded) -> dict[str, Any]:
-    """Optimizer and peak rates: those of the recipes for long runs. The published block was trained with AdamW."""
+def rates(loaded: Loaded, low_rank: bool) -> dict[str, Any]:
+    """Optimizer and peak rates: those of the recipes for long runs. The published block was trained with AdamW; so are
+    adapters, at a higher rate, since they start at zero."""
     modern = loaded.model.config.norm == "rmsnorm"
     shared = {"optim.schedule": "linear", "optim.weight_decay": 0.0}
+    if low_rank:
+        return shared | {"optim": "adamw", "optim.lr": 2e-3}
     if modern:
         return shared | {"optim": "muon", "optim.lr": 6e-4, "optim.muon_lr": 2e-3}
     return shared | {"optim": "adamw", "optim.lr": 3e-4}
@@ -170,9 +180,9 @@ def rates(loaded: Loaded) -> dict[str, Any]:
 
 def exported(loaded: Loaded, start: Path, out: Path) -> Path:
     """An exported folder of the model to start from: itself, the one of its run, or one written into the run folder
-    (of a release checkpoint, or of a run that has not finished)."""
+    (of a model of another project, or of a run that has not finished)."""
     for folder in (start, start / "export"):
-        if (folder / CONFIG).is_file():
+        if (folder / CONFIG).is_file() and not is_released(folder):
             return folder.resolve()
     save_folder(out / "start", loaded.model.state_dict(), loaded.tokenizer, loaded.info)
     return (out / "start").resolve()

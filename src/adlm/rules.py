@@ -80,7 +80,27 @@ class Location:
         pass
 
 
-Rule = Range | Choices | Location
+@dataclass(frozen=True)
+class Numbers:
+    """Whole numbers of at least `low`, separated by commas: 1,4,16. An empty text is no number."""
+
+    low: int = 0
+
+    def __str__(self) -> str:
+        return f"whole numbers of at least {self.low}, separated by commas"
+
+    def check(self, key: str, value: Any) -> None:
+        words = value.split(",") if value else []
+        fits = all(word.strip().isascii() and word.strip().isdigit() and int(word) >= self.low for word in words)
+        require(fits, f"{key}={value!r} must be {self}")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The value of a setting with the rule `Numbers`."""
+    return tuple(int(word) for word in text.split(",")) if text else ()
+
+
+Rule = Range | Choices | Location | Numbers
 
 
 def check_fields(section: Any, name: str) -> None:

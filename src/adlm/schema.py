@@ -19,15 +19,18 @@ from adlm.rules import (
     FractionBelowOne,
     InnerFraction,
     NotNegative,
+    Numbers,
     Place,
     Positive,
     PositiveFraction,
     Range,
     Seed,
     WholeNumber,
+    numbers,
 )
 from adlm.schema_commands import (
     BenchConfig,
+    ClusterConfig,
     CompareConfig,
     EvalConfig,
     ReasonConfig,
@@ -44,7 +47,11 @@ class ModelConfig:
     hidden_size: Count = 768
     """Width D of the residual stream."""
     n_heads: Count = 12
-    """Attention heads; must divide hidden_size into an even head width."""
+    """Attention heads; must divide hidden_size into an even head width, unless head_size gives that."""
+    n_kv_heads: WholeNumber = 0
+    """Heads of keys and values, each shared by n_heads / n_kv_heads heads of queries; 0: as many as n_heads."""
+    head_size: WholeNumber = 0
+    """Width of a head; 0: hidden_size / n_heads."""
     n_blocks: Count = 12
     """Blocks before the anchors are read (all blocks, when not anchored)."""
     n_denoiser_blocks: WholeNumber = 6
@@ -60,32 +67,82 @@ class ModelConfig:
     (it continues the residual stream, anchors only appear in the loss)."""
     causal: bool = False
     """Attention to the past only (AR, A2R)."""
+    block_length: Annotated[str, Numbers()] = ""
+    """Block diffusion: tokens K of a block, which is denoised after the blocks before it (1: token by token; 0 or
+    empty: the whole sequence at once). Of several, 16,1,4,64,1024, each training sequence takes one in turn, and the
+    first is the model's own K in bounds and generation; a number named twice comes up twice as often."""
     adaln: bool = True
     """Modulate norms and gates by a conditioning vector, as the published block does."""
     time_conditioning: bool = False
     """Condition on the noise level sigma(t); needs adaln. False conditions on a constant."""
+    time_input: Annotated[str, Choices(("sigma", "t"))] = "sigma"
+    """What time conditioning reads: sigma, or t, the fraction of masks (GIDD)."""
     cond_dim: Count = 128
     """Width of the conditioning vector."""
     norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
     """layernorm or rmsnorm."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
-    activation: Annotated[str, Choices(("gelu", "relu2"))] = "gelu"
-    """MLP activation: gelu (tanh form) or relu2 (squared ReLU)."""
+    norm_eps: Annotated[float, Range(low=0, high=0.1)] = 0.0
+    """What a norm adds to the mean square; 0: 1e-5 (layernorm) or 1e-6 (rmsnorm)."""
+    activation: Annotated[str, Choices(("gelu", "relu2", "swiglu"))] = "gelu"
+    """MLP activation: gelu (tanh form), relu2 (squared ReLU) or swiglu (silu of one half times the other)."""
     bias: bool = True
     """Biases in MLP, heads and bridge."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    rope_base: AtLeastOne = 10000.0
+    """Base of the rotary frequencies."""
+    tied: bool = False
+    """The head is the embedding, the anchor network's too; needs bias=false, and bridge=none if anchored."""
+    shift: bool = False
+    """The prediction for position i is read at position i-1 (for position 0, at 0), as in diffusion models made of
+    causal ones. Causal models read so by themselves."""
     zero_init: bool = False
     """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
     mlp_ratio: Count = 4
     """Width of the MLP over hidden_size."""
+    mlp_size: WholeNumber = 0
+    """Width of the MLP where it is no multiple; 0: mlp_ratio * hidden_size."""
     init: Annotated[str, Choices(("torch", "normal"))] = "torch"
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_size or self.hidden_size // self.n_heads
+
+    @property
+    def mlp_width(self) -> int:
+        return self.mlp_size or self.mlp_ratio * self.hidden_size
+
+    @property
+    def mlp_rows(self) -> int:
+        """Outputs of the first map of the MLP: two halves under swiglu."""
+        return (2 if self.activation == "swiglu" else 1) * self.mlp_width
 
     def check(self) -> None:
         """Refuse values that do not fit together."""
         require(
-            self.hidden_size % (2 * self.n_heads) == 0,
+            self.head_size > 0 or self.hidden_size % (2 * self.n_heads) == 0,
             f"model.n_heads={self.n_heads} must split model.hidden_size={self.hidden_size} into heads of even width",
+        )
+        require(self.head_size % 2 == 0, f"model.head_size={self.head_size} must be even")
+        require(
+            self.n_heads % self.kv_heads == 0,
+            f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}",
+        )
+        require(
+            not (self.tied and (self.bias or (self.anchored and self.bridge != "none"))),
+            "model.tied=true needs model.bias=false, and model.bridge=none if anchored: an embedding has no bias, and"
+            " another bridge reads a head of its own",
+        )
+        require(
+            not (self.shift and self.causal),
+            "model.shift=true needs model.causal=false: a causal model predicts the next token in any case",
         )
         require(
             not self.anchored or self.n_denoiser_blocks >= 1,
@@ -99,6 +156,36 @@ class ModelConfig:
             not (self.causal and self.time_conditioning),
             "model.causal=true has no noise level: set model.time_conditioning=false",
         )
+        require(
+            not (self.causal and self.block_length),
+            f"model.block_length={self.block_length} needs model.causal=false: a causal model has blocks of one token",
+        )
+        require(
+            not (self.block_lengths and self.time_conditioning),
+            f"model.block_length={self.block_length}: every block has a noise level of its own, which"
+            " model.time_conditioning=true cannot tell apart",
+        )
+
+    @property
+    def block_lengths(self) -> tuple[int, ...]:
+        """The block lengths K that the model is trained for, its own first; empty: the whole sequence, always."""
+        found = numbers(self.block_length)
+        return tuple(min(K or self.length, self.length) for K in found) if any(found) else ()
+
+    @property
+    def own_block_length(self) -> int:
+        """The block length K of bounds and generation, unless another one is asked for."""
+        return self.block_lengths[0] if self.block_lengths else self.length
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters: a matrix W of the blocks becomes W + (alpha / rank) B A, and only B and A train."""
+
+    rank: WholeNumber = 0
+    """Rank of the adapters of a model that is fine-tuned (checkpoint.init_from); 0: all of its weights train."""
+    alpha: Positive = 16.0
+    """Strength of the adapters: B A is multiplied by alpha / rank."""
 
 
 @dataclass
@@ -132,8 +219,11 @@ class ObjectiveConfig:
     """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
     gamma_end: Annotated[float, Range(low=0, also=-1)] = -1.0
     """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
+    gamma_until: PositiveFraction = 1.0
+    """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
-    """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or none."""
+    """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or
+    none; given: where a task says so (docs/reasoning.md)."""
     tau: Count = 5
     """count rule: a token is an anchor if it occurs at most tau times in its own sequence (common rule: more often)."""
     anchor_positions: Annotated[str, Choices(("all", "masked"))] = "all"
@@ -182,6 +272,11 @@ class ObjectiveConfig:
             f"objective.T={self.T} (discrete time) exists for nelbo and d3pm; objective.name={self.name} needs"
             " objective.T=0",
         )
+        require(
+            not (model.block_lengths or model.shift) or (self.name in ("nelbo", "anelbo") and self.T == 0),
+            f"model.block_length={model.block_length!r}, model.shift={str(model.shift).lower()}: block diffusion and"
+            f" shifted outputs exist for nelbo and anelbo in continuous time, not for {self.name}, T={self.T}",
+        )
 
 
 @dataclass
@@ -189,7 +284,8 @@ class DataConfig:
     name: Annotated[str, Choices(tables.CORPORA)] = "pydocs"
     """A name of the corpora table (`adlm data list`); `file` reads data.path."""
     path: Place = ""
-    """Local file or folder in the corpus' published format; empty: the hub, or the embedded corpus."""
+    """File or folder in the corpus' published format, or a URL of one (s3://bucket/texts); empty: the hub, or the
+    embedded corpus."""
     valid_path: Place = ""
     """Local file or folder of the validation split; empty: held out of `path`."""
     text_key: str = "text"
@@ -207,8 +303,10 @@ class DataConfig:
     """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
     cache_dir: Place = ""
     """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
+    engine: Annotated[str, Choices(("threads", "ray"))] = "threads"
+    """Who tokenises: threads of this machine, or ray: the cluster of RAY_ADDRESS, or one that is started here."""
     num_proc: WholeNumber = 0
-    """Threads that tokenise; 0: all cores."""
+    """Threads that tokenise, or processes of a Ray started here; 0: all cores."""
     max_sequences: WholeNumber = 0
     """Keep only this many sequences of each split (0: all), reading no further than needed."""
     root: Place = ""
@@ -251,8 +349,8 @@ class TrainConfig:
     global_batch_size: Count = 512
     """Sequences per optimizer step over all ranks."""
     batch_size: WholeNumber = 0
-    """Sequences per forward pass and rank, also in validation; 0: the largest that divides the global batch evenly over
-    ranks."""
+    """Most sequences per forward pass and rank, also in validation; 0: all that a rank has of the global batch. Ranks
+    that cannot share it evenly differ by one sequence."""
     length_warmup: Count = 1
     """Sequence-length warmup: at the start every sequence is cut into this many, each on its own: as many tokens and
     more times a step, and neighbours are learned first (1: none)."""
@@ -278,14 +376,29 @@ class TrainConfig:
     process, one micro-batch a step."""
     checkpoint_activations: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more time."""
-    strategy: Annotated[str, Choices(("ddp", "fsdp"))] = "ddp"
-    """ddp or fsdp, under torchrun."""
+    strategy: Annotated[str, Choices(("ddp", "fsdp", "hsdp"))] = "ddp"
+    """Under torchrun: ddp (every rank has all weights), fsdp (shards over all ranks) or hsdp (shards over the ranks of
+    a node, copies of them over nodes)."""
     spike_factor: NotNegative = 0.0
     """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
     num_threads: Annotated[int, Range(low=0, high=1024)] = 0
     """CPU threads; 0: all cores (1 per process under torchrun unless OMP_NUM_THREADS says otherwise)."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.strategy != "ddp"
+
+    def at_once(self, ranks: int) -> int:
+        """Most sequences that one of so many ranks has in a forward pass."""
+        return self.batch_size or -(-self.global_batch_size // ranks)
+
+    def micro_batches(self, ranks: int) -> int:
+        """Forward passes of an optimizer step, the same on each of so many ranks: sharded ones gather together. No
+        rank has an empty one; with batch_size=1 one of two sequences instead, where ranks share unevenly."""
+        most, least = -(-self.global_batch_size // ranks), self.global_batch_size // ranks
+        return min(-(-most // self.at_once(ranks)), least)
 
 
 @dataclass
@@ -304,6 +417,9 @@ class CheckpointConfig:
     """Resume from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
     """Start from the weights of this exported folder (a new run, step 0)."""
+    url: str = ""
+    """Keep checkpoints there, for nodes that share no disk: any URL of fsspec (s3://bucket/run, file:///disk/run);
+    empty: checkpoints/ in the run folder."""
 
 
 @dataclass
@@ -318,6 +434,7 @@ class Config:
     """Where the command writes: by default the run folder (empty: runs/<algo>-<data>-<model>); commands that make no
     run say in their --help what it is."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -329,6 +446,7 @@ class Config:
     reason: ReasonConfig = field(default_factory=ReasonConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
 

@@ -15,6 +15,7 @@ from adlm.rules import (
     FractionBelowOne,
     InnerFraction,
     NotNegative,
+    Numbers,
     Place,
     Positive,
     PositiveFraction,
@@ -33,14 +34,22 @@ JUDGE_RULES = {
 """What the judge reads, by name; stated with every result, since the number depends on it."""
 
 
+GPT2_VOCABULARY = 50258
+"""GPT-2's tokens and the mask."""
+
+
 @dataclass
 class EvalConfig:
     checkpoint: Place = ""
     """Run folder, exported folder or release .ckpt to evaluate."""
     draws: Count = 4
     """Noise draws per sequence of the bound; 2 or more also give its Monte Carlo error."""
-    estimator: Annotated[str, Choices(("continuous", "exact-count", "both"))] = "continuous"
-    """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both."""
+    estimator: Annotated[str, Choices(("auto", "continuous", "exact-count", "both"))] = "auto"
+    """Of the bound: continuous (random times), exact-count (random numbers of masks, less variance) or both; auto:
+    exact-count for block diffusion, where K = 1 then has no noise at all, continuous for the others."""
+    block_length: Annotated[str, Numbers()] = ""
+    """ppl: block lengths K of the bound, one bound each: 1,4,16,64,1024 (0: the whole sequence; empty: the model's
+    own)."""
     seed: Seed = 0
     """Of the evaluation noise; the same for all models, so that their numbers are paired."""
     sequences: WholeNumber = 0
@@ -63,7 +72,10 @@ class SamplingConfig:
     """A name of the samplers table (`adlm config sampling.sampler=list`); empty: the model's own, which is mdlm, or
     score (sedd), ddpm (d3pm), autoregressive (ar, a2r)."""
     steps: Count = 256
-    """Number of steps T from all masks to none."""
+    """Number of steps T from all masks to none; in blocks, of each block."""
+    block_length: WholeNumber = 0
+    """Tokens of a block, for models trained with model.block_length: text is written block after block, with a cache
+    (0: the model's own, or the whole canvas where a template needs it)."""
     n: Count = 1
     """Samples to draw."""
     length: WholeNumber = 0
@@ -105,6 +117,12 @@ class SamplingConfig:
     """Words that must not appear, separated by commas."""
     required: str = ""
     """Words that must appear, separated by commas; each is placed where the model finds it likely."""
+    regex: str = ""
+    """What fills the holes, from the first to the last, must match this regular expression (Rust's syntax)."""
+    choices: str = ""
+    """What fills the holes must be one of these texts, separated by commas."""
+    response_format: str = ""
+    """What fills the holes must be JSON: a schema, a file that holds one, or json_object."""
     stop: bool = False
     """End each sample at its first end-of-text token."""
 
@@ -142,7 +160,8 @@ class ReasonConfig:
     valid_path: Place = ""
     """Validation examples; empty: generated, or the last n_valid of train_path."""
     test_path: str = ""
-    """Test files (several: separated by commas), asked beside the generated test set; empty: only that one."""
+    """Test files, or names of tasks whose questions are generated (several: separated by commas), asked beside the
+    generated test set; empty: only that one."""
     n_train: WholeNumber = 0
     """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
     n_valid: Count = 300
@@ -158,6 +177,12 @@ class ReasonConfig:
     """Passes per stage; the last stage takes what is left of epochs."""
     fresh: bool = False
     """No example is read twice: an epoch is a pass over its own part of the training examples, one in `epochs`."""
+    mixing: FractionBelowOne = 0.0
+    """Fraction of the examples of a stage that are laid out as one of the stages before it, drawn evenly (0: none)."""
+    sorted_batches: Count = 1
+    """Batches whose examples are sorted by length together, so that a batch pads less (1: each for itself)."""
+    stage0: Place = ""
+    """Folder that keeps the weights after the first stage, for other methods that begin alike (empty: none)."""
     slots: WholeNumber = 6
     """Most [ANT] positions of an example."""
     slots_per_stage: Count = 1
@@ -186,8 +211,10 @@ class ServeConfig:
     """Key that requests must carry as `Authorization: Bearer KEY`; empty: $ADLM_API_KEY, or none."""
     cors: str = ""
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
+    workers: WholeNumber = 0
+    """Processes behind the port, each with all models; 0: one for each GPU."""
     slots: Count = 32
-    """Sequences of a model that share network calls."""
+    """Sequences of a model, and of a worker, that share network calls."""
     queue: Count = 256
     """Sequences that may wait for a slot; beyond, requests are answered 429."""
     max_length: WholeNumber = 0
@@ -212,14 +239,32 @@ class BenchConfig:
     """Steps timed: optimizer steps (train) or network evaluations (sample)."""
     dense: bool = True
     """Also time the reference implementation, and print the ratio."""
-    vocab_size: Annotated[int, Range(low=3)] = 50258
+    vocab_size: Annotated[int, Range(low=3)] = GPT2_VOCABULARY
     """Vocabulary, mask included (50258: GPT-2's)."""
+
+
+@dataclass
+class ClusterConfig:
+    """GPUs that are not here, for the prediction of `adlm train --dry-run gpus=64`."""
+
+    gpus: WholeNumber = 0
+    """GPUs of the run, in nodes of 8 (0: nothing is predicted)."""
+    gpu: str = "h200"
+    """A GPU by name, or the file that `adlm bench train bench.batches=16,64 out=FILE` has written on it."""
+    links: str = "450,50"
+    """GB/s that one GPU sends inside its node, and to other nodes (NVLink 4, and 400 Gbit/s for each GPU)."""
+    mtbf: Positive = 50_000.0
+    """Hours until one GPU fails, on average."""
+    price: NotNegative = 0.0
+    """Of an hour of one GPU, in any currency (0: no cost is said)."""
 
 
 @dataclass
 class CompareConfig:
     jobs: Count = 1
     """Runs of `adlm compare` that train at once, each in a process of its own."""
+    equal_flops: bool = False
+    """Every run gets the training FLOPs of the first one, and not its number of steps."""
 
 
 @dataclass

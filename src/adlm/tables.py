@@ -225,6 +225,7 @@ ANCHOR_RULES = Table(
         "common": "adlm.objectives.anchors:common",
         "all": "adlm.objectives.anchors:every",
         "none": "adlm.objectives.anchors:none",
+        "given": "adlm.objectives.anchors:given",
     },
 )
 
@@ -266,7 +267,11 @@ TASKS = Table(
     {
         "prosqa": "adlm.reasoning.tasks:PROSQA",
         "prosqa-2hop": "adlm.reasoning.tasks:PROSQA_2HOP",
+        "prosqa-7hop": "adlm.reasoning.tasks:PROSQA_7HOP",
+        "prosqa-8hop": "adlm.reasoning.tasks:PROSQA_8HOP",
         "prosqa-balanced": "adlm.reasoning.tasks:PROSQA_BALANCED",
+        "prosqa-terse": "adlm.reasoning.tasks:PROSQA_TERSE",
+        "prosqa-terse-balanced": "adlm.reasoning.tasks:PROSQA_TERSE_BALANCED",
         "prontoqa": "adlm.reasoning.tasks:PRONTOQA",
         "gsm8k": "adlm.reasoning.tasks:GSM8K",
     },

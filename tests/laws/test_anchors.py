@@ -135,6 +135,7 @@ def test_anchors_in_words():
     """A key that the rule does not read (tau, with the rule `all`) is seen to do nothing before the run."""
     cfg = ObjectiveConfig(name="anelbo", anchor_rule="all", anchor_positions="masked", anchor_fraction=0.25, tau=3)
     assert describe_anchors(cfg) == "all tokens, where masked; a random 0.25 of them at each step"
+    assert describe_anchors(replace(cfg, gamma_until=0.25)) == describe_anchors(cfg) + "; in the first 0.25 of the run"
     assert describe_anchors(replace(cfg, gamma=0.0)) == "none"
     assert describe_anchors(replace(cfg, gamma=0.0, gamma_end=0.1)) == describe_anchors(cfg)
     everywhere = ObjectiveConfig(tau=1)

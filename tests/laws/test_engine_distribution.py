@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from chance import LEVEL, chi_square
-from dense_loop import DEFAULTS, Choose, Walk, analytic_finals, trajectories
+from dense_loop import DEFAULTS, Walk, analytic_finals, trajectories
+from references import REFERENCES
 from toy import ToyModel
 
 from adlm.engine import Engine, Request
@@ -20,87 +20,8 @@ from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
 
 ROWS = 1500
-TAU = 5  # anchor-first: a token is rare up to this expected count
 
 
-# References of the samplers that are not made of rates
-
-
-def remdm_conf(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
-    walk.remember = True
-    for i in range(c.steps):
-        t, s = (c.steps - i) / c.steps, (c.steps - i - 1) / c.steps
-        top = 1.0 if t == 1 else min(1.0, s / (1 - t))
-
-        def choose(z, memory, t=t, s=s, top=top):
-            weights = {l: math.exp(-memory[l]) for l in walk.holes if memory[l] is not None}
-            remask = {l: top * w / sum(weights.values()) for l, w in weights.items()}
-            return walk.independent(z, (t - s) / t, lambda l: remask[l])
-
-        yield choose
-
-
-def first_hitting(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
-    for _ in walk.holes:
-        yield lambda z, memory: [(1 / len(walk.masked(z)), [l], []) for l in walk.masked(z)]
-
-
-def left_to_right(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
-    for l in walk.holes:
-        yield lambda z, memory, l=l: [(1.0, [l], [])]
-
-
-def ordered(walk: Walk, c: SamplingConfig, rank) -> Iterator[Choose]:
-    """rank(z, masked) -> (positions, best first; how many pass)."""
-    for i in range(c.steps):
-
-        def choose(z, memory, left=c.steps - i):
-            masked = walk.masked(z)
-            best, passing = rank(z, masked)
-            return [(1.0, sorted(best[: max(-(-len(masked) // left), passing)]), [])]
-
-        yield choose
-
-
-def confidence(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
-    def rank(z, masked):
-        sure = {l: max(walk.model.p(z)[l]) for l in masked}
-        return sorted(masked, key=lambda l: -sure[l]), sum(sure[l] >= c.threshold for l in masked)
-
-    return ordered(walk, c, rank)
-
-
-def entropy(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
-    def rank(z, masked):
-        H = {l: -sum(x * math.log(x) for x in walk.model.p(z)[l] if x > 0) for l in masked}
-        best, passing, total = sorted(masked, key=lambda l: H[l]), 0, 0.0
-        for l in best:
-            if total > c.threshold:
-                break
-            passing, total = passing + 1, total + H[l]
-        return best, passing
-
-    return ordered(walk, c, rank)
-
-
-def anchor_first(walk: Walk, c: SamplingConfig) -> Iterator[Choose]:
-    def rank(z, masked):
-        q, tokens = walk.model.anchor_p(z), range(walk.m)
-        count = [sum(t == v for t in z) + sum(q[l][v] for l in masked) for v in tokens]
-        score = {l: max(q[l][v] if count[v] <= TAU else 0.0 for v in tokens) for l in masked}
-        return sorted(masked, key=lambda l: -score[l]), 0
-
-    return ordered(walk, c, rank)
-
-
-REFERENCES = {
-    "remdm-conf": remdm_conf,
-    "first-hitting": first_hitting,
-    "autoregressive": left_to_right,
-    "confidence": confidence,
-    "entropy": entropy,
-    "anchor-first": anchor_first,
-}
 # `score` has a dense form of its own (`analytic_finals`); a new sampler made of rates needs no line here.
 SAMPLED = sorted(set(SAMPLERS.entries) - {"score"})
 
@@ -290,7 +211,7 @@ def test_anchor_first_prefers_rare_tokens(monkeypatch):
     """With a bound low enough to matter in a toy sequence, the order follows the expected counts."""
     model, start = ToyModel(vocab_size=4, length=3, seed=6), (3, 3, 3)
     usual = exact(model, start, "anchor-first", 3).finals()
-    monkeypatch.setattr(f"{__name__}.TAU", 0.9)
+    monkeypatch.setattr("references.TAU", 0.9)
     expected = exact(model, start, "anchor-first", 3).finals()
     assert sum(abs(expected[k] - usual[k]) for k in expected) > 0.05
     engine = Engine(model, slots=500, tau=0.9)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from tiny import MODERN, TINY, random_tokens, tiny_model
 
 from adlm import config, tables
 from adlm.config.keys import group_choices
-from adlm.engine import Request, make_engine
+from adlm.engine import Engine, Request
 from adlm.engine.prepare import compile_blocks, fold
 from adlm.models import build_model, layers, transformer
 from adlm.models.bridge import Bridge
@@ -289,7 +289,7 @@ def test_a_bridge_of_another_package_trains_and_generates(monkeypatch):
     for precision in ("fp32", "bf16"):
         # this library's bf16 products crash on some CPUs
         with torch.backends.mkldnn.flags(enabled=False):
-            (result,) = make_engine(model, precision=precision).run([Request([10] * 12, SamplingConfig(steps=4))])
+            (result,) = Engine(model, precision=precision).run([Request([10] * 12, SamplingConfig(steps=4))])
         assert result.finished and 10 not in result.tokens
     assert all(p.dtype == torch.float32 for p in model.parameters())
     with pytest.raises(ValueError, match="GatedBridge has no reference implementation"):

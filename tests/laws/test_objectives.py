@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 from dense import dense_anelbo, dense_log_probs, dense_logits, naive_anchor_mask
+from exact import ExactDenoiser, sequences_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from tiny import MODERN, random_tokens, tiny_model
-from torch import nn
 
 from adlm.diffusion.schedules import beta_quantile, draw_times, make_schedule, strata
-from adlm.models import Hidden
-from adlm.models.layers import pick_flat
 from adlm.objectives import Sequences, loss, make_objective, sequence_bounds
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.objectives.anelbo import gamma_at
@@ -28,38 +26,11 @@ from adlm.tables import SCHEDULES
 LINEAR = NoiseConfig(name="linear")
 
 
-def sequences_of(tokens, start=0, total=None, **given):
-    example = torch.arange(start, start + len(tokens))
-    return Sequences(tokens, example, total or len(tokens), **given)
-
-
 def noised_for_training(objective, sequences, step, progress):
     return objective.noised(sequences, objective.seed, step, time_density(objective.cfg, progress))
 
 
 # The bound
-
-
-class ExactDenoiser(nn.Module):
-    """The true p(x^l | visible part of z) of a table p(x), behind the interface of a model."""
-
-    def __init__(self, p_x: torch.Tensor):
-        super().__init__()
-        self.n_tokens, self.length = p_x.shape[0], p_x.dim()
-        self.mask_id, self.vocab_size = self.n_tokens, self.n_tokens + 1
-        self.head = nn.Linear(self.vocab_size, self.vocab_size, bias=False)
-        nn.init.eye_(self.head.weight)
-        self.anchor_head = None
-        self.sequences = torch.tensor(list(itertools.product(range(self.n_tokens), repeat=self.length)))
-        self.p = p_x.reshape(-1)
-
-    def forward(self, z_BL, sigma_B=None, at_N=None):
-        agrees = ((z_BL[:, None] == self.sequences) | (z_BL[:, None] == self.mask_id)).all(-1)
-        joint = agrees * self.p
-        joint = joint / joint.sum(-1, keepdim=True)
-        one_hot = nn.functional.one_hot(self.sequences, self.vocab_size).float()
-        logits_BLV = torch.einsum("bs,slv->blv", joint, one_hot).clamp_min(1e-30).log()
-        return Hidden(logits_BLV if at_N is None else pick_flat(logits_BLV, at_N), None)
 
 
 def bounds_of(model, objective, sequences, draw=0):
@@ -216,6 +187,13 @@ def test_gamma_moves_linearly_from_its_warm_up_to_its_end(gamma, warmup, end):
         anchor = objective.corrupt(sequences, 0, progress).terms.get("anchor")
         assert (anchor.scale if anchor else 0.0) == pytest.approx(np.interp(progress, *corners), abs=1e-12)
     assert gamma_at(cfg, 1.0) == gamma_at(cfg, 1.5) == end, "the very number, and not beyond it"
+
+
+def test_anchors_end_where_they_are_told_to():
+    cfg = ObjectiveConfig(gamma=0.2, gamma_warmup=0.0, gamma_until=0.25)
+    objective, sequences = make_objective(cfg, NoiseConfig(), 10, seed=1), sequences_of(random_tokens(4, 12, 10))
+    anchored = [p for p in np.linspace(0, 1, 21).tolist() if "anchor" in objective.corrupt(sequences, 0, p).terms]
+    assert anchored == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
 
 
 def test_padding_carries_no_loss():

@@ -81,8 +81,8 @@ def test_one_engine_is_kept_and_freed_before_the_next_is_built(lm, monkeypatch):
     other, before = adlm.LanguageModel(lm.loaded), []
     first = weakref.ref(other.engine(2))
     assert other.engine(2) is first()
-    build = module.make_engine
-    monkeypatch.setattr(module, "make_engine", lambda *args, **kw: before.append(first()) or build(*args, **kw))
+    build = module.Engine
+    monkeypatch.setattr(module, "Engine", lambda *args, **kw: before.append(first()) or build(*args, **kw))
     assert len(other.engine(3).slots) == 3
     assert before == [None]
 
@@ -330,13 +330,11 @@ def test_what_cannot_be_scored_is_answered(lm, arguments, message):
 
 
 def test_unknown_words_are_answered():
+    from adlm.api.words import variants
     from adlm.data.tokenizers import text8_characters
 
-    class Fake:
-        tokenizer = text8_characters()
-
     with pytest.raises(ValueError, match="'caf\u00e9' is unknown to this vocabulary"):
-        adlm.LanguageModel.variants(Fake(), "caf\u00e9")
+        variants(text8_characters(), "caf\u00e9")
 
 
 def test_what_cannot_be_loaded_is_answered(tmp_path):

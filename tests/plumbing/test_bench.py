@@ -8,10 +8,11 @@ import torch
 from tiny import tiny_model
 
 from adlm import bench, config
-from adlm.bench.measure import dense_loss, dense_step, measure_sample, measure_train, nucleus, text_like
+from adlm.bench.measure import dense_loss, dense_step, measure_sample, measure_train, nucleus
 from adlm.diffusion.categorical import filter_logits
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import NoiseConfig, ObjectiveConfig
+from adlm.training.setup import text_like
 
 TINY = (
     "model=nano", "model.hidden_size=16", "model.n_heads=2", "model.n_blocks=1", "model.n_denoiser_blocks=1",

@@ -12,8 +12,8 @@ from runs import overrides, start, wait_for_step
 from scipy import stats
 
 from adlm import cli, compare
-from adlm.compare import Comparison, Entry, paired
 from adlm.config.keys import group_choices
+from adlm.evaluation.comparison import Comparison, Entry, curves, paired
 from adlm.evaluation.intervals import summarise
 from adlm.evaluation.perplexity import phases
 from adlm.objectives import make_objective
@@ -67,8 +67,11 @@ def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     assert entries["adlm"]["flops_per_token"] > 1.3 * mdlm
 
 
-@pytest.mark.parametrize("gammas", [(0.3, 0.0, -1.0), (0.3, 0.2, 0.0), (0.0, 0.0, 0.3)])
-def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
+@pytest.mark.parametrize(
+    ("gammas", "counted"),
+    [((0.3, 0.0, -1.0), 1.0), ((0.3, 0.2, 0.0), 1.0), ((0.0, 0.0, 0.3), 1.0), ((0.3, 0.0, -1.0, 0.25), 0.25)],
+)
+def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas, counted):
     class Texts:
         def __len__(self):
             return 8
@@ -79,9 +82,37 @@ def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas):
         def attention_masks(self, indices):
             return None
 
-    cfg = ObjectiveConfig(gamma=gammas[0], gamma_warmup=gammas[1], gamma_end=gammas[2])
+        def prompts(self, indices):
+            return None
+
+    cfg = ObjectiveConfig("anelbo", *gammas)
     scored, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
-    assert 0.3 < scored < 0.7 and anchors == 1.0
+    assert 0.3 < scored < 0.7 and anchors == counted
+
+
+def test_equal_flops_give_cheaper_algorithms_more_steps(compared, tmp_path, capsys):
+    here = line(tmp_path, "equal_flops=true", f"data.path={compared / 'corpus.jsonl'}", "train.steps=40")
+    assert cli.main([*here, "train.valid_every=20", "adlm", "mdlm"]) == 0
+    entries = {e["name"]: e for e in json.loads((tmp_path / "run" / "table.json").read_text())["entries"]}
+    assert entries["adlm"]["config"]["train"]["steps"] == 40 < entries["mdlm"]["config"]["train"]["steps"]
+    total = {name: e["flops_per_token"] * e["training_tokens"] for name, e in entries.items()}
+    assert total["mdlm"] == pytest.approx(total["adlm"], rel=0.02)  # a step of 40 is 2.5%
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "training compute, PFLOP" in page and "the training FLOPs of the first algorithm in 40 steps" in page
+    capsys.readouterr()
+    assert cli.main([*here, "adlm", "mdlm+train.steps=7"]) == 1
+    assert "take train.steps out of ['mdlm+train.steps=7']" in capsys.readouterr().err
+
+
+def test_curves_have_the_mean_and_the_range_of_seeds():
+    tokens = np.full(4, 10)
+    runs = [entry("adlm" if seed == 1 else f"adlm+seed={seed}", np.ones(4), tokens, seed=seed) for seed in (1, 2)]
+    assert curves(runs) is None, "nothing was validated on the way"
+    for run, nats in zip(runs, (5.0, 7.0)):
+        run.config["train"] = {"steps": 1}
+        run.validations.extend([(0, 9.0), (2, nats)])
+    chart = curves(runs)
+    assert chart is not None and "adlm: 2e-15, 6" in chart and "adlm+seed" not in chart and "polygon" in chart
 
 
 def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):

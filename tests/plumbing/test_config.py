@@ -88,7 +88,7 @@ def test_later_groups_and_the_command_line_win():
         assert (objective.anchor_rule, objective.tau, objective.anchor_fraction) == ("count", 5, 1.0)
     quick = config.load(["recipe=quick"])
     assert (quick.model, quick.optim) == (fast.model, fast.optim)
-    assert (quick.train.length_warmup, quick.objective.time_density, quick.objective.gamma) == (4, 2.0, 0.1)
+    assert (quick.train.length_warmup, quick.objective.time_density, quick.objective.gamma) == (4, 2.0, 0.5)
     assert config.load(["experiment=demo", "model=tiny"]).model.hidden_size == 512
     assert config.load(["algo=sedd", "sampling=mdlm"]).sampling.sampler == "mdlm"
 
@@ -198,7 +198,6 @@ BAD = [
     ("objective.gamma_end=0 objective.gamma_warmup=1", "leaves nothing of the run for objective.gamma_end"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),
     ("noise.sigma_min=30", "noise.sigma_max"),
-    ("train.batch_size=100", "train.batch_size=100 must divide the 512 sequences per rank"),
     ("train.length_warmup=3", "train.length_warmup=3 must divide model.length=1024"),
     (
         "train.length_warmup=1024 algo=ar",
@@ -308,13 +307,25 @@ def test_the_page_of_settings_is_up_to_date():
 
 def test_the_global_batch_must_fit_the_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(
-        ValueError, match=r"train\.global_batch_size=512 must be a multiple of the number of ranks \(3\)"
-    ):
-        config.load([])
+    with pytest.raises(ValueError, match=r"train\.global_batch_size=2 leaves nothing to do for some of 3 ranks"):
+        config.load(["train.global_batch_size=2"])
+    assert config.load([]).train.batch_size == 171, "one rank has one sequence less"
     assert config.load(["train.global_batch_size=513"]).train.batch_size == 171
     with pytest.raises(ValueError, match=r"train\.cuda_graphs=true is for one process, not 3"):
         config.load(["train.global_batch_size=513", "train.cuda_graphs=true"])
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 8, 512])
+@pytest.mark.parametrize("at_once", [0, 1, 2, 3, 100, 512])
+def test_micro_batches_are_as_many_on_every_rank_and_never_empty(total, at_once):
+    for ranks in range(1, min(total, 24) + 1):
+        cfg = config.load([f"train.global_batch_size={total}", f"train.batch_size={at_once}"]).train
+        parts = cfg.micro_batches(ranks)
+        sizes = [total * (r + 1) // ranks - total * r // ranks for r in range(ranks)]
+        assert sum(sizes) == total and max(sizes) - min(sizes) <= 1
+        assert 1 <= parts <= min(sizes)
+        largest = -(-max(sizes) // parts)
+        assert largest <= cfg.at_once(ranks) or (cfg.at_once(ranks) == 1 and largest == 2)
 
 
 def test_loading_leaves_the_folder_and_hydra_alone(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from toy import ToyModel
 
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.engine import Engine, Frame, Request, Result, make_engine
+from adlm.engine import Engine, Frame, Request, Result
 from adlm.engine.graphs import AHEAD, Graphs, Uploads, unwrap
 from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
 from adlm.engine.request import Limit, parse_template
@@ -680,10 +680,8 @@ def test_what_a_model_cannot_do_is_answered(model):
         Engine(model, slots=0)
     with pytest.raises(ValueError, match="anchor network"):
         Engine(tiny_model(anchored=False)).submit(request(sampler="anchor-first"))
-    with pytest.raises(ValueError, match="CausalEngine"):
-        Engine(tiny_model(causal=True))
     with pytest.raises(ValueError, match="precision"):
-        make_engine(model, precision="fp8")
+        Engine(model, precision="fp8")
 
 
 def test_required_words_that_do_not_fit_end_the_row_not_the_engine(model):

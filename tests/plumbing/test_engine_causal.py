@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 from adlm.diffusion.categorical import filter_logits, gumbel_argmax
 from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.engine import CausalEngine, Frame, Request, Result, make_engine
+from adlm.engine import Engine, Frame, Request, Result
 from adlm.schema import SamplingConfig
 
 V, M, L = 11, 10, 12
@@ -61,7 +61,7 @@ REQUESTS = [
 @pytest.mark.parametrize("slots", [1, 3, 16])
 def test_equals_the_loop_without_a_cache(model, slots):
     """Also shows: rows at different positions share a call, join and leave, and do not depend on each other."""
-    engine = CausalEngine(model, slots=slots)
+    engine = Engine(model, slots=slots)
     ids = [engine.submit(r) for r in REQUESTS]
     done = {}
     while engine.busy:
@@ -71,7 +71,7 @@ def test_equals_the_loop_without_a_cache(model, slots):
 
 
 def test_a_row_that_is_paused_or_stands_still_continues_as_if_nothing_had_happened(model):
-    engine, chance, done = CausalEngine(model, slots=3), np.random.default_rng(0), {}
+    engine, chance, done = Engine(model, slots=3), np.random.default_rng(0), {}
     ids = [engine.submit(r) for r in REQUESTS]
     while engine.busy:
         for id in [s.id for s in engine.slots if s is not None and chance.random() < 0.3]:
@@ -86,13 +86,13 @@ def test_a_row_that_is_paused_or_stands_still_continues_as_if_nothing_had_happen
 def test_bans(model):
     free = [naive(model, make(s)) for s in range(10)]
     pair = next(p for row in free for p in itertools.pairwise(row[1:]))
-    rows = [r.tokens for r in CausalEngine(model).run(make(s, banned=[[7], list(pair)]) for s in range(10))]
+    rows = [r.tokens for r in Engine(model).run(make(s, banned=[[7], list(pair)]) for s in range(10))]
     assert all(7 not in row and pair not in set(itertools.pairwise(row[1:])) for row in rows)
 
 
 def test_frames_and_cancelling(model):
-    engine = make_engine(model)
-    assert isinstance(engine, CausalEngine)
+    engine = Engine(model)
+    assert isinstance(engine, Engine)
     updates = list(engine.stream(make(1, watch=True)))
     assert [type(u) for u in updates] == [Frame] * (L - 2) + [Result]
     assert [f.drawn for f in updates[:-1]] == [[l] for l in range(1, L - 1)]
@@ -118,4 +118,4 @@ def test_frames_and_cancelling(model):
 )
 def test_bad_requests_are_answered(model, request_, message):
     with pytest.raises(ValueError, match=message):
-        CausalEngine(model).submit(request_)
+        Engine(model).submit(request_)

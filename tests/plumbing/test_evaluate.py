@@ -433,7 +433,6 @@ def test_killed_in_stage_two_and_run_again(home, tmp_path):
 @pytest.fixture(scope="module")
 def smollm2():
     pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
     try:
         locate("smollm2")
     except ValueError as missing:

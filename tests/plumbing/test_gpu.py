@@ -11,7 +11,7 @@ from runs import start, wait_for_step
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm import config
-from adlm.bench.measure import text_like, time_training
+from adlm.bench.measure import time_training
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
 from adlm.models import build_model, layers
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
@@ -19,6 +19,7 @@ from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, parallelise, world
+from adlm.training.setup import text_like
 
 pytestmark = [
     pytest.mark.gpu,

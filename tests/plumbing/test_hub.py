@@ -28,15 +28,14 @@ def shelf(tmp_path, monkeypatch):
             calls.append(("upload", repo_id))
             shutil.copytree(folder_path, root / repo_id)
 
-    def download(repository, file):
-        calls.append(("download", repository, file))
-        path = root / repository / file
-        if not path.exists():
-            raise FileNotFoundError(f"404: {repository} has no {file}\nand a paragraph of advice")
-        return str(path)
+    def download(repository, revision, allow_patterns):
+        calls.append(("download", repository, revision))
+        if not (root / repository).exists():
+            raise FileNotFoundError(f"404: there is no {repository}\nand a paragraph of advice")
+        return str(root / repository)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(hub, "notice_missing_network", lambda: None)
     # An earlier test of the same worker may have noticed that there is no network.
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

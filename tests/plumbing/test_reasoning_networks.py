@@ -9,13 +9,14 @@ from hugging_face import make_folder
 from tiny import MODERN, tiny_model
 
 from adlm.data.tokenizers import load_tokenizer
-from adlm.reasoning.answers import Accuracy, Answerer, generate, wilson
+from adlm.reasoning.answers import Accuracy, Answerer, Reply, Slot, generate, read_slots, score, wilson
 from adlm.reasoning.examples import Example
-from adlm.reasoning.methods import IGNORE, Encoded, Markers, StagePlan, add_markers, lay_out
+from adlm.reasoning.methods import IGNORE, Encoded, Markers, StagePlan, add_markers, lay_out, markers_of
 from adlm.reasoning.networks import (
     HuggingFaceNetwork,
     OwnNetwork,
     batch_loss,
+    load_base,
     load_hugging_face,
     make_batch,
     pad_sequences,
@@ -196,7 +197,72 @@ def test_without_labelled_slots_there_is_no_anchor_term():
     assert set(make_batch([layout], False, 1.0, MASK, CPU).scored.terms) == {"nll"}
 
 
+def test_tokens_of_a_batch_are_those_read_without_padding():
+    long = TOY._replace(question=[4, 5, 6, 7, 8])
+    layouts = [lay_out(e, StagePlan(slots=3), MARKERS) for e in (TOY, long)]
+    batch = make_batch(layouts, False, 1.0, MASK, CPU, multiple=8)
+    assert batch.scored.tokens_BL.shape == (2, 16)
+    assert batch.tokens == sum(len(layout.tokens) for layout in layouts) == 27
+
+
+# ---- slots
+
+
+def test_slots_say_what_the_head_says_at_their_positions():
+    network = own_network()
+    tokens, slots = ragged(2)
+    rows = pad_sequences(tokens, slots, False, CPU)
+    labels = [[3, IGNORE], [IGNORE, 4], [5, 6], [7, 8]]
+    found = read_slots(network, rows, labels, MASK)
+    for said, ids, at, row in zip(found, tokens, slots, labels):
+        logits_LV = network.head(network.read(network.embed(torch.tensor([ids])))[0])
+        logits_LV[:, MASK] = -math.inf
+        for slot, position, label in zip(said, at, row):
+            assert (slot.token, slot.label) == (int(logits_LV[position].argmax()), label)
+            wanted = 0.0 if label == IGNORE else -logits_LV[position].log_softmax(-1)[label].item()
+            assert slot.nats == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_accuracy_of_slots_counts_labelled_ones():
+    replies = [
+        Reply("", True, 4, True, (Slot(1, 1, 0.5), Slot(2, 3, 1.5), Slot(9, IGNORE, 0.0))),
+        Reply("", False, 6, False, (Slot(1, 1, 0.1), Slot(2, IGNORE, 0.0), Slot(9, IGNORE, 0.0))),
+    ]
+    accuracy = score(replies)
+    assert accuracy == Accuracy(2, 1, 5.0, 1, (1.0, 0.0), pytest.approx(0.7))
+    assert accuracy.facts()["slot_1"] == 1.0 and accuracy.facts()["anchor_nats"] == pytest.approx(0.7)
+    assert "anchors 100/0 %, 0.70 nats each" in str(accuracy)
+
+
 # ---- transformers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_in_our_stack_is_the_one_of_transformers(tmp_path, tied):
+    """Loss and gradients of the fast path against the slow one, whose markers have the same mean embeddings."""
+    transformers = pytest.importorskip("transformers")
+    plain = load_tokenizer("bytes")
+    torch.manual_seed(0)
+    cfg = transformers.LlamaConfig(
+        vocab_size=plain.vocab_size - 1, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(cfg).save_pretrained(tmp_path)
+    plain.save(tmp_path / "tokenizer.json")
+    own, tokenizer = load_base(str(tmp_path))
+    theirs, other = load_hugging_face(str(tmp_path))
+    markers = markers_of(tokenizer)
+    assert isinstance(own, OwnNetwork) and markers == markers_of(other) and tokenizer.vocab_size == other.vocab_size
+    layouts = [lay_out(TOY, StagePlan(slots=n, anchored=True), markers) for n in (0, 3)]
+    for plan in ([layouts[0]], [layouts[1]]):
+        batch = make_batch(plan, False, 0.5, tokenizer.mask_id, CPU)
+        losses = [batch_loss(network, batch).total for network in (own, theirs)]
+        torch.testing.assert_close(*losses, atol=1e-4, rtol=1e-4)
+        for loss in losses:
+            loss.backward()
+    torch.testing.assert_close(
+        own.model.embedding.grad, theirs.model.get_input_embeddings().weight.grad, atol=1e-4, rtol=1e-3
+    )
 
 
 def test_hugging_face_folder_gets_the_markers(tmp_path):
@@ -312,7 +378,8 @@ def test_scores_count_right_answers_tokens_and_thoughts():
 
     result, texts = score(StagePlan(removed=10), 20)
     assert result == Accuracy(3, 2, 7.0, 0)
-    assert texts == ["### yes"] * 3
+    assert [reply.text for reply in texts] == ["### yes"] * 3
+    assert [reply.correct for reply in texts] == [True, False, True]
     assert result.facts()["accuracy"] == pytest.approx(2 / 3)
     assert "66.7 %" in str(result)
     assert score(StagePlan(removed=10), 5)[0] == Accuracy(3, 0, 5.0, 3)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 from collections import Counter
 from dataclasses import replace
 
@@ -9,9 +10,20 @@ import pytest
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning import generators, logic, tasks
-from adlm.reasoning.command import BLIND, blind_guesses, describe, side_by_side, statements
 from adlm.reasoning.examples import Example, whole_text, written_answer
 from adlm.reasoning.generators import Shape
+from adlm.reasoning.questions import (
+    BLIND,
+    CHOICE_MEASURES,
+    GRAPH_MEASURES,
+    blind_guesses,
+    choice,
+    describe,
+    is_guessed,
+    reached,
+    side_by_side,
+    statements,
+)
 from adlm.reasoning.tasks import (
     PRONTOQA,
     PROSQA,
@@ -293,6 +305,60 @@ def test_statistics_match_the_published_files(assets, task):
     assert words[0] == words[1]
 
 
+PUBLISHED_PROSQA = {
+    # mean and standard deviation over the 800 questions of the published validation and test files
+    "nodes": (22.806, 1.985),
+    "edges": (35.998, 5.754),
+    "individuals": (2.556, 0.753),
+    "reachable from both": (1.249, 1.181),
+    "reachable from the right one": (13.486, 2.786),
+    "reachable from the wrong one": (10.033, 2.806),
+    "hops": (3.771, 0.763),
+    "words": (179.15, 28.374),
+}
+
+
+def measured_prosqa(examples):
+    choices, graphs = [choice(e) for e in examples], [statements(e) for e in examples]
+    found = {name: [measure(g) for g in graphs] for name, measure in GRAPH_MEASURES.items()}
+    found |= {name: [measure(c) for c in choices] for name, measure in CHOICE_MEASURES.items()}
+    found |= {"hops": [len(e.steps) for e in examples], "words": [len(e.question.split()) for e in examples]}
+    return {name: found[name] for name in PUBLISHED_PROSQA}
+
+
+def test_generated_graphs_are_like_the_published_ones():
+    """Means within four standard errors of the difference; before, 2.4 nodes were reachable from both."""
+    n = 1200
+    for name, values in measured_prosqa(generate(PROSQA, n, seed=17)).items():
+        mean, deviation = PUBLISHED_PROSQA[name]
+        assert abs(statistics.mean(values) - mean) < 4 * deviation * (1 / 800 + 1 / n) ** 0.5, name
+
+
+def test_the_committed_statistics_are_those_of_the_published_files(assets):
+    files = [assets / f"data/prosqa/prosqa_{part}.json" for part in ("valid", "test")]
+    for name, values in measured_prosqa([e for file in files for e in logic.read(file)]).items():
+        found = statistics.mean(values), statistics.pstdev(values)
+        assert found == pytest.approx(PUBLISHED_PROSQA[name], abs=1e-3), name
+
+
+def test_questions_the_blind_rule_does_not_answer(assets):
+    """It is wrong in 2 % of the published questions and undecided in 12 %, of which half are right by chance."""
+    examples = logic.read(assets / "data/prosqa/prosqa_test.json")
+    hard = [e for e in examples if not is_guessed(e)]
+    assert 0.1 < len(hard) / len(examples) < 0.2
+    ties = 2 * (blind_guesses(examples)["the deeper"] - sum(map(is_guessed, examples)) / len(examples))
+    assert len(hard) / len(examples) >= ties > 0.1
+    assert not any(map(is_guessed, generate(PROSQA_BALANCED, 20, seed=1)))
+
+
+def test_statistics_of_who_is_reached():
+    story = "Tom is a terpus. Every terpus is a lempus. Bob is a rempus. Bob is a terpus. Is Bob a rempus or lempus?"
+    c = choice(Example(story.replace("Bob a rempus or lempus", "Tom a lempus or rempus"), (), "Tom is a lempus.", ()))
+    assert c is not None
+    assert reached(c, rightly=0) == {"Bob", "rempus", "terpus", "lempus"}
+    assert reached(c, rightly=1) == {"Tom", "Bob", "rempus", "terpus", "lempus"}  # Bob is a lempus, too
+
+
 def test_statistics_table():
     header, rows = side_by_side({"a": generate(PROSQA, 20, 1), "b": generate(PROSQA, 20, 2)}, True)
     assert header == ["", "a", "b"]
@@ -427,3 +493,45 @@ def test_files_give_all_splits(tmp_path):
 def test_splits_say_what_is_missing(options, message):
     with pytest.raises(ValueError, match=message):
         load_splits(ReasonConfig(**options), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("task", "record", "message"),
+    [
+        ("prosqa", {"question": 7}, r"example 1: its question is 7, not a text"),
+        ("prosqa", {"answer": ["x"]}, r"example 1: its answer is \["),
+        ("prosqa", {"answer": 3}, r"example 1 is not of ProsQA or ProntoQA \(its answer 3 is not a text"),
+        ("prosqa", {"steps": "Tom is a terpus."}, r"not a list of texts"),
+        ("prosqa", {"steps": [1]}, r"one of its steps is 1, not a text"),
+        ("prontoqa", {}, r"example 0 is not a question of ProntoQA.*check task="),
+        ("gsm8k", {"question": None}, r"its question is null, not a text"),
+    ],
+)
+def test_records_are_checked(tmp_path, task, record, message):
+    examples = [e._asdict() for e in generate(PROSQA_2HOP, 2, seed=1)]
+    examples[1] |= record
+    (tmp_path / "train.json").write_text(json.dumps(examples))
+    with pytest.raises(ValueError, match=message):
+        load_splits(ReasonConfig(task=task, train_path=str(tmp_path / "train.json"), n_valid=1), seed=1)
+
+
+def test_a_file_of_another_task_is_refused(tmp_path):
+    (tmp_path / "test.json").write_text(json.dumps([e._asdict() for e in generate(PRONTOQA, 2, seed=1)]))
+    with pytest.raises(ValueError, match=r"example 0 is not a question of ProsQA: it ends in .*check task="):
+        load_held_out(ReasonConfig(**{**vars(SMALL), "test_path": str(tmp_path / "test.json")}), seed=1)
+
+
+def test_tasks_are_test_sets_by_name():
+    cfg = ReasonConfig(task="prosqa", n_valid=2, n_test=3, test_path="prosqa-balanced,prosqa-7hop")
+    _, tests = load_held_out(cfg, seed=1)
+    assert {name: len(part) for name, part in tests.items()} == {"generated": 3, "prosqa-balanced": 3, "prosqa-7hop": 3}
+    assert {len(e.steps) for e in tests["prosqa-7hop"]} == {7}
+    assert all(not is_guessed(e) for e in tests["prosqa-balanced"])
+    with pytest.raises(ValueError, match="prontoqa is no generated task of the same kind"):
+        load_held_out(replace(cfg, test_path="prontoqa"), seed=1)
+
+
+def test_whoever_waits_for_questions_is_told(capsys, monkeypatch):
+    monkeypatch.setattr(tasks, "SILENCE", -1.0)
+    generate(PROSQA_2HOP, 2, seed=1)
+    assert "making questions: 1 of 2" in capsys.readouterr().err

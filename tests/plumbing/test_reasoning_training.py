@@ -12,10 +12,11 @@ from hugging_face import make_folder
 from adlm import cli, config
 from adlm.migration import migrate
 from adlm.reasoning import tasks
-from adlm.reasoning.answers import Answerer, load_run, read_results
-from adlm.reasoning.command import PAPER
+from adlm.reasoning.answers import Answerer
+from adlm.reasoning.comparison import PAPER, mcnemar, paired
 from adlm.reasoning.generators import PROSQA_NAMES, STORY_KINDS, STORY_NAMES, Shape, retold
 from adlm.reasoning.logic import canonical, distances, read_either_or, read_fact, sentences
+from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.tasks import PROSQA, PROSQA_2HOP, generate, load_splits
 from adlm.reasoning.training import ReasoningSetup, StageSchedule, learn_stories, train
 from adlm.schema import CheckpointConfig
@@ -215,7 +216,7 @@ def test_resume_in_the_middle_of_a_stage_is_exact(tmp_path, monkeypatch, method)
         assert result[1:] == whole[1:]
         networks = [load_run(str(tmp_path / name), torch.device("cpu")).network for name in ("whole", f"part{stop}")]
         assert same_weights(*networks)
-        drop = {"time", "tokens_per_s", "memory_gib"}
+        drop = {"time", "tokens_per_s", "examples_per_s", "memory_gib"}
         events = [
             [{k: v for k, v in e.items() if k not in drop} for e in read_metrics(tmp_path / name)]
             for name in ("whole", f"part{stop}")
@@ -354,6 +355,84 @@ def test_a_run_without_test_questions_is_exported(tmp_path):
     assert load_run(str(tmp_path / "run"), torch.device("cpu")).stage == 0
 
 
+# ---- mixing, sorting, a shared first stage
+
+
+def test_mixing_draws_earlier_stages(tmp_path):
+    schedule = StageSchedule(settings(tmp_path, "method=icot", "reason.mixing=0.25"), 40)
+    assert schedule.plans_at(3, 4) == [schedule.plans[0]] * 4
+    drawn = [schedule.plans.index(plan) for step in range(18, 24) for plan in schedule.plans_at(step, 400)]
+    assert schedule.plans_at(18, 8) == schedule.plans_at(18, 8) != schedule.plans_at(19, 8)
+    fractions = [drawn.count(stage) / len(drawn) for stage in range(4)]
+    for fraction, wanted in zip(fractions, (0.25 / 3, 0.25 / 3, 0.25 / 3, 0.75)):
+        assert abs(fraction - wanted) < 4 * (wanted * (1 - wanted) / len(drawn)) ** 0.5
+    for method in ("acot", "coconut"):  # thoughts of different numbers go into different micro-batches
+        result = train(settings(tmp_path / method, f"method={method}", "reason.mixing=0.5", "reason.epochs=7"))
+        assert result.finished
+
+
+def test_sorted_batches_hold_the_same_examples(tmp_path):
+    lengths = np.random.default_rng(0).integers(10, 90, 100)
+    plain, kept = (
+        StageSchedule(settings(tmp_path, f"reason.sorted_batches={n}"), 100, lengths) for n in (1, 4)
+    )  # batches of 16: six and a small one
+    for epoch in (0, 1):
+        steps = [[s.examples(7 * epoch + i) for i in range(7)] for s in (plain, kept)]
+        assert sorted(np.concatenate(steps[1])) == list(range(100))
+        for first, end in ((0, 4), (4, 7)):
+            windows = [np.sort(np.concatenate(batches[first:end])) for batches in steps]
+            assert np.array_equal(*windows)
+        padding = [sum(len(b) * lengths[b].max() for b in batches) for batches in steps]
+        assert padding[1] < 0.8 * padding[0]
+    assert not np.array_equal(np.sort(kept.examples(0)), np.sort(kept.examples(7)))
+
+
+def test_a_shared_first_stage_changes_nothing(tmp_path, capsys):
+    extra = (f"reason.stage0={tmp_path / 'shared'}", "reason.mixing=0.2", "train.spike_factor=3")
+    alone = train(settings(tmp_path / "alone", "method=acot", "reason.mixing=0.2", "train.spike_factor=3"))
+    train(settings(tmp_path / "first", "method=icot", *extra))
+    (file,) = (tmp_path / "shared").iterdir()
+    capsys.readouterr()
+    taken = train(settings(tmp_path / "second", "method=acot", *extra))
+    assert "the first stage is taken over: step 6" in capsys.readouterr().err
+    assert taken[1:] == alone[1:]
+    networks = [load_run(str(tmp_path / name), torch.device("cpu")).network for name in ("alone", "second")]
+    assert same_weights(*networks)
+    train(settings(tmp_path / "other", "method=icot", *extra, "seed=2"))  # another seed, another first stage
+    assert len([*(tmp_path / "shared").iterdir()]) == 2
+    file.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"stage0-.* cannot be read"):
+        train(settings(tmp_path / "third", "method=coconut", *extra))
+    with pytest.raises(ValueError, match=r"optim\.ema=0\.9 must be 0"):
+        train(settings(tmp_path / "ema", "method=icot", *extra, "optim.ema=0.9"))
+
+
+def test_test_questions_that_do_not_fit_are_refused(tmp_path):
+    long = tmp_path / "long.json"
+    long.write_text(json.dumps([e._asdict() for e in generate(PROSQA, 2, seed=1)]))
+    with pytest.raises(ValueError, match=r"set long: example \d has \d+ tokens .* the model reads 127"):
+        train(settings(tmp_path / "run", "method=cot", f"reason.test_path={long}"))
+    train(settings(tmp_path / "run", "method=cot", "reason.epochs=1"))
+    assert cli.main(["reason", "eval", str(tmp_path / "run"), f"reason.test_path={long}", "train.device=cpu"]) == 1
+
+
+def test_a_model_from_scratch_is_warned_about(tmp_path, capsys):
+    train(settings(tmp_path, "method=cot", "reason.epochs=1"))
+    assert "warning: a small model from scratch" in capsys.readouterr().err
+
+
+def test_mcnemar_and_the_table_of_pairs(tmp_path):
+    assert mcnemar(0, 0) == 1.0
+    assert mcnemar(5, 15) == pytest.approx(0.0414, abs=1e-4)  # R: binom.test(5, 20)
+    assert mcnemar(1, 7) == pytest.approx(0.0703, abs=1e-4)
+    for name, right in (("a", [1, 1, 0]), ("b", [1, 0, 0]), ("c", [1, 1])):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"question": f"q{i}", "correct": bool(r)}) for i, r in enumerate(right)]
+        (tmp_path / name / "answers-x.jsonl").write_text("\n".join(lines) + "\n")
+    (row,) = paired([str(tmp_path / name) for name in "abc"])
+    assert (row["only_first"], row["only_second"], row["n"], row["p"]) == (1, 0, 3, 1.0)
+
+
 # ---- commands
 
 
@@ -401,7 +480,19 @@ def test_commands(tmp_path, capsys):
     assert scores["published_test"]["n"] == 12
     answers = [json.loads(line) for line in (out / "answers-published_test.jsonl").read_text().splitlines()]
     assert len(answers) == 12
-    assert set(answers[0]) == {"question", "answer", "written"}
+    assert set(answers[0]) == {"question", "answer", "written", "correct", "anchors"}
+    assert sum(answer["correct"] for answer in answers) == scores["published_test"]["correct"]
+    assert scores["published_test"]["slot_1"] <= 1 and scores["published_test"]["anchor_nats"] > 0
+    valid = [event for event in read_metrics(out) if event["kind"] == "valid"]
+    assert "slot_1" not in valid[0] and {"slot_1", "slot_2", "anchor_nats"} <= set(valid[-1])
+    trained = [event for event in read_metrics(out) if event["kind"] == "train"]
+    assert trained[-1]["tokens_per_s"] > trained[-1]["examples_per_s"] > 0
+
+    question = answers[0]["question"]
+    status, printed, _ = run(capsys, "ask", str(out), question, "train.device=cpu")
+    assert status == 0
+    assert printed.startswith(f"anchors: {' -> '.join(answers[0]['anchors'])}\n")
+    assert "answer" in printed.splitlines()[-1]
 
     status, printed, _ = run(capsys, "table", str(out))
     assert status == 0
@@ -416,13 +507,15 @@ def test_commands(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "needs one of train, eval, table, data"),
+        ([], "needs one of train, eval, ask, table, data"),
         (["trian"], "did you mean 'train'"),
         (["eval"], "needs a run folder"),
         (["eval", "nowhere"], "not a finished reasoning run"),
         (["table", "nowhere"], "results.json"),
         (["train", "task=gsm8k", "out=x"], "reason.train_path"),
         (["train", "method=acott"], "did you mean 'acot'"),
+        (["train", "train.steps=5"], "train.steps: `adlm reason` does not read this key; reason.epochs rules"),
+        (["ask", "nowhere"], "one question in quotes"),
         (["data", "task=gsm8k"], "name a file"),
     ],
 )

@@ -11,7 +11,7 @@ from served import load_tiny, serving, wait_until
 from adlm import api
 from adlm.api import LanguageModel, scoring
 from adlm.engine.request import Limit
-from adlm.serving.jobs import SLOT_TURN, TURN, Share, next_seat, take_part, whose_turn
+from adlm.serving.jobs import TURN, Share, next_seat, take_part, whose_turn
 from adlm.tables import SAMPLERS
 
 TEXT = "the cat sat on the mat and ate"
@@ -197,8 +197,8 @@ def test_slots_go_to_who_holds_fewest():
     assert next_seat([many], free=0) is None and next_seat([share(seated=[1])], free=3) is None
     # where each holds one, who has had more than a turn makes room
     late = share(waiting=1)
-    assert next_seat([share(SLOT_TURN / 2, [1]), late], free=0) is None
-    assert next_seat([first := share(2 * SLOT_TURN, [1]), late], free=0) == (late, first)
+    assert next_seat([share(TURN / 2, [1]), late], free=0) is None
+    assert next_seat([first := share(2 * TURN, [1]), late], free=0) == (late, first)
 
 
 def test_slots_are_given_out_to_the_end():
@@ -319,3 +319,89 @@ def test_texts_are_read_one_at_a_time_off_the_loop(server, http, monkeypatch):
     go.set()
     assert [a.answer().json()["texts"] for a in asked] == [["a", "b"]] * 3
     assert len(set(threads)) == 1 and threads[0].startswith("adlm-reader")
+
+
+# ---- All of it in simulated time: what is shared is counted, not measured
+
+TOKENS_PER_SECOND, FIXED, BUDGET = 6000, 0.004, 600
+
+
+class Client:
+    """One client that asks again as soon as it is answered."""
+
+    def __init__(self, n: int, size: int, steps: int, score: bool = False):
+        self.n, self.size, self.steps, self.score = n, size, steps, score
+        self.latencies: list[float] = []
+        self.evaluated = 0
+        """Tokens that the network has read for it."""
+
+    def ask(self, now: float) -> None:
+        self.began, self.left = now, {i: self.steps for i in range(self.n)}
+        self.share = share(waiting=0 if self.score else self.n, use=(_ for _ in ()) if self.score else None)
+        self.share.last = now
+
+
+def simulated(clients: list[Client], slots: int, seconds: float) -> None:
+    """The worker's loop with a clock of its own: a step costs a fixed time and some for each token it reads."""
+    now, spared_at, ids = 0.0, 0.0, {}
+    for client in clients:
+        client.ask(now)
+    while now < seconds:
+        shares = [c.share for c in clients]
+        while (seat := next_seat(shares, slots - sum(len(s.seated) for s in shares))) is not None:
+            taker, holder = seat
+            if holder is not None:
+                holder.paused.append(holder.seated.pop())
+            owner = next(c for c in clients if c.share is taker)
+            if taker.paused:
+                taker.seated.append(taker.paused.popleft())
+            else:
+                ids[len(ids)] = owner, taker.fresh.popleft()
+                taker.seated.append(len(ids) - 1)
+        spared = now > spared_at + 1.0
+        first = whose_turn(shares, spared)
+        spared_at = now if spared else spared_at
+        assert first is not None
+        if first.use is not None:
+            taken = [(next(c for c in clients if c.share is first), None)]
+        else:
+            taken = [(*ids[i], i) for i in take_part(shares, first, lambda i: ids[i][0].size, BUDGET)]
+        read = sum(c.size for c, *_ in taken)
+        spent = FIXED + read / TOKENS_PER_SECOND
+        now += spent
+        for client, index, *id in taken:
+            client.evaluated += client.size
+            client.share.had += spent * client.size / read
+            client.share.last = now
+            number = index if index is not None else 0
+            client.left[number] -= 1
+            if not client.left[number]:
+                del client.left[number]
+                for i in id:
+                    client.share.forget(i)
+                if not client.left:
+                    client.latencies.append(now - client.began)
+                    client.ask(now)
+
+
+def p99(clients: list[Client]) -> float:
+    found = sorted(x for c in clients for x in c.latencies)
+    assert len(found) > 300, len(found)
+    return found[int(0.99 * len(found))]
+
+
+def test_hostile_clients_at_most_double_the_p99_of_thirty_two_ordinary_ones():
+    """Beside two that want sixteen long texts of 4096 steps and two that want scores of 256 draws."""
+
+    def ordinary() -> list[Client]:
+        return [Client(1, size, steps) for size, steps in [(8, 12), (12, 16), (16, 24), (12, 30)] * 8]
+
+    alone, beside = ordinary(), ordinary()
+    hostile = [Client(16, 256, 4096), Client(16, 256, 4096), Client(1, 512, 128, True), Client(1, 512, 128, True)]
+    simulated(alone, 64, 40)
+    simulated([*hostile, *beside], 64, 40)
+    ratio = p99(beside) / p99(alone)
+    of_hostile = sum(c.evaluated for c in hostile) / sum(c.evaluated for c in [*hostile, *beside])
+    assert ratio <= 2, (ratio, of_hostile)
+    assert min(c.evaluated for c in hostile) > 0, "nobody starves"
+    assert of_hostile < 0.5, "two hostile kinds of client get less than half of the network"

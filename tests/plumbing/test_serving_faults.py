@@ -375,7 +375,7 @@ def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch)
 
     monkeypatch.setattr("adlm.serving.worker.log.exception", lambda *args: None)  # pytest keeps tracebacks
     with serving({"tiny": LanguageModel(lm.loaded)}) as running:
-        engine, before, build = worker(running).engine, [], module.make_engine
+        engine, before, build = worker(running).engine, [], module.Engine
         old = weakref.ref(engine)
 
         def fail(*slots):
@@ -383,7 +383,7 @@ def test_a_failed_engine_is_freed_before_its_successor_is_built(lm, monkeypatch)
 
         engine.evaluate = fail
         del engine
-        monkeypatch.setattr(module, "make_engine", lambda *a, **kw: before.append(old()) or build(*a, **kw))
+        monkeypatch.setattr(module, "Engine", lambda *a, **kw: before.append(old()) or build(*a, **kw))
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 500
         assert httpx.post(running.url + "/v1/infill", json={"length": 8}, timeout=30).status_code == 200
     assert before == [None]

@@ -337,3 +337,55 @@ def test_retry_after_follows_the_queue(lm):
         assert told(17) == 60
         stop.set()
         thread.join()
+
+
+# ---- lm-eval itself, over HTTP and in process
+
+TASK = """task: local_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+@pytest.mark.parametrize("model", ["tiny", "left"])
+def test_lm_eval_over_http_and_in_process_give_the_same_numbers(server, lm, causal, model, tmp_path, monkeypatch):
+    lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `harness` (lm-eval)")
+    pytest.importorskip("tenacity", reason="needs the extra `harness` (lm-eval)")
+    from lm_eval.tasks import TaskManager
+
+    from adlm.evaluation.harness import Harness
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    asked = [
+        {"question": q, "choices": [" cat", " dog", " a b"], "label": i % 3}
+        for i, q in enumerate(["the", "on a", "so", "we saw", "it is"])
+    ]
+    (tmp_path / "data.json").write_text("\n".join(map(json.dumps, asked)))
+    (tmp_path / "task.yaml").write_text(TASK.replace("DATA", str(tmp_path / "data.json")))
+    (tmp_path / "model").mkdir()
+    own = {"tiny": lm, "left": causal}[model]
+    own.save(tmp_path / "model")
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[EOS]", "bos_token": "[BOS]"}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(facts))
+    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+    def numbers(**who):
+        found = lm_eval.simple_evaluate(tasks=["local_choice"], task_manager=tasks, log_samples=True, **who)
+        answers = [[float(r[0]) for r in s["filtered_resps"]] for s in found["samples"]["local_choice"]]
+        return answers, {k: v for k, v in found["results"]["local_choice"].items() if "acc" in k}
+
+    there = (
+        f"model={model},base_url={server.url}/v1/completions,tokenizer={tmp_path / 'model'},max_length={own.length - 1}"
+    )
+    over_http = numbers(model="local-completions", model_args=there)
+    in_process = numbers(model=Harness(path=str(tmp_path / "model"), device="cpu", likelihood="left-to-right"))
+    for a, b in zip(over_http[0], in_process[0]):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert over_http[1] == pytest.approx(in_process[1]), "the task's numbers"

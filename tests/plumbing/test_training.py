@@ -88,6 +88,9 @@ class Tokens(SimpleNamespace):
     def attention_masks(self, indices):
         return None
 
+    def prompts(self, indices):
+        return None
+
 
 def test_validation_has_no_dropout_and_repeats_itself():
     """Twice the same number, that of the network as it is used; afterwards it trains on."""
@@ -315,9 +318,9 @@ def test_a_checkpoint_is_completed_beside_training(tmp_path, monkeypatch, capsys
     """What was saved is what stood there when `save` returned, it appears when it is safe, and a failure is told."""
     may_go_on, sealed = threading.Event(), checkpoint.seal
 
-    def slow_seal(folder: Path) -> None:
+    def slow_seal(folder: Path, entries: dict) -> list[Path]:
         assert may_go_on.wait(60)
-        sealed(folder)
+        return sealed(folder, entries)
 
     monkeypatch.setattr(checkpoint, "seal", slow_seal)
     checkpoints, state = Checkpoints(tmp_path, CheckpointConfig(), ALONE), {"model": {"x": torch.ones(1000)}}
@@ -330,7 +333,7 @@ def test_a_checkpoint_is_completed_beside_training(tmp_path, monkeypatch, capsys
     checkpoints.load(1, state)
     assert torch.equal(state["model"]["x"], torch.ones(1000))
 
-    monkeypatch.setattr(checkpoint, "seal", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(checkpoint, "seal", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left")))
     checkpoints.save(state, {"step": 2}, wait=False)
     checkpoints.writing.join()
     monkeypatch.setattr(checkpoint, "seal", sealed)

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from exports import export
 from runs import run_config
 
 from adlm import cli
 from adlm.data.corpora import defaults
 from adlm.data.tokenizers import load_tokenizer
 from adlm.evaluation import zeroshot
-from adlm.evaluation.zeroshot import PAPER, comparable, prepare_fitting
+from adlm.evaluation.published import PAPER, comparable, published
+from adlm.evaluation.zeroshot import SETS, prepare_fitting
 from adlm.io.export import Loaded
 from adlm.io.load import load_checkpoint
 from adlm.models import build_model
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.tables import CORPORA
 from adlm.training.loop import train
 
 
@@ -86,7 +89,7 @@ def test_all_sets_from_the_published_files(trained, assets, tmp_path, capsys):
     keys = ["data.max_sequences=6", f"out={tmp_path / 'all.json'}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert cli.main(["zeroshot", str(trained / "run"), f"data.root={assets / 'data'}", *keys]) == 0
     sets = json.loads((tmp_path / "all.json").read_text())["sets"]
-    assert list(sets) == list(PAPER)
+    assert list(sets) == SETS
     assert all(entry["continuous"]["rows"] == 6 for entry in sets.values())
     assert sets["wikitext2"]["continuous"] == sets["wikitext103"]["continuous"]  # the same validation text
     assert {entry["data"]["detokenizer"] for entry in sets.values()} >= {"lambada", "ptb", "wikitext", "lm1b"}
@@ -114,3 +117,35 @@ def test_paper_column_is_printed_for_a_comparable_model(trained, tmp_path, capsy
 
 def test_weights_are_those_of_the_run(trained):
     assert load_checkpoint(trained / "run").info["step"] == 2
+
+
+def test_published_values_belong_to_a_model_by_name_or_kind(tmp_path):
+    tiny = load_checkpoint(export(tmp_path))
+    mdlm = PAPER["kuleshov-group/mdlm-owt"]
+    for name in (
+        "kuleshov-group/mdlm-owt",
+        "kuleshov-group/mdlm-owt@main",
+        "/x/models--kuleshov-group--mdlm-owt/",
+        "y/mdlm-owt",
+    ):
+        assert published(name, tiny) is mdlm, name
+    for name in ("runs/mine", "kuleshov-group/mdlm-owt-2", "", "adlm"):
+        assert published(name, tiny) is None, name
+    assert published("runs/mine", of_config()) is PAPER["adlm"]
+    assert all(corpus in CORPORA for found in PAPER.values() for corpus in found.perplexities)
+
+
+def test_ppl_prints_the_published_value_beside_its_own(tmp_path, capsys):
+    folder = export(tmp_path / "mdlm-owt")
+    (tmp_path / "ptb.valid.txt").write_text("the cat sat on the mat and the dog ran\n" * 30)
+    line = [
+        "ppl",
+        str(folder),
+        "data=ptb",
+        f"data.path={tmp_path / 'ptb.valid.txt'}",
+        f"data.cache_dir={tmp_path / 'c'}",
+    ]
+    assert cli.main([*line, "train.device=cpu", "--json"]) == 0
+    said = capsys.readouterr().out
+    assert "published: perplexity 95.26 (arXiv 2505.18456, MDLM" in said
+    assert json.loads(said.splitlines()[-1])["published"]["perplexity"] == 95.26

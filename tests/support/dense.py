@@ -28,7 +28,7 @@ def plain_norm(h, norm):
 
 
 def plain_attention(block, qkv, cos, sin):
-    q, k, v = (part.unflatten(-1, (block.n_heads, -1)) for part in qkv.chunk(3, dim=-1))
+    q, k, v = (part.unflatten(-1, (block.heads[0], -1)) for part in qkv.chunk(3, dim=-1))
     if block.q_norm is not None:
         q, k = plain_norm(q, block.q_norm), plain_norm(k, block.k_norm)
 

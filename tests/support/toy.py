@@ -32,6 +32,11 @@ class ToyModel(nn.Module):
         nn.init.eye_(head.weight)
         return head
 
+    @property
+    def embedding(self) -> Tensor:
+        """The engine asks for its type."""
+        return self.table
+
     def freeze_bridge(self) -> None:
         pass
 

@@ -2,7 +2,9 @@
 `adlm score 'some words' CHECKPOINT`; and `adlm.train`, which is `adlm train` from Python.
 
 Sample i is a function of (settings, seed + i), so the file is its own progress: a rerun reads it, drops a line that a
-crash cut short, and draws only what is missing. With --watch one text appears live from masks; anchors - tokens rare in
+crash cut short, and draws only what is missing. Under torchrun ranks take every size-th missing seed and write files of
+their own; the first rank merges them, before and after drawing. Whatever is killed, and however many ranks resume, the
+same file comes out, sorted by seed. With --watch one text appears live from masks; anchors - tokens rare in
 their sequence - are marked.
 """
 
@@ -10,9 +12,11 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,19 +31,22 @@ from adlm import config
 from adlm.api.language_model import Generation, LanguageModel, load, load_any, path_given
 from adlm.compat.checkpoints import run_convert
 from adlm.config.keys import TRAINING, full_name
-from adlm.engine import Request, Result
+from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
-from adlm.io.paths import claimed, writable_file
+from adlm.io.paths import claimed, path_of, read_json, writable_file, write_atomically
+from adlm.io.to_transformers import CODE, save_for_transformers
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
-from adlm.tables import SAMPLERS
+from adlm.training.parallel import World, world
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
 # Settings that are gone, as they were: a rerun still continues files of earlier versions.
 GONE = {"grid": ""}
+# Settings that earlier versions had not, as they were: they are left out where they say what they said.
+LATER = {"block_length": 0}
 # How every line of `record` begins
 BEGINNING = b'{"text": "'
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
@@ -55,54 +62,76 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
     """Draw sampling.n texts; returns how many, where, and how fast."""
     c = cfg.sampling
     require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
-    lm = open_model(cfg)
-    request = request_of(lm, c)
-    if not cfg.out:
-        return draw_missing(lm, request, c, None, watch)
-    path = writable_file("out", Path(cfg.out))
-    # two that read the file before either has written would both draw what is missing
-    with claimed(path, lambda _: f"out={cfg.out!r} is being written by another process; wait for it, or use another"):
-        return draw_missing(lm, request, c, path, watch)
+    with processes(cfg) as ranks:
+        require(
+            ranks.size == 1 or (bool(cfg.out) and not watch),
+            f"{ranks.size} processes draw into one file: give out=FILE.jsonl, and no --watch",
+        )
+        lm = open_model(cfg)
+        request = request_of(lm, c)
+        if not cfg.out:
+            return draw_missing(lm, request, c, None, watch, ranks)
+        path = writable_file("out", Path(cfg.out))
+        # two that read the file before either has written would both draw what is missing
+        refusal = f"out={cfg.out!r} is being written by another process; wait for it, or use another"
+        with claimed(path, lambda _: refusal) if ranks.is_main else nullcontext():
+            return draw_missing(lm, request, c, path, watch, ranks)
+
+
+def processes(cfg: Config) -> AbstractContextManager[World]:
+    """The ranks of torchrun, or this process alone, whose settings are left as they are."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return world(cfg.train)
+    return nullcontext(World(0, 1, torch.device("cpu"), "fp32", "none"))
 
 
 def draw_missing(
-    lm: LanguageModel, request: Request, c: SamplingConfig, path: Path | None, watch: bool
+    lm: LanguageModel, request: Request, c: SamplingConfig, path: Path | None, watch: bool, ranks: World
 ) -> dict[str, Any]:
-    """Draw the texts that are not in the file yet."""
+    """Draw the texts that are not in the file yet, as many on every rank."""
     identity = fingerprint(lm, replace(c, sampler=request.settings.sampler)) if path else ""
-    have = read_samples(path, identity) if path else {}
+    have = collect(path, identity, ranks) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
+    mine = wanted[ranks.rank :: ranks.size]
+    own = part_of(path, ranks) if path else None
     drawn: list[Generation] = []
     began = time.perf_counter()
-    if watch and wanted:
-        drawn.append(watch_text(lm, replace(request, seed=wanted[0])))
-        record(path, drawn[0], identity)
-    elif not wanted:
+    if watch and mine:
+        drawn.append(watch_text(lm, replace(request, seed=mine[0])))
+        record(own, drawn[0], identity)
+    elif not wanted and ranks.is_main:
         print(f"all {c.n} samples are in {path} already")
-    else:
-        with progress("evaluations, at most", most_evaluations(lm, request, len(wanted))) as advance:
-            for text in draw(lm, request, wanted, c.batch_size, advance):
-                record(path, text, identity)
+    elif mine:
+        most = math.ceil(len(mine) / c.batch_size) * most_evaluations(request, lm.model, lm.schedule)
+        with progress("evaluations, at most", most, ranks.is_main) as advance:
+            for text in draw(lm, request, mine, c.batch_size, advance):
+                record(own, text, identity)
                 with advance.paused():
                     print(f"--- seed {text.seed}, {text.nfe} evaluations\n{text.text}", flush=True)
                 drawn.append(text)
+    found = [asdict(text) for text in drawn]
+    if path:
+        have = collect(path, identity, ranks)
+        found = [have[seed] for seed in wanted]
     seconds = time.perf_counter() - began
-    made = sum(len(g.tokens) for g in drawn)
     return {
-        "drawn": len(drawn),
+        "drawn": len(found),
         "already_there": c.n - len(wanted),
         "out": str(path) if path else "",
         "seconds": round(seconds, 3),
-        "tokens_per_s": round(made / seconds, 1) if drawn else 0.0,
-        "nfe": sum(g.nfe for g in drawn) / max(1, len(drawn)),
-        "texts": [g.text for g in sorted(drawn, key=lambda g: g.seed)],
+        "tokens_per_s": round(sum(len(x["tokens"]) for x in found) / seconds, 1) if found else 0.0,
+        "nfe": sum(x["nfe"] for x in found) / max(1, len(found)),
+        "texts": [x["text"] for x in sorted(found, key=lambda x: x["seed"])],
     }
 
 
 def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
-    words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in ("banned", "required")}
+    lists = ("banned", "required", "choices")
+    words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in lists}
     settings: dict[str, Any] = asdict(c) | words
+    if c.response_format and not c.response_format.lstrip().startswith("{") and c.response_format != "json_object":
+        settings["response_format"] = read_json(path_of(c.response_format))
     return lm.request(**settings)
 
 
@@ -112,15 +141,6 @@ def draw(
     """Texts of the given seeds, in the order they are finished; `tick` is called after each network evaluation."""
     for result in lm.engine(batch_size).run((replace(request, seed=s) for s in seeds), tick):
         yield lm.finish(result)
-
-
-def most_evaluations(lm: LanguageModel, request: Request, n: int) -> int:
-    """How many network evaluations n texts take at most: batches do not wait for each other, and steps that draw
-    nothing cost nothing."""
-    s, holes = request.settings, sum(t == lm.tokenizer.mask_id for t in request.tokens)
-    each = s.steps if SAMPLERS.load(s.sampler).steps_matter else holes
-    windows = 1 + max(0, math.ceil((len(request.tokens) - lm.length) / s.stride)) if s.stride else 1
-    return math.ceil(n / s.batch_size) * each * windows
 
 
 def watch_text(lm: LanguageModel, request: Request, console: Console | None = None) -> Generation:
@@ -153,7 +173,7 @@ def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, reque
 
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
     """The digest of what must agree for two samples of one seed to be the same text."""
-    settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY}
+    settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY and LATER.get(k) != v}
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     what = [GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -195,6 +215,30 @@ def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
     return have
 
 
+def part_of(path: Path, ranks: World) -> Path:
+    """Where a rank writes: one that is alone into the file itself."""
+    return path if ranks.size == 1 else path.with_suffix(f".part{ranks.rank}{path.suffix}")
+
+
+def collect(path: Path, identity: str, ranks: World) -> dict[int, dict[str, Any]]:
+    """Samples by seed, after the first rank has put into one file, sorted by seed, what ranks of this run, or of one
+    that was killed, have drawn. All ranks call it."""
+    ranks.barrier()
+    if ranks.is_main:
+        name = re.compile(rf"{re.escape(path.stem)}\.part\d+{re.escape(path.suffix)}")
+        parts = sorted(p for p in path.parent.glob("*.part*") if name.fullmatch(p.name))
+        found: dict[int, dict[str, Any]] = {}
+        for file in (path, *parts):
+            found |= read_samples(file, identity)
+        if parts or list(found) != sorted(found):
+            lines = [json.dumps(found[seed], ensure_ascii=False) + "\n" for seed in sorted(found)]
+            write_atomically(path, "".join(lines))
+        for part in parts:
+            part.unlink()
+    ranks.barrier()
+    return read_samples(path, identity)
+
+
 # Scoring
 
 
@@ -233,15 +277,18 @@ def read_text(args: Sequence[str], usage: str) -> str:
 # Exporting and training
 
 
-def run_export(cfg: Config) -> dict[str, Any]:
-    """`adlm export MODEL FOLDER`: whatever can be loaded, as an exported folder."""
+def run_export(cfg: Config, transformers: bool = False) -> dict[str, Any]:
+    """`adlm export MODEL FOLDER [--transformers]`: whatever can be loaded, as an exported folder."""
     if cfg.out.endswith(".ckpt"):  # what this command did in earlier versions
         print("adlm: note: `adlm export MODEL FILE.ckpt` is now `adlm convert`", file=sys.stderr)
         return run_convert(cfg)
     lm = open_model(cfg)
-    lm.save(cfg.out)
+    kind = save_for_transformers(Path(cfg.out), lm.loaded) if transformers else lm.save(cfg.out)
     size = sum(file.stat().st_size for file in Path(cfg.out).iterdir())
     print(f"{cfg.out}: {lm!r}, {size / 1e6:,.1f} MB")
+    if kind:
+        needs = ", trust_remote_code=True" if (Path(cfg.out) / f"{CODE}.py").is_file() else ""
+        print(f"transformers.{kind}.from_pretrained({cfg.out!r}{needs})")
     return {"folder": cfg.out, "bytes": size}
 
 

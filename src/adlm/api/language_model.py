@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_type_hints
@@ -28,19 +28,22 @@ from torch import Tensor
 
 from adlm import tables
 from adlm.api.scoring import Parts, Score, T, score_tokens, whole
+from adlm.api.slots import SlotReads, read_slots
+from adlm.api.words import banned_and_required
+from adlm.constrain import make_constraint
 from adlm.data import hub
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule, noise_level
-from adlm.engine import CausalEngine, Engine, Request, Result, make_engine
+from adlm.engine import Engine, Request, Result
 from adlm.engine.prepare import autocast
 from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, parse_template
 from adlm.errors import choose, require
-from adlm.io.export import CARD, CONFIG, PLACEHOLDER, TOKENIZER, WEIGHTS, Loaded, save_folder
+from adlm.io.export import CARD, PLACEHOLDER, Loaded, save_folder
 from adlm.io.load import BOX_NAME, load_checkpoint
 from adlm.io.paths import float64_device, path_of, pick_device
 from adlm.models.network import Hidden
 from adlm.objectives import Objective
-from adlm.rules import Count, accept, rules_of
+from adlm.rules import Count, WholeNumber, accept, rules_of
 from adlm.samplers.base import with_sampler
 from adlm.schema import SamplingConfig, TrainConfig
 
@@ -62,9 +65,13 @@ class StreamSettings(TypedDict, total=False):
     stop: bool
     banned: Words
     required: Words
+    regex: str
+    choices: Words
+    response_format: str | Mapping[str, Any]
     seed: int
     sampler: str
     steps: int
+    block_length: int
     temperature: float
     top_p: float
     top_k: int
@@ -125,26 +132,31 @@ def load(
     tokenizer: str = "",
     root: str = "",
     dtype: str | torch.dtype = "auto",
+    revision: str = "",
 ) -> "LanguageModel":
-    """Load a run folder, exported folder, release .ckpt or hub name "owner/model"; by default the model in the box.
+    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub
+    name "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
 
     `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in; auto is bfloat16 on a GPU while
-    generating, and float32 elsewhere. Weights stay float32.
+    generating, and else the precision of the weights: float32 for our models, that of the file for released ones.
+    `tokenizer` and `root` (a folder with vocabulary files) help a model that comes without its tokenizer.
     """
     name = str(dtype).removeprefix("torch.")
     precision = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)  # torch's names, and ours
     rules_of(TrainConfig)["precision"].check("dtype", precision)
     with python_words():
-        return LanguageModel(load_any(source, str(device), ema, tokenizer, root), precision)
+        loaded = load_any(source, str(device), ema, tokenizer, root, revision)
+        if precision == "fp32":
+            loaded.model.float()
+        return LanguageModel(loaded, precision)
 
 
-def load_any(source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "") -> Loaded:
+def load_any(
+    source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "", revision: str = ""
+) -> Loaded:
     """A model from a place or from the hub; errors in the words of the command line."""
-    path, place = path_given("source", source), pick_device(device)
-    if not path.exists() and str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
-        advice = "give a run folder, an exported folder or a .ckpt file"
-        path = hub.fetch(str(source), (CONFIG, WEIGHTS, TOKENIZER), f"model {str(source)!r}", advice)
-    return load_checkpoint(path, ema, place, tokenizer, root)
+    path_given("source", source)
+    return load_checkpoint(source, ema, pick_device(device), tokenizer, root, revision)
 
 
 def texts_of(text: str | Words) -> list[str]:
@@ -174,7 +186,7 @@ class LanguageModel:
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
         self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
-        self.kept_engine: Engine | CausalEngine | None = None
+        self.kept_engine: Engine | None = None
         self.lock = threading.Lock()
         """Held by whoever uses the network; the engine's own, too."""
 
@@ -205,7 +217,9 @@ class LanguageModel:
         an empty one asks for free text. `prompt` and `template` say which it is, whatever it holds.
         `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's length);
         `max_new_tokens` only those that are drawn. `stop` ends a text at its first end-of-text token. `banned` and
-        `required` are lists of words. The other settings are those of the command line's `sampling` section.
+        `required` are lists of words. What fills the holes can be held to a `regex`, to one of `choices`, or to
+        `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those of
+        the command line's `sampling` section.
         """
         with python_words():
             n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])
@@ -239,7 +253,8 @@ class LanguageModel:
 
     def request(self, text: str = "", **settings: Any) -> Request:
         """What the engine is asked for; the arguments are those of `generate`, checked by the rules of the schema."""
-        banned, required = settings.pop("banned", ()), settings.pop("required", ())
+        banned, required, choices = (settings.pop(name, ()) for name in ("banned", "required", "choices"))
+        form = settings.pop("response_format", "")
         new = accept("max_new_tokens", settings.pop("max_new_tokens"), Count) if "max_new_tokens" in settings else 0
         if text := accept("text", text, str):
             kind = "template" if LIKE_A_HOLE.search(text) else "prompt"
@@ -250,12 +265,14 @@ class LanguageModel:
             choose("setting", name, [*SETTINGS, "max_new_tokens"])
         given = {name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in settings.items()}
         c = with_sampler(SamplingConfig(**given), self.loaded.objective)
+        constraint = make_constraint(self.tokenizer, self.model.vocab_size, c.regex, choices, form)
+        c = c if constraint is None else replace(c, stop=True)
         misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, self.objective.learns_score)
         require(not misfit, f"sampling.sampler={c.sampler!r} {misfit}")
         tokens = self.canvas(c, new)
-        avoided, placed = self.words(banned, required)
+        avoided, placed = banned_and_required(self.tokenizer, banned, required)
         stop_id = self.tokenizer.eos_id if c.stop else None
-        return Request(tokens, c, c.seed, avoided, placed, stop_id)
+        return Request(tokens, c, c.seed, avoided, placed, stop_id, constraint)
 
     def canvas(self, c: SamplingConfig, new: int = 0) -> list[int]:
         """The sequence to be filled: template or prompt as tokens, masks where something is to be drawn. `new`: how
@@ -268,7 +285,7 @@ class LanguageModel:
             limit = None if c.stride > 0 else Limit(self.length)
             return parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
-        given = c.prompt or c.stop or self.model.config.causal
+        given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
         total = len(start) + new if new else c.length or self.length
         check_length(total, self.length, c.stride)
@@ -282,37 +299,7 @@ class LanguageModel:
         """The sampler of that name, or without one the model's own."""
         return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
 
-    def words(self, banned: Words, required: Words) -> tuple[list[list[int]], list[list[int]]]:
-        """Banned and required words as token sequences; a required one must not hold a banned one."""
-        for key, words in (("sampling.banned", banned), ("sampling.required", required)):
-            listed = isinstance(words, Iterable) and not isinstance(words, (str, bytes))
-            require(listed, f"{key} must be a list of texts, got {words!r:.60}")
-        avoided = [(word, v) for word in banned for v in self.variants(accept("a word of sampling.banned", word, str))]
-        placed = [(word, self.variants(accept("a word of sampling.required", word, str))[-1]) for word in required]
-        for word, tokens in placed:
-            for bad, part in avoided:
-                held = any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
-                inside = "" if bad == word else f" ({word!r} holds it)"
-                require(not held, f"sampling.required and sampling.banned both name {bad!r}{inside}")
-        return [v for _, v in avoided], [v for _, v in placed]
-
-    def variants(self, word: str) -> list[list[int]]:
-        """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""
-        require(bool(word.strip()), "a banned or required word is empty")
-        found = []
-        for text in (word, " " + word):
-            tokens = self.tokenizer.encode(text)
-            require(bool(tokens), f"the word {word!r} has no tokens in this vocabulary")
-            unknown = self.tokenizer.decode(tokens).strip().lower() != word.strip().lower()
-            require(
-                not unknown,
-                f"the word {word!r} is unknown to this vocabulary: it reads {self.tokenizer.decode(tokens)!r}",
-            )
-            if tokens not in found:
-                found.append(tokens)
-        return found
-
-    def engine(self, slots: int) -> Engine | CausalEngine:
+    def engine(self, slots: int) -> Engine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
         number is asked for: each engine has its own copy of the blocks. Who still reads from another one may."""
         with self.lock:
@@ -320,9 +307,8 @@ class LanguageModel:
                 self.drop_engine()
             if self.kept_engine is None:
                 tau = self.loaded.objective.tau
-                engine = make_engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
-                engine.lock = self.lock
-                self.kept_engine = engine
+                self.kept_engine = Engine(self.model, self.schedule, slots, self.device, self.precision, tau=tau)
+                self.kept_engine.lock = self.lock
             return self.kept_engine
 
     def drop_engine(self) -> None:
@@ -382,6 +368,17 @@ class LanguageModel:
         tokens_BL = self.tokens(text)
         with self.using_network():
             return self.model.log_probs(tokens_BL, self.noise_level(tokens_BL))
+
+    def fill_distribution(self, template: str | Sequence[int], top: int = 5, draws: int = 0) -> SlotReads:
+        """What the model puts into every hole of a template: the likeliest tokens, entropy, and (with `draws` of the
+        other holes) how much it would still change."""
+        return whole(self.slots_in_parts(template, top, draws))
+
+    def slots_in_parts(self, template: str | Sequence[int], top: int = 5, draws: int = 0) -> Parts[SlotReads]:
+        """As `fill_distribution`; a generator that yields after every pass of the network."""
+        top, draws = accept("top", top, Count), accept("draws", draws, WholeNumber)
+        tokens_L = self.tokens(template)[0]
+        return self.in_turns(read_slots(self.model, tokens_L, self.noise_level, top, draws))
 
     def anchor_logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
         """Raw logits of the anchor network at every position: float32 [B, L, V]."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.diffusion.schedules import Schedule, diluted, noise_level
+from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.errors import require
 from adlm.io.paths import float64_device
@@ -89,7 +89,7 @@ def score_tokens(
     bad = [t for t in (*tokens, *context) if not 0 <= t < model.vocab_size or t == model.mask_id]
     require(not bad, f"token {bad[0] if bad else ''} cannot be scored: outside 0..{model.vocab_size - 1}, or the mask")
     draws = 1 if model.config.causal else draws
-    bound = make_objective(objective, noise, model.mask_id, seed=0)
+    bound = make_objective(objective, noise, model.mask_id, seed=0, model=model.config)
     per_draw, per_token = np.zeros(draws), []
     for part in split(tokens, context, bos_id, model.config.length):
         # a single token is masked in every draw: one draw is enough, unless the model is conditioned on its noise level
@@ -111,16 +111,10 @@ def position_nats(model: Network, part: ScoredSequence, objective: Objective, dr
     at_once = sequences_at_once(device, len(tokens_L))
     for b in range(0, draws, at_once):
         example = torch.arange(b, min(b + at_once, draws), device=device)
-        scored = torch.ones(len(example), len(tokens_L), dtype=torch.bool, device=device)
-        scored[:, : len(part.given)] = False
-        sequences = Sequences(tokens_L.expand(len(example), -1), example, draws, scored)
+        given = (torch.arange(len(tokens_L), device=device) < len(part.given)).expand(len(example), -1)
+        sequences = Sequences(tokens_L.expand(len(example), -1), example, draws, given_BL=given)
         corrupt = objective.corrupt_exact_count if objective.subs else objective.corrupt_for_bound
         batch = corrupt(sequences, 0)
-        if not causal:
-            batch.tokens_BL[:, : len(part.given)] = tokens_L[: len(part.given)]
-            assert batch.sigma_B is not None
-            scored_fraction = len(part.scored) / len(tokens_L)
-            batch = batch._replace(sigma_B=diluted(batch.sigma_B, scored_fraction, objective.schedule))
         # a causal model's hidden state is one ahead of the token it predicts
         found[b : b + len(example), int(causal) :] = position_losses(model, batch).cpu().numpy()
         yield

@@ -39,17 +39,11 @@ from adlm.training.batches import corrupted_batches, on_device
 from adlm.training.metrics import peak_memory_gib
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
+from adlm.training.setup import parameter_count, text_like
 
 BATCHES = 8  # different ones, in turn
 # Steps (train) or network evaluations (sample) before the clock starts, and steps of the reference that are timed.
 WARM_UP, REFERENCE_STEPS = 5, 3
-
-
-def text_like(shape: tuple[int, ...], vocab_size: int) -> Tensor:
-    """Tokens with frequencies like text's (1 / rank), so that there are as many anchors as in text."""
-    frequency = 1 / (torch.arange(vocab_size - 1, dtype=torch.float64) + 10)
-    n = torch.Size(shape).numel()
-    return torch.multinomial(frequency, n, replacement=True, generator=torch.Generator().manual_seed(0)).view(shape)
 
 
 def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
@@ -73,7 +67,7 @@ def time_training(
     step_module = Step(model)
     if which == "ours":
         parallelise(step_module, cfg.train, ranks)
-    objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed)
+    objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed, cfg.model)
     ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(cfg.train.spike_factor, device)
     update = Updater(cfg.optim, step_module, ema, guard)
     host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
@@ -105,6 +99,8 @@ def time_training(
         "ms": 1e3 * seconds,
         "mean_ms": 1e3 * statistics.mean(laps),
         "tokens_per_s": batch * L / seconds,
+        "flops": flops,
+        "parameters": parameter_count(model),
         "peak_gib": peak_memory_gib(device, cfg.train.cuda_graphs and which == "ours"),
         "losses": [round(x.item(), 4) for x in losses],
     }

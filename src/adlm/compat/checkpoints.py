@@ -126,7 +126,8 @@ def read_release(path: str | Path, ema: bool = True) -> Release:
         refs = {_modern(name): ref for name, ref in refs.items()}
         hyper = _mapping(file.tree, "hyper_parameters")
         settings = _mapping({"config": plain(hyper.get("config"))}, "config")
-        model = _shape_of(path, refs, settings)
+        sizes = {name: ref.size for name, ref in refs.items() if isinstance(ref, TensorRef)}
+        model = shape_of(path, sizes, settings)
         algo, objective = _objective_of(path, model, settings)
         noise = _noise_of(path, settings)
         for name, values in (("model", model), ("objective", objective), ("noise", noise)):
@@ -138,7 +139,7 @@ def read_release(path: str | Path, ema: bool = True) -> Release:
         require(not extra, f"{path} has {len(extra)} parameters that are not the release's, such as {extra[:1]}")
         if ema:
             refs = dict(zip(names, _ema_weights(path, file.tree, names)))
-        vocab_size = _size(path, refs, "backbone.vocab_embed.embedding")[0]
+        vocab_size = _size(path, sizes, "backbone.vocab_embed.embedding")[0]
         expected = expected_shapes(model, vocab_size, vocab_size - 1, len(names), f"{path}: its settings do not fit")
         weights = {}
         for name in names:
@@ -175,15 +176,15 @@ def _modern(name: Any) -> str:
     return "denoiser." + name.removeprefix("replica.") if name.startswith("replica.") else name
 
 
-def _size(path: str | Path, refs: dict[str, Any], name: str) -> tuple[int, ...]:
-    ref = refs.get(name)
-    sizes = ref.size if isinstance(ref, TensorRef) and isinstance(ref.size, tuple) else ()
+def _size(path: str | Path, shapes: dict[str, Any], name: str) -> tuple[int, ...]:
+    found = shapes.get(name)
+    sizes = found if isinstance(found, tuple) else ()
     require(bool(sizes) and all(type(n) is int and 0 < n < 2**31 for n in sizes), f"{path} has no usable {name}")
     return sizes
 
 
-def _shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) -> ModelConfig:
-    """The model's shape from its weights; what the stored settings say must agree."""
+def shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) -> ModelConfig:
+    """The model's shape from the shapes of its weights; what the stored settings say must agree."""
 
     def blocks(network: str) -> int:
         return len({name.split(".")[2] for name in refs if name.startswith(f"{network}.blocks.")})

@@ -237,7 +237,7 @@ def _derive(cfg: Config, chosen: dict[str, str], ranks: int, run_folder: bool) -
         cfg.model.n_blocks += cfg.model.n_denoiser_blocks
         cfg.model.n_denoiser_blocks = 0
     if not cfg.train.batch_size:
-        cfg.train.batch_size = max(1, cfg.train.global_batch_size // ranks)
+        cfg.train.batch_size = cfg.train.at_once(ranks)
     if run_folder and not cfg.out:
         label = f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
         if chosen["task"] != "None":
@@ -323,14 +323,8 @@ def check_values(cfg: Config) -> None:
 def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
     """Batches over ranks, sequence-length warmup, device."""
     require(
-        t.global_batch_size % world_size == 0,
-        f"train.global_batch_size={t.global_batch_size} must be a multiple of the number of ranks ({world_size})",
-    )
-    per_rank = t.global_batch_size // world_size
-    over = f"(train.global_batch_size={t.global_batch_size} over {world_size} ranks)"
-    require(
-        t.batch_size == 0 or per_rank % t.batch_size == 0,
-        f"train.batch_size={t.batch_size} must divide the {per_rank} sequences per rank {over}",
+        t.global_batch_size >= world_size,
+        f"train.global_batch_size={t.global_batch_size} leaves nothing to do for some of {world_size} ranks",
     )
     require(
         m.length % t.length_warmup == 0, f"train.length_warmup={t.length_warmup} must divide model.length={m.length}"
@@ -348,13 +342,14 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
     )
     if t.cuda_graphs:
         check_graphs(t, world_size)
+        require(not m.block_lengths, f"train.cuda_graphs=true does not know model.block_length={m.block_length}")
 
 
 def check_graphs(t: TrainConfig, world_size: int) -> None:
     on, needed = "train.cuda_graphs=true", t.global_batch_size // world_size
     require(t.device not in ("cpu", "mps"), f"{on} needs a GPU with CUDA, not train.device={t.device}")
     require(world_size == 1, f"{on} is for one process, not {world_size}")
-    require(t.strategy != "fsdp", f"{on} needs whole weights in one place: train.strategy=ddp, not fsdp")
+    require(not t.is_sharded, f"{on} needs whole weights in one place: train.strategy=ddp, not {t.strategy}")
     require(not t.checkpoint_activations, f"{on} cannot record train.checkpoint_activations=true")
     require(
         t.batch_size in (0, needed),

@@ -38,7 +38,10 @@ class Key:
 TRAINING = ("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track")
 """Sections that say what is trained, on what, and how."""
 
-PER_REQUEST = ("n", "length", "prompt", "template", "banned", "required", "batch_size", "seed")
+PER_REQUEST = (
+    "n", "length", "prompt", "template", "banned", "required", "regex", "choices", "response_format",
+    "batch_size", "seed",
+)  # fmt: skip
 """Settings of `sampling` that a server has no default for: every request says them, or they are not its business."""
 
 

@@ -3,6 +3,7 @@
 A prepared folder holds
   rows.bin          the sequences, rows of a matrix [n, length], uint16 where the vocabulary allows, else uint32
   lengths.npy       real tokens of each sequence, only where sequences are padded
+  starts.npy        where the answer of each sequence begins, only where they are prompts with answers
   tokenizer.json    so that the folder can be copied to another machine and used alone
   manifest.json     what the sequences are, their sizes and checksums; written last
 `BlockWriter` streams into a folder that nobody reads yet; whoever calls it renames the folder when it is complete.
@@ -25,7 +26,7 @@ from adlm.io.paths import check_object, path_of, read_json, read_regular, write_
 from adlm.schema import DataConfig
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, LENGTHS, STARTS = "manifest.json", "lengths.npy", "starts.npy"
 # rows.bin has one CRC-32 per piece of this many bytes.
 PIECE_BYTES = 16 << 20
 # Opening checks every piece of a file up to this size, and evenly spaced ones of a larger file: about a second.
@@ -56,7 +57,14 @@ class Blocks:
         _check(self.folder, self.manifest, check_all)
         shape = (self.manifest["rows"], self.manifest["length"])
         self.tokens = np.memmap(self.folder / "rows.bin", dtype=self.manifest["dtype"], mode="r", shape=shape)
-        self.lengths: np.ndarray | None = _read_lengths(self.folder, *shape) if self.manifest["padded"] else None
+        self.lengths = self._numbers(LENGTHS)
+        """Real tokens of each sequence; None: all are full."""
+        self.starts = self._numbers(STARTS)
+        """Where the answer of each sequence begins; None: there are no prompts."""
+
+    def _numbers(self, name: str) -> np.ndarray | None:
+        known = name in self.manifest["small_files"]
+        return _read_numbers(self.folder, name, *self.tokens.shape) if known else None
 
     @property
     def fingerprint(self) -> str:
@@ -98,6 +106,12 @@ class Blocks:
             return None
         return np.arange(self.length)[None, :] < self.lengths[indices][:, None]
 
+    def prompts(self, indices: np.ndarray) -> np.ndarray | None:
+        """[n, length], True at what is given before an answer; None when all of a sequence is learned."""
+        if self.starts is None:
+            return None
+        return np.arange(self.length)[None, :] < self.starts[indices][:, None]
+
     def __repr__(self) -> str:
         return f"Blocks({self.folder.name}, sequences={len(self):,}, length={self.length})"
 
@@ -110,6 +124,7 @@ class BlockWriter:
         self.dtype = token_dtype(vocab_size)
         self.written = self.real_tokens = 0
         self._lengths: list[np.ndarray] = []
+        self._starts: list[np.ndarray] = []
         self._crcs: list[int] = []
         self._crc, self._in_piece, self.bytes = 0, 0, 0
         self._file = open(folder / "rows.bin", "wb")  # noqa: SIM115 (closed by finish)
@@ -122,6 +137,8 @@ class BlockWriter:
             return
         if packed.lengths is not None:
             self._lengths.append(packed.lengths[:room].astype(np.uint32))
+        if packed.starts is not None:
+            self._starts.append(packed.starts[:room].astype(np.uint32))
         self.real_tokens += tokens.size if packed.lengths is None else int(self._lengths[-1].sum())
         self.written += len(tokens)
         data = tokens.data.cast("B")
@@ -146,20 +163,20 @@ class BlockWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        padded = bool(self._lengths)
-        if padded:
-            np.save(self.folder / "lengths.npy", np.concatenate(self._lengths))
+        small = {name: parts for name, parts in ((LENGTHS, self._lengths), (STARTS, self._starts)) if parts}
+        for name, parts in small.items():
+            np.save(self.folder / name, np.concatenate(parts))
         manifest = {
             "format": FORMAT,
             **manifest,
             "rows": self.written,
             "length": self.length,
             "dtype": self.dtype.name,
-            "padded": padded,
+            "padded": LENGTHS in small,
             "row_tokens": self.real_tokens,
             "bytes": self.bytes,
             "crc32": self._crcs,
-            "small_files": {"lengths.npy": _crc_of(self.folder / "lengths.npy")} if padded else {},
+            "small_files": {name: _crc_of(self.folder / name) for name in small},
         }
         write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
@@ -187,7 +204,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise Corrupt(str(error)) from None
     m = manifest
-    small = {"lengths.npy"} if m["padded"] else set()
+    small = {LENGTHS} if m["padded"] else set()
     if not (
         m["rows"] >= 1
         and m["length"] >= 1
@@ -197,21 +214,21 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         and m["dtype"] == token_dtype(m["vocab_size"]).name
         and m["bytes"] == m["rows"] * m["length"] * np.dtype(m["dtype"]).itemsize
         and len(m["crc32"]) == -(-m["bytes"] // PIECE_BYTES)
-        and m["small_files"].keys() == small
+        and m["small_files"].keys() - {STARTS} == small
     ):
         raise Corrupt(f"{path} does not describe a matrix of sequences: its numbers do not agree")
     return manifest
 
 
-def _read_lengths(folder: Path, rows: int, length: int) -> np.ndarray:
-    """The number of real tokens of each sequence."""
+def _read_numbers(folder: Path, name: str, rows: int, length: int) -> np.ndarray:
+    """One number of each sequence: of its real tokens, or where its answer begins."""
     try:
-        lengths = np.load(folder / "lengths.npy", mmap_mode="r")  # a header that claims more than the file is refused
+        numbers = np.load(folder / name, mmap_mode="r")  # a header that claims more than the file is refused
     except (ValueError, OSError, EOFError) as error:
-        raise Corrupt(f"{folder / 'lengths.npy'} cannot be read ({str(error)[:200]})") from None
-    if lengths.shape != (rows,) or lengths.dtype.kind not in "iu" or lengths.min() < 0 or lengths.max() > length:
-        raise Corrupt(f"{folder / 'lengths.npy'} does not hold the lengths of {rows} sequences of {length}")
-    return np.array(lengths)
+        raise Corrupt(f"{folder / name} cannot be read ({str(error)[:200]})") from None
+    if numbers.shape != (rows,) or numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() > length:
+        raise Corrupt(f"{folder / name} does not hold the {name.partition('.')[0]} of {rows} sequences of {length}")
+    return np.array(numbers)
 
 
 def _beyond(token: int, manifest: dict[str, Any]) -> str:

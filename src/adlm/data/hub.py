@@ -24,6 +24,28 @@ def fetch(repository: str, files: tuple[str, ...], what: str, advice: str) -> Pa
     return Path(paths[0]).parent
 
 
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.bpe")
+PICKLES = ("pytorch_model*.bin",)
+
+
+def fetch_model(repository: str, revision: str, what: str, advice: str) -> Path:
+    """The folder of a model repository at a revision (empty: its main branch), downloaded unless huggingface_hub
+    already has it: settings, vocabulary and weights, and pickles only where there is nothing else. No code."""
+    notice_missing_network()
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError(f"{what} needs huggingface_hub (pip install 'adlm[data]'); or {advice}") from None
+    try:
+        folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(MODEL_FILES)))
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.safetensors.index.json")):
+            patterns = [*MODEL_FILES, *PICKLES]
+            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:
+        raise ValueError(f"{what} cannot be fetched from the hub ({_brief(error)}); {advice}") from None
+    return folder
+
+
 def upload(folder: Path, repository: str, private: bool, what: str, advice: str) -> None:
     """Make the repository unless it is there, and put the files of the folder into it."""
     notice_missing_network()

@@ -72,6 +72,8 @@ class Batch(NamedTuple):
     """[b, L], True at real tokens; None when no sequence is padded."""
     examples: np.ndarray
     """[b] int64: example numbers, the counters that noise is drawn from."""
+    prompts: np.ndarray | None = None
+    """[b, L], True at what is given before an answer; None when all of a sequence is learned."""
 
 
 class Batches:
@@ -93,30 +95,31 @@ class Batches:
         self.blocks, self.seed, self.rank, self.world = blocks, seed, rank, world
         self.size = global_batch_size if callable(global_batch_size) else lambda first: global_batch_size
         self.order = SequenceOrder(len(blocks), seed, shuffle)
-        self.part_size(consumed)  # say now what is wrong, and not from a thread
+        self.part(consumed)  # say now what is wrong, and not from a thread
         self.consumed = consumed
         """Examples of all ranks handed out so far."""
         self.prefetch = prefetch
 
-    def part_size(self, first: int) -> int:
-        """Sequences of each rank in the global batch that begins with example `first`."""
+    def part(self, first: int) -> range:
+        """This rank's examples of the global batch that begins with example `first`: a contiguous part, as large as
+        any other or larger or smaller by one."""
         size = self.size(first)
         require(size > 0, f"train.global_batch_size={size} must be positive")
         require(
-            size % self.world == 0,
-            f"train.global_batch_size={size} cannot be shared evenly by {self.world} processes",
+            size >= self.world,
+            f"train.global_batch_size={size} leaves nothing to do for some of {self.world} processes",
         )
-        return size // self.world
+        return range(first + size * self.rank // self.world, first + size * (self.rank + 1) // self.world)
 
     def read(self, first: int) -> Batch:
         """This rank's part of the global batch that begins with example `first`."""
-        size = self.part_size(first)
-        examples = np.arange(size, dtype=np.int64) + first + self.rank * size
+        part = self.part(first)
+        examples = np.arange(part.start, part.stop, dtype=np.int64)
         indices = self.order[examples]
         tokens, masks = self.blocks.rows(indices), self.blocks.attention_masks(indices)
         if self.blocks.crop:
             tokens = self._windows(tokens, examples)
-        return Batch(tokens, masks, examples)
+        return Batch(tokens, masks, examples, self.blocks.prompts(indices))
 
     def _windows(self, tokens: np.ndarray, examples: np.ndarray) -> np.ndarray:
         """A random window of each sequence, beginning with BOS (text8-crop)."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -42,10 +42,12 @@ class Tokens(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """Finished sequences [n, L]; `lengths` is the number of real tokens of each, None when all are full."""
+    """Finished sequences [n, L]; `lengths` is the number of real tokens of each, None when all are full; `starts` is
+    where the answer of each begins, None when there are no prompts."""
 
     tokens: np.ndarray
     lengths: np.ndarray | None
+    starts: np.ndarray | None = None
 
 
 def flatten(documents: list[list[int]], dtype: np.dtype) -> Tokens:
@@ -201,38 +203,53 @@ class Shards:
                 for number, texts in enumerate(grouped(documents)):
                     waiting.append(worker.submit(self._shard, number, texts))
                     if len(waiting) > 1:
-                        yield self._counted(waiting.popleft().result())
+                        yield self.counted(waiting.popleft().result())
                 while waiting:
-                    yield self._counted(waiting.popleft().result())
+                    yield self.counted(waiting.popleft().result())
             finally:
                 for future in waiting:
                     future.cancel()
 
-    def _counted(self, batch: Tokens) -> Tokens:
-        self.documents += len(batch.lengths)
-        self.tokens += len(batch.flat)
-        self.progress.update(self.documents, self.tokens)
+    def of_source(self, source: Any, length: int) -> Iterator[Tokens]:
+        """The tokenised documents of a split (a `Source`) whose stored sequences have `length` tokens."""
+        return self.of(source.documents(length))
+
+    def counted(self, batch: Tokens) -> Tokens:
+        self.count(len(batch.lengths), len(batch.flat))
         return batch
+
+    def count(self, documents: int, tokens: int) -> None:
+        """Add to the totals."""
+        self.documents += documents
+        self.tokens += tokens
+        self.progress.update(self.documents, self.tokens)
 
     def _shard(self, number: int, texts: list[str]) -> Tokens:
         path = self.folder / f"{number:06d}.npz"
-        if kept := _load_shard(path, len(texts)):
+        kept = load_shard(path)
+        if kept is not None and len(kept.lengths) == len(texts):
             return kept
-        batch = self._encoded(texts)
-        write_atomically(path, lambda file: np.savez(file, flat=batch.flat, lengths=batch.lengths))
+        batch = encoded(texts, self.tokenizer)
+        save_shard(path, batch)
         return batch
 
-    def _encoded(self, texts: list[str]) -> Tokens:
-        """The tokens of the documents; long ones in pieces (`text_pieces`), so that memory does not grow with them."""
-        pieces = [list(text_pieces(text)) for text in texts]
-        groups = grouped(piece for document in pieces for piece in document)
-        flat, lengths = _join([flatten(self.tokenizer.encode_batch(group), self.dtype) for group in groups])
-        counts = np.array([len(document) for document in pieces])
-        return Tokens(flat, np.add.reduceat(lengths, np.cumsum(counts) - counts))
+
+def encoded(texts: list[str], tokenizer: Tokenizer) -> Tokens:
+    """The tokens of documents; long ones in pieces (`text_pieces`), so that memory does not grow with them."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    pieces = [list(text_pieces(text)) for text in texts]
+    groups = grouped(piece for document in pieces for piece in document)
+    flat, lengths = _join([flatten(tokenizer.encode_batch(group), dtype) for group in groups])
+    counts = np.array([len(document) for document in pieces])
+    return Tokens(flat, np.add.reduceat(lengths, np.cumsum(counts) - counts))
 
 
-def _load_shard(path: Path, documents: int) -> Tokens | None:
-    """A shard of an earlier run; None if it is missing, or corrupt (npz carries checksums), or of other documents."""
+def save_shard(path: Path, batch: Tokens) -> None:
+    write_atomically(path, lambda file: np.savez(file, flat=batch.flat, lengths=batch.lengths))
+
+
+def load_shard(path: Path) -> Tokens | None:
+    """A shard of an earlier run; None if it is missing or corrupt (npz carries checksums)."""
     if not path.is_file():
         return None
     try:
@@ -240,7 +257,7 @@ def _load_shard(path: Path, documents: int) -> Tokens | None:
             batch = Tokens(file["flat"], file["lengths"])
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
-    return batch if len(batch.lengths) == documents and int(batch.lengths.sum()) == len(batch.flat) else None
+    return batch if int(batch.lengths.sum()) == len(batch.flat) else None
 
 
 def grouped(documents: Iterable[str]) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from adlm.data import blocks as storage
 from adlm.data import formats, packing
 from adlm.data.blocks import Blocks, BlockWriter, Corrupt, cache_errors, cache_folder, locked, sha256
 from adlm.data.corpora import ALIASES
-from adlm.data.packing import PackedSequences, Progress, Shards, Tokens
+from adlm.data.packing import PackedSequences, Progress, Shards
+from adlm.data.pairs import pack as pack_pairs
+from adlm.data.pairs import packing_name, padded_length
 from adlm.data.sources import Source, readable_corpus, resolve
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import choose, require
@@ -51,7 +53,7 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "tr
         cache.mkdir(parents=True, exist_ok=True)
         recipe = _recipe(cfg, source, tokenizer, length)
         fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        how = cfg.packing if cfg.wrap else "unwrapped"
+        how = recipe["packing"]
         folder = cache / f"{source.name}-{split}-{length}-{how}-{fingerprint[:16]}"
         if found := _open_valid(folder):
             return found
@@ -138,7 +140,7 @@ def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) 
         "corpus": source.name,
         "origin": _origin(cfg, source),
         "tokenizer": tokenizer.fingerprint,
-        "packing": cfg.packing if cfg.wrap else "unwrapped",
+        "packing": packing_name(tokenizer) if source.holds_pairs else cfg.packing if cfg.wrap else "unwrapped",
         "length": source.stored_length(length),
         "crop": length if source.stored_length(length) != length else 0,
         "max_sequences": cfg.max_sequences,
@@ -154,14 +156,16 @@ def _build(
     """Fill the folder `partial` with sequences and manifest, reusing the shards that are already there."""
     (partial / "shards").mkdir(parents=True, exist_ok=True)
     stored = source.stored_length(length)
+    if source.holds_pairs:
+        stored = padded_length(source.every_pair(), tokenizer, length)
     began = time.monotonic()
     if cfg.num_proc:
         # Read by the library's thread pool when it first starts; an earlier choice in this process stands.
         os.environ.setdefault("RAYON_NUM_THREADS", str(cfg.num_proc))
     writer = BlockWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
     with contextlib.closing(writer), Progress(f"preparing {source.name} {source.split}") as progress:
-        shards = Shards(partial / "shards", tokenizer, progress)
-        for packed in _pack(shards.of(source.documents(stored)), cfg, source, tokenizer, stored):
+        shards = _shards(cfg, partial / "shards", tokenizer, progress)
+        for packed in _pack(shards, cfg, source, tokenizer, stored):
             writer.write(packed)
             if writer.full:
                 break
@@ -189,6 +193,15 @@ def _build(
     shutil.rmtree(partial / "shards")
 
 
+def _shards(cfg: DataConfig, folder: Path, tokenizer: Tokenizer, progress: Progress) -> Shards:
+    """Who tokenises: the threads of this machine, or a cluster."""
+    if cfg.engine == "threads":
+        return Shards(folder, tokenizer, progress)
+    from adlm.data.cluster import RayShards
+
+    return RayShards(folder, tokenizer, progress, cfg)
+
+
 def _publish(partial: Path, folder: Path) -> Blocks:
     """Give the finished folder its name."""
     if found := _open_valid(folder):  # only where there is no lock: someone else was faster
@@ -206,17 +219,29 @@ def _ends(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 def _pack(
-    batches: Iterable[Tokens], cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int
+    shards: Shards, cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int
 ) -> Iterator[PackedSequences]:
     bos, eos = _ends(cfg, tokenizer)
     # Never the mask: padding is not noise. EOS stands in where a vocabulary has no padding token.
     pad = eos if tokenizer.pad_id is None else tokenizer.pad_id
+    if source.holds_pairs:
+        return _pack_pairs(shards, source, tokenizer, length, pad)
+    batches = shards.of_source(source, length)
     if not cfg.wrap:
         return packing.unwrapped(batches, length, bos, eos, pad)
     if cfg.packing == "release":
         return packing.release(batches, length, bos, eos)
     short = source.corpus.any_size and source.split != "train"
     return packing.stream(batches, length, bos, eos, pad if short else None)
+
+
+def _pack_pairs(
+    shards: Shards, source: Source, tokenizer: Tokenizer, length: int, pad: int
+) -> Iterator[PackedSequences]:
+    for packed in pack_pairs(source.pairs(), tokenizer, length, pad):
+        assert packed.lengths is not None
+        shards.count(len(packed.tokens), int(packed.lengths.sum()))
+        yield packed
 
 
 def _too_short(source: Source, shards: Shards, length: int) -> str:
@@ -267,7 +292,8 @@ def _open_prepared(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: st
         f"{folder} was prepared with {found.manifest['vocab_size']} entries, its tokenizer has {tokenizer.vocab_size}",
     )
     usable = found.crop or found.length
-    require(usable == length, f"{folder} has sequences of {usable} tokens, but model.length={length}")
+    fits = usable == length or (found.starts is not None and usable <= length)
+    require(fits, f"{folder} has sequences of {usable} tokens, but model.length={length}")
     return found
 
 

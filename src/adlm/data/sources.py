@@ -1,5 +1,6 @@
 """Which documents a split is: local files, the embedded corpus or the hub, and what is held out for validation."""
 
+import functools
 import importlib
 import itertools
 from collections.abc import Iterator
@@ -7,9 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adlm.data import corpora, formats, hub
+from adlm.data.blocks import cache_folder
 from adlm.data.corpora import SPLITS, Corpus, find_local, get_corpus, is_called, matching
+from adlm.data.pairs import Pair, are_pairs
+from adlm.data.pairs import read as read_pairs
+from adlm.data.urls import local_copy
 from adlm.errors import choose, require
-from adlm.io.paths import path_of
 from adlm.schema import DataConfig
 from adlm.tables import DETOKENIZERS
 
@@ -29,10 +33,30 @@ class Source:
     valid_fraction: float = 0.0
     text_key: str = "text"
 
+    @functools.cached_property
+    def holds_pairs(self) -> bool:
+        """Whether these are prompts with answers: files of one's own, recognised by the fields of the first one."""
+        return self.corpus.form == "auto" and bool(self.files) and are_pairs(self.files[0], self.text_key)
+
+    def pairs(self) -> Iterator[Pair]:
+        """The prompts and answers of the split, in order."""
+        every = self.every_pair()
+        if self.part == "whole":
+            return every
+        total = sum(1 for _ in self.every_pair())
+        learned = total - self.held_out(total)
+        return itertools.islice(every, learned) if self.part == "train" else itertools.islice(every, learned, None)
+
+    def every_pair(self) -> Iterator[Pair]:
+        """Those of the files, whatever the split."""
+        return itertools.chain.from_iterable(map(read_pairs, self.files))
+
     def documents(self, length: int) -> Iterator[str]:
         """The detokenized documents of the split, in order. `length` (of a stored sequence) only matters to text8."""
         if self.corpus.form == "text8":
             return self._text8(length)
+        if self.holds_pairs:
+            return (pair.text for pair in self.pairs())
         documents = self._raw() if self.part == "whole" else self._part()
         return map(DETOKENIZERS.load(self.corpus.detokenizer), documents)
 
@@ -43,19 +67,30 @@ class Source:
         for document in self._raw():
             total, last = total + 1, len(document)
             characters += last
-        held, wanted = self.held_out(total), max(1, round(self.valid_fraction * characters))
-        is_too_much = total == 1 or (held == 1 and last > max(LONG_DOCUMENT, 2 * wanted))
-        if not (self.corpus.any_size and self.valid_fraction and is_too_much):
-            start, stop = (0, total - held) if self.part == "train" else (total - held, None)
-            yield from itertools.islice(self._raw(), start, stop)
+        bounds = self.bounds(total, characters, last)
+        if bounds is not None:
+            yield from itertools.islice(self._raw(), *bounds)
             return
-        documents = self._raw()
+        wanted, documents = self.wanted(characters), self._raw()
         before = itertools.islice(documents, total - 1)
         yield from before if self.part == "train" else itertools.islice(before, total - 1, None)
         for document in documents:
             at = max(document.rfind(space, 0, last - wanted + 1) for space in " \n")
             at = at if at > 0 else last - wanted
             yield from filter(None, [document[:at].rstrip() if self.part == "train" else document[at:].lstrip()])
+
+    def bounds(self, total: int, characters: int, last: int) -> tuple[int, int] | None:
+        """First and last (excluded) of `total` documents that belong to this part; None: the last one, of `last`
+        characters, is to be cut."""
+        held = self.held_out(total)
+        is_too_much = total == 1 or (held == 1 and last > max(LONG_DOCUMENT, 2 * self.wanted(characters)))
+        if self.corpus.any_size and self.valid_fraction and is_too_much:
+            return None
+        return (0, total - held) if self.part == "train" else (total - held, total)
+
+    def wanted(self, characters: int) -> int:
+        """Characters to hold out where a document is cut."""
+        return max(1, round(self.valid_fraction * characters))
 
     def held_out(self, total: int) -> int:
         """Documents at the end of `total` that are the validation split; the first is always left for training."""
@@ -118,9 +153,10 @@ def resolve(cfg: DataConfig, split: str) -> Source:
     # Nothing is held out of the training documents when validation is elsewhere.
     all_of_it = split == "train" and not corpus.only and bool(cfg.valid_path or cfg.valid_name not in ("", cfg.name))
     if split != "train" and cfg.valid_path:
-        return _at(path_of(cfg.valid_path), source, "data.valid_path", whole=True)
+        place = local_copy(cfg.valid_path, cache_folder(cfg), "data.valid_path")
+        return _at(place, source, "data.valid_path", whole=True)
     if cfg.path:
-        return _at(path_of(cfg.path), source, "data.path", whole=all_of_it)
+        return _at(local_copy(cfg.path, cache_folder(cfg), "data.path"), source, "data.path", whole=all_of_it)
     if cfg.root:
         if files := find_local(cfg.root, name, source.split):
             return replace(source, files=tuple(files))

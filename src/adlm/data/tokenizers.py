@@ -201,7 +201,7 @@ def text8_characters(root: str | Path = "") -> Tokenizer:
 
 def raw_bytes(root: str | Path = "") -> Tokenizer:
     """UTF-8 bytes: id = byte value, then [BOS] 256, [EOS] 257, [PAD] 258, [MASK] 259."""
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab = {character: byte for byte, character in enumerate(byte_characters())}
     backend = Backend(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
@@ -209,7 +209,7 @@ def raw_bytes(root: str | Path = "") -> Tokenizer:
     return Tokenizer(backend, "bytes")
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character that byte-level BPE writes for each byte value, as GPT-2's vocabulary does."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
@@ -218,7 +218,7 @@ def _byte_characters() -> list[str]:
 
 @functools.cache
 def _bytes_of_characters() -> dict[str, int]:
-    return {character: byte for byte, character in enumerate(_byte_characters())}
+    return {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def train_bpe(documents: Iterable[str], size: int, prefix_space: bool = False) -> Tokenizer:

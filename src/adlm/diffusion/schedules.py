@@ -156,12 +156,6 @@ def noise_level(fraction: Fractions, schedule: Schedule) -> Fractions:
     return -torch.log1p(-masked).to(fraction.dtype)
 
 
-def diluted(sigma: Tensor, fraction: float, schedule: Schedule) -> Tensor:
-    """The noise level of whole sequences of which only a fraction takes part in the noise, at level `sigma`."""
-    masked = -torch.expm1(-sigma.double()) / schedule.masked_at_1
-    return noise_level(fraction * masked, schedule).to(sigma.dtype)
-
-
 def mask_fraction(t: Tensor, schedule: Schedule) -> Tensor:
     """1 - alpha(t), as a fraction of what it is at the schedule's end (t itself if log-linear)."""
     return (1 - schedule.alpha(t)) / schedule.masked_at_1

@@ -26,6 +26,8 @@ class Stream(enum.IntEnum):
     ORDER = 6  # orders and permutations
     SPLIT = 7  # anything the caller separates further by counters of its own
     ANCHOR = 8  # which anchors are scored, where not all are
+    BLOCK = 9  # block lengths of a training batch
+    LETTER = 10  # which letter of an automaton a position takes
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: splitmix64's increment

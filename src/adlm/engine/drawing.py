@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm.diffusion.categorical import filter_logits, gumbel_argmax
+from adlm.constrain.matching import FILTERED, Match, letter_mass
+from adlm.diffusion.categorical import LEAST_TEMPERATURE, filter_logits, gumbel_argmax
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.engine.graphs import Graphs
 
@@ -72,6 +73,8 @@ class Draws(NamedTuple):
     @classmethod
     def of(cls, settings: Sequence[DrawSettings], positions: Sequence[NDArray[np.int64]]) -> "Draws":
         """Each sequence's settings, repeated for each of its positions."""
+        if not settings:
+            return cls(np.zeros((6, 0), dtype=np.int64), np.zeros((4, 0)))
         slot, seed, step, release, temperature, top_k, top_p, min_p, guidance = zip(*settings)
         counts = [len(p) for p in positions]
         ints = np.array([slot, slot, seed, step, top_k, release], dtype=np.int64)
@@ -124,7 +127,13 @@ def draw(
 ) -> Drawn:
     """Tokens [N], and what they were drawn from [N, V]. Static shapes, no host sync."""
     logits = head(hidden_ND)
-    log_p = filter_logits(
+    log_p = filtered(logits, banned_SV, ints, floats, filters)
+    return Drawn(gumbel_argmax(log_p, token_uniforms(ints, token_V)), log_p, logits)
+
+
+def filtered(logits: Tensor, banned_SV: Tensor, ints: Tensor, floats: Tensor, filters: Filters) -> Tensor:
+    """Log-probabilities [N, V] after bans, temperature and filters."""
+    return filter_logits(
         logits.float().masked_fill(banned_SV[ints[SLOT]], -torch.inf),
         temperature=floats[TEMPERATURE].float() if filters.temperature else None,
         top_k=ints[TOP_K] if filters.top_k else None,
@@ -132,9 +141,12 @@ def draw(
         min_p=floats[MIN_P].float() if filters.min_p else None,
         release_nucleus=ints[RELEASE] > 0,
     )
+
+
+def token_uniforms(ints: Tensor, token_V: Tensor) -> Tensor:
+    """The uniforms [N, V] that decide which tokens are drawn."""
     row = ints.unsqueeze(-1)
-    u = uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], token_V)
-    return Drawn(gumbel_argmax(log_p, u), log_p, logits)
+    return uniforms(row[SEED], Stream.TOKEN, row[STEP], row[POSITION], token_V)
 
 
 def pieces(sizes: list[int]) -> Iterator[slice]:
@@ -155,6 +167,7 @@ class Drawer:
         # A buffer and not an arange inside the step: the compiler would narrow that to 32 bits, and the noise needs 64.
         self.token_V = torch.arange(vocab_size, device=device)
         self.head, self.mask_id, self.static = head, mask_id, graphs.on
+        self.banned: list[list[int]] = [[] for _ in range(slots)]
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
         # the kernel needs triton, which torch's CUDA builds bring
         self.fused = graphs.on and device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -162,6 +175,37 @@ class Drawer:
 
     def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters) -> Drawn:
         return self.draw(self.head, hidden_ND, self.banned_SV, self.token_V, ints, floats, filters)
+
+    def matching(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, own: Draws, match: Match) -> Drawn:
+        """Draw the positions of one sequence so that its text can match (constrain/matching.py). The columns are all
+        its masked positions; what comes back is for those that are drawn. `own`: the same columns on the host."""
+        slot, seed, step = (int(own.ints[row, 0]) for row in (SLOT, SEED, STEP))
+        greedy, filters = own.floats[TEMPERATURE, 0] < LEAST_TEMPERATURE, own.filters
+        warm = Filters() if greedy else Filters(temperature=filters.temperature)
+        a = match.span.constraint.automaton
+        letter_V = torch.from_numpy(a.letter_V).to(hidden_ND.device)
+        kept, plain, logits, mass = [], [], [], []
+        for n in range(0, len(hidden_ND), self.most):
+            part = slice(n, n + self.most)
+            logits.append(self.head(hidden_ND[part]))
+            settings = self.banned_SV, ints[:, part], floats[:, part]
+            plain.append(filtered(logits[-1], *settings, warm))
+            kept.append(plain[-1] if greedy or filters == warm else filtered(logits[-1], *settings, filters))
+            mass.append(letter_mass(kept[-1], letter_V, a.every + 1, greedy))
+            if kept[-1] is not plain[-1]:
+                others = letter_mass(plain[-1], letter_V, a.every + 1, greedy) - FILTERED
+                mass[-1] = torch.where(mass[-1] == -torch.inf, others, mass[-1])
+        mass_NC = torch.cat(mass).cpu().numpy()
+        letters = match.letters(mass_NC, self.banned[slot] + [self.mask_id], seed, step, bool(greedy))[match.drawn]
+        rows = torch.from_numpy(np.flatnonzero(match.drawn)).to(hidden_ND.device)
+        letter_N1 = torch.from_numpy(letters).to(hidden_ND.device).unsqueeze(-1)
+        inside_NV = (letter_V == letter_N1) | (letter_N1 == a.every)
+        drawn = torch.cat(logits)[rows]
+        log_p, others = (torch.cat(p)[rows].masked_fill(~inside_NV, -torch.inf) for p in (kept, plain))
+        log_p = torch.where((log_p > -torch.inf).any(-1, keepdim=True), log_p, others)
+        if greedy:
+            return Drawn(log_p.argmax(-1), log_p, drawn)
+        return Drawn(gumbel_argmax(log_p, token_uniforms(ints[:, rows], self.token_V)), log_p, drawn)
 
     def prediction(self, drawn: Drawn, ints: Tensor) -> Tensor:
         """Log-probabilities [N, V] before temperature and filters; banned tokens have none."""
@@ -173,6 +217,9 @@ class Drawer:
 
     def ban(self, slot: int, tokens: list[int]) -> None:
         """Exactly `tokens` and the mask are banned in `slot` from now on."""
+        if tokens == self.banned[slot]:
+            return
+        self.banned[slot] = list(tokens)
         row = torch.zeros(self.banned_SV.shape[1], dtype=torch.bool)
         row[[*tokens, self.mask_id]] = True
         self.banned_SV[slot] = row.to(self.banned_SV.device)

@@ -1,241 +1,32 @@
-"""Engines: sequences join, are worked on together, and leave; whatever sampler each uses, they share network calls.
+"""The engine: it fills the holes of canvases, whatever sampler each sequence uses; all share network calls.
 
-`BaseEngine` is a queue and a table of slots, and does not depend on the kind of model. `Engine` fills the holes of
-canvases with a diffusion model: a slot holds the canvas (on the device), the windows of its request, and the trajectory
-of its sampler. A step evaluates the next event of every slot, whatever step of whatever sampler each is at. Sequences
-of different length do not share a call: the network has no notion of padding, so results never depend on neighbours.
+A slot holds a canvas (on the device), the windows of its request, and the trajectory of its sampler. A step evaluates
+the next event of every slot, whatever step of whatever sampler each is at. A canvas is read as a whole, or block by
+block with a cache (blocks.py): causal models write blocks of one position. Canvases of different length that are read
+as a whole do not share a call: the network has no notion of padding, so results never depend on neighbours.
 """
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from adlm.constrain.matching import Match
 from adlm.diffusion.schedules import LogLinear, Schedule
 from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.engine.blocks import Kept, block_of
 from adlm.engine.drawing import Draws, DrawSettings
-from adlm.engine.evaluator import Call, Evaluator
-from adlm.engine.request import Frame, Request, Result, Window, Windows, check_request, end_of_text, windows
+from adlm.engine.evaluator import Call, Canvases, Evaluator
+from adlm.engine.graphs import SEQUENCE_SIZES
+from adlm.engine.request import Frame, Request, Window, Windows, end_of_text, windows
+from adlm.engine.slots import ActiveSequence, BaseEngine
 from adlm.errors import require
 from adlm.models import Network
-from adlm.samplers.base import NOWHERE, Event, Prediction, Sampler, Trajectory, make_sampler
+from adlm.samplers.base import NOWHERE, Event, Positions, Prediction, Sampler, Trajectory, make_sampler
+from adlm.samplers.scheduled import LeftToRight
 from adlm.schema import ObjectiveConfig
 
 IDLE = Event(0, 0.0, NOWHERE, NOWHERE)
-
-
-@dataclass(eq=False)
-class ActiveSequence:
-    """A sequence in progress, in a slot."""
-
-    id: int
-    request: Request
-    nfe: int = 0
-    began: float = field(default_factory=time.perf_counter)
-    kept: Any = None
-    """While it is paused: what its slot held on the device."""
-    stood: list[int] = field(default_factory=list)
-    """While it is paused: the sequence as it stands."""
-
-
-S = TypeVar("S", bound=ActiveSequence)
-
-
-class BaseEngine(Generic[S]):
-    """A queue and a table of slots. Subclasses say how a slot is opened, stepped and read.
-
-    `run` and `stream` may be used from any number of threads; `submit`, `cancel` and `step` are for one that owns the
-    engine.
-    """
-
-    def __init__(self, model: Network, slots: int):
-        require(slots >= 1, f"sampling.batch_size must be at least 1, got {slots}")
-        self.model = model
-        self.slots: list[S | None] = [None] * slots
-        self.waiting: deque[tuple[int, Request]] = deque()
-        self.paused: dict[int, S] = {}
-        """Sequences that were taken out of their slots, to be resumed."""
-        self.cancelled: set[int] = set()
-        self.next_id = 0
-        self.updates: list[Frame | Result] = []
-        self.awaited: set[int] = set()
-        """Sequences of iterators (`run`, `stream`) that are under way."""
-        self.unread: list[Frame | Result] = []
-        """What one iterator's step said of another one's sequences."""
-        self.abandoned: deque[int] = deque()
-        """Sequences of iterators that were given up, until somebody holds the lock."""
-        self.lock = threading.Lock()
-
-    def check(self, request: Request) -> None:
-        """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
-        m = self.model
-        check_request(request, m.vocab_size, m.mask_id, m.config.length)
-
-    def submit(self, request: Request) -> int:
-        """Queue a sequence; returns its id. Bad requests are refused here, not when a slot is free."""
-        self.check(request)
-        self.next_id += 1
-        self.waiting.append((self.next_id, request))
-        return self.next_id
-
-    def cancel(self, id: int) -> None:
-        """Stop a sequence; it leaves at the next step with an unfinished Result. Ids of ended ones are ignored."""
-        self.cancelled.add(id)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting) or bool(self.paused) or any(s is not None for s in self.slots)
-
-    def pause(self, id: int) -> None:
-        """Take a sequence out of its slot, for another one. Resumed, it continues as if nothing had happened."""
-        i = next(i for i, s in enumerate(self.slots) if s is not None and s.id == id)
-        active = self.active(i)
-        active.stood, active.kept = self.tokens(i), self.keep(i)
-        self.paused[id] = active
-        self.slots[i] = None
-
-    def resume(self, id: int) -> None:
-        """Put a paused sequence into a free slot, whichever."""
-        i = self.slots.index(None)
-        active = self.slots[i] = self.paused.pop(id)
-        self.bring_back(i, active.kept)
-        active.kept = None
-
-    def step(self, only: Collection[int] | None = None) -> list[Frame | Result]:
-        """Admit sequences, evaluate each once, and report: Frames of watched ones, Results of ended ones. `only`: ids
-        of those to evaluate; others keep their slots and stand still."""
-        self.updates = []
-        self.drop_cancelled()
-        for i in range(len(self.slots)):
-            while self.slots[i] is None and self.waiting:
-                self.admit(i, *self.waiting.popleft())
-        self.evaluate([i for i, s in enumerate(self.slots) if s is not None and (only is None or s.id in only)])
-        return self.updates
-
-    def run(self, requests: Iterable[Request], tick: Callable[[], None] = lambda: None) -> Iterator[Result]:
-        """Results in the order they finish; requests are taken as slots become free, so there may be any number. `tick`
-        is called after each step.
-
-        Iterators, `stream` too, may be read in turn, and in several threads: each step works for all of them.
-        Sequences of an iterator that is given up are dropped.
-        """
-        source, more, mine = iter(requests), True, set()
-        try:
-            while more or mine:
-                while more and len(self.waiting) < self.slots.count(None):
-                    request = next(source, None)
-                    more = request is not None
-                    if request is not None:
-                        mine.add(self.submit_awaited(request))
-                updates = self.read(mine)
-                tick()
-                for update in updates:
-                    if isinstance(update, Result):
-                        mine.remove(update.id)
-                        yield update
-        finally:
-            self.drop(mine)
-
-    def stream(self, request: Request) -> Iterator[Frame | Result]:
-        """Frames of one sequence (if request.watch) and its Result."""
-        id, ended = self.submit_awaited(request), False
-        try:
-            while not ended:
-                for update in self.read({id}):
-                    ended = isinstance(update, Result)
-                    yield update
-        finally:
-            self.drop({id} if not ended else set())
-
-    def submit_awaited(self, request: Request) -> int:
-        with self.lock:
-            id = self.submit(request)
-            self.awaited.add(id)
-            return id
-
-    def read(self, ids: set[int]) -> list[Frame | Result]:
-        """What is new of these sequences: what other iterators' steps have left, or else what a step says."""
-        with self.lock:
-            self.forget_abandoned()
-            if not any(u.id in ids for u in self.unread):
-                self.unread += [u for u in self.step() if u.id in self.awaited]
-            found = [u for u in self.unread if u.id in ids]
-            self.unread = [u for u in self.unread if u.id not in ids]
-            self.awaited -= {u.id for u in found if isinstance(u, Result)}
-            return found
-
-    def drop(self, ids: set[int]) -> None:
-        """Forget sequences without a Result: at once if the engine is idle, else before its next step. The garbage
-        collector may call this at any moment, even inside a step of the same thread, so it never waits."""
-        self.abandoned.extend(ids)
-        if ids and self.lock.acquire(blocking=False):
-            try:
-                self.forget_abandoned()
-            finally:
-                self.lock.release()
-
-    def forget_abandoned(self) -> None:
-        ids = {self.abandoned.popleft() for _ in range(len(self.abandoned))}
-        if ids:
-            self.cancelled |= ids
-            self.drop_cancelled()
-            self.updates = [u for u in self.updates if u.id not in ids]
-            self.unread = [u for u in self.unread if u.id not in ids]
-            self.awaited -= ids
-
-    def finish(self, i: int, tokens: list[int], finished: bool = True, problem: str = "") -> None:
-        active = self.active(i)
-        seconds = time.perf_counter() - active.began
-        self.updates.append(Result(active.id, tokens, active.request.seed, active.nfe, seconds, finished, problem))
-        self.slots[i] = None
-
-    def drop_cancelled(self) -> None:
-        if not self.cancelled:
-            return
-        for i, active in enumerate(self.slots):
-            if active is not None and active.id in self.cancelled:
-                self.finish(i, self.tokens(i), finished=False)
-        for id in self.paused.keys() & self.cancelled:
-            left = self.paused.pop(id)
-            seconds = time.perf_counter() - left.began
-            self.updates.append(Result(id, left.stood, left.request.seed, left.nfe, seconds, finished=False))
-        for id, request in [w for w in self.waiting if w[0] in self.cancelled]:
-            self.waiting.remove((id, request))
-            self.updates.append(Result(id, list(request.tokens), request.seed, 0, 0.0, finished=False))
-        self.cancelled.clear()
-
-    def active(self, i: int) -> S:
-        """The sequence in slot i, which is taken."""
-        active = self.slots[i]
-        assert active is not None
-        return active
-
-    # What a kind of model adds
-
-    def admit(self, i: int, id: int, request: Request) -> None:
-        """Put the request into slot i (it may end at once)."""
-        raise NotImplementedError
-
-    def evaluate(self, chosen: list[int]) -> None:
-        """Evaluate the network once for the sequences in these slots."""
-        raise NotImplementedError
-
-    def keep(self, i: int) -> Any:
-        """A copy of what slot i holds on the device."""
-        raise NotImplementedError
-
-    def bring_back(self, i: int, kept: Any) -> None:
-        """Make slot i, in which a resumed sequence stands, hold what its slot held."""
-        raise NotImplementedError
-
-    def tokens(self, i: int) -> list[int]:
-        """The sequence of slot i as it stands, on the host."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -247,15 +38,21 @@ class Canvas(ActiveSequence):
     window: Window = None  # type: ignore[assignment]
     trajectory: Trajectory = None  # type: ignore[assignment]
     event: Event = IDLE
+    block: int = 0
+    """Length of its blocks; 0: it is read as a whole."""
     guided: bool = False
     open_fraction: float = 1.0
     """Fraction of the window's positions that are holes. A sampler's times are fractions of holes; what the network is
     conditioned on is the fraction of masks in all it reads, as in training."""
 
+    @property
+    def start(self) -> int:
+        """Where the block begins that the next event draws in."""
+        first = int(self.event.draw[0])
+        return first - first % self.block
+
 
 class Engine(BaseEngine[Canvas]):
-    """The engine of diffusion models."""
-
     def __init__(
         self,
         model: Network,
@@ -267,24 +64,38 @@ class Engine(BaseEngine[Canvas]):
         tau: int = ObjectiveConfig.tau,
     ):
         """`schedule` and `tau` are those the model was trained with (default log-linear, 5)."""
-        require(not model.config.causal, "this engine fills holes; a causal model needs CausalEngine")
         super().__init__(model, slots)
         self.schedule = schedule or LogLinear()
         self.evaluator = Evaluator(model, self.schedule, slots, device, precision, compile, tau)
 
     def check(self, request: Request) -> None:
         super().check(request)
-        misfit = make_sampler(request.settings, self.schedule).misfit(self.model.config)
+        block_of(request, self.model)
+        misfit = "" if self.model.config.causal else self.sampler(request).misfit(self.model.config)
         require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
+
+    def sampler(self, request: Request) -> Sampler:
+        """The request's sampler; where positions come one at a time there is nothing to choose."""
+        if self.model.config.causal:
+            return LeftToRight(request.settings, self.schedule)
+        return make_sampler(request.settings, self.schedule)
 
     # The life of a sequence: admit, then open - advance ... advance - close for each of its windows
 
     def admit(self, i: int, id: int, request: Request) -> None:
-        conversation = windows(request, self.evaluator.length, self.evaluator.mask_id)
+        block, mask_id = block_of(request, self.model), self.evaluator.mask_id
+        conversation = windows(request, self.evaluator.length, mask_id, block)
         window = next(conversation)
-        sampler = make_sampler(request.settings, self.schedule)
-        canvas = Canvas(id, request, sampler=sampler, windows=conversation, window=window)
+        canvas = Canvas(id, request, sampler=self.sampler(request), windows=conversation, window=window, block=block)
         self.slots[i] = canvas
+        if block:
+            tokens = list(request.tokens)
+            first = tokens.index(mask_id)
+            rest = min(-len(tokens) % block, self.evaluator.length - len(tokens))  # of the last block: never drawn
+            self.evaluator.load(i, tokens + [mask_id] * rest, window.banned)
+            self.evaluator.blocks.admit(i, block, tokens[: first - first % block])
+        elif "blocks" in vars(self.evaluator):
+            self.evaluator.blocks.forget(i)
         try:
             if request.required:
                 window = conversation.send(self.place_required(canvas, window))
@@ -297,22 +108,27 @@ class Engine(BaseEngine[Canvas]):
         """Put a window into the slot and start its trajectory."""
         canvas = self.active(i)
         canvas.window = window
-        self.evaluator.load(i, window.tokens, window.banned)
-        holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id)
+        self.evaluator.load(i, window.tokens, window.banned, window.at)
+        holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id) + window.at
         # where nothing is fixed there is nothing to hide: the second sequence would be the first one again
         canvas.guided = canvas.request.settings.guidance > 0 and len(holes) < len(window.tokens)
         # the release conditions on the sampler's time, whatever is given
         canvas.open_fraction = 1.0 if canvas.request.settings.parity else len(holes) / len(window.tokens)
-        canvas.trajectory = canvas.sampler.trajectory(holes, window.seed)
-        self.advance(i, None)
+        if canvas.block:
+            canvas.trajectory = canvas.sampler.in_blocks(holes, window.seed, canvas.block)
+        else:
+            canvas.trajectory = canvas.sampler.trajectory(holes, window.seed)
+        if not self.advance(i, None):
+            self.close(i, list(window.tokens))
 
-    def advance(self, i: int, prediction: Prediction | None) -> None:
-        """Ask the sampler for the next event; at the end of the trajectory the window is done."""
+    def advance(self, i: int, prediction: Prediction | None) -> bool:
+        """Ask the sampler for the next event; False at the end of the trajectory."""
         canvas = self.active(i)
         try:
             canvas.event = next(canvas.trajectory) if prediction is None else canvas.trajectory.send(prediction)
         except StopIteration:
-            self.close(i, self.window_tokens(i))
+            return False
+        return True
 
     def close(self, i: int, tokens: list[int]) -> None:
         """Hand the filled window to the request's conversation, which asks for another one or ends."""
@@ -326,91 +142,166 @@ class Engine(BaseEngine[Canvas]):
         else:
             self.open(i, window)
 
+    def finish(self, i: int, tokens: list[int], finished: bool = True, problem: str = "") -> None:
+        if self.active(i).block:  # whoever continues this text finds it read
+            self.evaluator.blocks.held[i].tokens = tokens
+        super().finish(i, tokens, finished, problem)
+
     def window_tokens(self, i: int) -> list[int]:
-        """The slot's canvas as the next evaluation would see it."""
+        """The slot's window as the next evaluation would see it."""
         canvas = self.active(i)
-        tokens = self.evaluator.read([i], len(canvas.window.tokens))[0]
-        tokens[canvas.event.mask] = self.evaluator.mask_id
+        return self.as_seen(canvas, self.evaluator.read([i], [canvas.window.at], len(canvas.window.tokens))[0])
+
+    def as_seen(self, canvas: Canvas, tokens: np.ndarray, at: int | None = None) -> list[int]:
+        """Tokens of a canvas from position `at` on, as the next evaluation would see them."""
+        again = canvas.event.mask - (canvas.window.at if at is None else at)
+        tokens[again[(again >= 0) & (again < len(tokens))]] = self.evaluator.mask_id
         return tokens.tolist()
 
     def tokens(self, i: int) -> list[int]:
-        return [*self.active(i).window.before, *self.window_tokens(i)]
+        canvas = self.active(i)
+        if not canvas.block:
+            return [*canvas.window.before, *self.window_tokens(i)]
+        return self.as_seen(canvas, self.evaluator.read([i], [0], len(canvas.request.tokens))[0], at=0)
 
-    def keep(self, i: int) -> torch.Tensor:
-        return self.evaluator.canvas_SL[i, : len(self.active(i).window.tokens)].clone()
+    def keep(self, i: int) -> tuple[torch.Tensor, Kept | None]:
+        blocks = self.evaluator.blocks.keep(i) if self.active(i).block else None
+        return self.evaluator.canvas_SL[i].clone(), blocks
 
-    def bring_back(self, i: int, kept: torch.Tensor) -> None:
-        window = self.active(i).window
-        self.evaluator.load(i, window.tokens, window.banned)  # which says what is fixed
-        self.evaluator.canvas_SL[i, : len(kept)] = kept
+    def bring_back(self, i: int, kept: tuple[torch.Tensor, Kept | None]) -> None:
+        window, (canvas_L, blocks) = self.active(i).window, kept
+        self.evaluator.load(i, window.tokens, window.banned, window.at)  # which says what is fixed
+        self.evaluator.canvas_SL[i] = canvas_L
+        if blocks is not None:
+            self.evaluator.blocks.bring_back(i, blocks)
+        elif "blocks" in vars(self.evaluator):
+            self.evaluator.blocks.forget(i)
 
-    # One network call per length
+    # One network call per length of canvases, and one for all blocks
 
     def evaluate(self, chosen: list[int]) -> None:
-        lengths = {i: len(self.active(i).window.tokens) for i in chosen}
-        for length in sorted(set(lengths.values())):
-            self.evaluate_group([i for i in chosen if lengths[i] == length], length)
+        matched = {i for i in chosen if self.active(i).request.constraint is not None}
+        for alike in ([i for i in chosen if i not in matched], sorted(matched)):
+            self.evaluate_alike(alike)
 
-    def evaluate_group(self, group: list[int], length: int) -> None:
-        canvases = [self.active(i) for i in group]
-        reads = frozenset(c.sampler.reads for c in canvases) - {""}
-        predicted = self.evaluator.evaluate(self.call(group, canvases, length), reads)
-        ended = self.ended(group, canvases, length)
-        drawn = [c.event.draw for c in canvases]
-        stop = np.cumsum([len(d) for d in drawn])
-        for i, canvas, d, b in zip(group, canvases, drawn, stop):
-            canvas.nfe += 2 if canvas.guided else 1
-            if i in ended:
-                # all of the mask is after the end: the conversation drops it
-                canvas.event = IDLE
-                self.close(i, self.window_tokens(i))
-                continue
-            seen = None
-            if canvas.sampler.reads:
-                seen = Prediction(**{f: v[b - len(d) : b] for f, v in predicted._asdict().items() if v is not None})
-            canvas.event = canvas.event._replace(mask=NOWHERE)
-            before = len(canvas.window.before)  # of the window drawn in; the next may be open when the frame is made
-            self.advance(i, seen)
-            if canvas.request.watch and self.slots[i] is canvas:
-                self.updates.append(self.frame(i, [before + l for l in d.tolist()]))
+    def evaluate_alike(self, chosen: list[int]) -> None:
+        """All of `chosen` are constrained, or none is."""
+        lengths = {i: len(self.active(i).window.tokens) for i in chosen if not self.active(i).block}
+        for length in sorted(set(lengths.values())):
+            group = [i for i in chosen if lengths.get(i) == length]
+            canvases = [self.active(i) for i in group]
+            self.settle(group, canvases, self.evaluator.evaluate(self.call(group, canvases, length), reads(canvases)))
+        blocks = [i for i in chosen if self.slots[i] is not None and i not in lengths]
+        if blocks:
+            self.evaluate_blocks(blocks)
+
+    def evaluate_blocks(self, group: list[int]) -> None:
+        starts = {i: self.active(i).start for i in group}
+        reading, drawing = self.evaluator.blocks.plan(starts, SEQUENCE_SIZES)
+        canvases = [self.active(i) for i in drawing]
+        t_B = np.zeros(reading.rows.shape[1])
+        t_B[drawing] = [c.event.t * c.open_fraction for c in canvases]
+        places, matches = self.places(drawing, canvases)
+        slot_N = np.repeat(np.array(drawing, dtype=np.int64), [len(p) for p in places])
+        draws = draws_of(drawing, canvases, places)
+        call = Call(reading, t_B, masks(drawing, canvases), np.stack([slot_N] * 2), draws, matches)
+        self.settle(drawing, canvases, self.evaluator.evaluate(call, reads(canvases)))
 
     def call(self, group: list[int], canvases: list[Canvas], length: int) -> Call:
-        """The network call of a group of slots, as arrays."""
+        """The network call of a group of canvases, as arrays."""
         events = [c.event for c in canvases]
-        draws = Draws.of([draw_settings(i, c) for i, c in zip(group, canvases)], [e.draw for e in events])
         # A guided sequence takes part twice: as it is, and with its fixed positions hidden.
         n, guided = len(group), [k for k, c in enumerate(canvases) if c.guided]
         away = np.arange(n)
         away[guided] = n + np.arange(len(guided))
         t, open_fraction = np.array([(e.t, c.open_fraction) for e, c in zip(events, canvases)]).T
+        places, matches = self.places(group, canvases)
+        slots = np.array([[*group, *(group[k] for k in guided)], [0] * n + [1] * len(guided)], dtype=np.int64)
         return Call(
-            length=length,
-            slots=np.array([[*group, *(group[k] for k in guided)], [0] * n + [1] * len(guided)], dtype=np.int64),
+            read=Canvases(length, slots),
             t=np.concatenate([t * open_fraction, 1 - (1 - t[guided]) * open_fraction[guided]]),
-            mask=np.stack([np.repeat(group, [len(e.mask) for e in events]), np.concatenate([e.mask for e in events])]),
-            source=np.repeat(np.stack([np.arange(n), away]), [len(e.draw) for e in events], axis=1),
-            draws=draws,
+            mask=masks(group, canvases),
+            source=np.repeat(np.stack([np.arange(n), away]), [len(p) for p in places], axis=1),
+            draws=draws_of(group, canvases, places),
+            matches=matches,
         )
 
-    def ended(self, group: list[int], canvases: list[Canvas], length: int) -> set[int]:
-        """Slots whose text has ended: nothing before the end is open, and nothing there will be masked again."""
-        # Samplers that read predictions leave guesses on the canvas until they have chosen.
-        able = [c.request.stop_id is not None and c.sampler.writes_once and not c.sampler.reads for c in canvases]
-        may = [(i, c) for i, c, a in zip(group, canvases, able) if a]
-        if not may:
-            return set()
-        ended = set()
-        for (i, canvas), tokens in zip(may, self.evaluator.read([i for i, _ in may], length).tolist()):
-            first = canvas.window.first - len(canvas.window.before)
-            end = end_of_text(tokens, canvas.request.stop_id, max(0, first), length)
-            if end is not None and self.evaluator.mask_id not in tokens[:end]:
-                ended.add(i)
-        return ended
+    def places(self, group: list[int], canvases: list[Canvas]) -> tuple[list[Positions], tuple[Match, ...]]:
+        """Positions at which predictions are needed: those that are drawn, or where texts must match all masked ones;
+        and what they must match."""
+        if not canvases or canvases[0].request.constraint is None:
+            return [c.event.draw for c in canvases], ()
+        matches = [self.match(i, c) for i, c in zip(group, canvases)]
+        return [m.masked + at for m, at in matches], tuple(m for m, _ in matches)
+
+    def match(self, i: int, canvas: Canvas) -> tuple[Match, int]:
+        """What the next event of slot i may draw, and where on its canvas that begins."""
+        request, window, mask_id = canvas.request, canvas.window, self.evaluator.mask_id
+        assert request.constraint is not None
+        tokens = self.tokens(i)
+        start = canvas.start if canvas.block else len(window.before)
+        stop = min(start + canvas.block, len(tokens)) if canvas.block else len(tokens)
+        whole = tokens + list(request.tokens[len(tokens) :])
+        holes = np.flatnonzero(np.array(request.tokens) == mask_id)
+        span = request.constraint.span(whole, (int(holes[0]), int(holes[-1]) + 1), start, stop)
+        masked = np.flatnonzero(np.array(tokens[start:stop]) == mask_id)
+        at = start - len(window.before) + window.at
+        return Match(span, tokens[start:stop], masked, np.isin(masked + at, canvas.event.draw)), at
+
+    def settle(self, group: list[int], canvases: list[Canvas], predicted: Prediction) -> None:
+        """After an evaluation: go on to the next event of each slot, to its next window, or end it."""
+        shown, filled, asked, b = [], [], [], 0
+        for i, canvas in zip(group, canvases):
+            canvas.nfe += 2 if canvas.guided else 1
+            d, window, request, seen = canvas.event.draw, canvas.window, canvas.request, None
+            b += len(d)
+            if request.watch:
+                shown.append((i, canvas, (d + len(window.before) - window.at).tolist()))
+            if canvas.sampler.reads:
+                seen = Prediction(**{f: v[b - len(d) : b] for f, v in predicted._asdict().items() if v is not None})
+            start = window.at if request.stop_id is None or not canvas.block else canvas.start
+            if not self.advance(i, seen):
+                filled.append(i)
+            elif request.stop_id is not None and self.certain(canvas, start):
+                asked.append((i, start, canvas.block or len(window.tokens)))
+        self.close_all(filled + self.ended(asked))
+        self.updates += [self.frame(i, drawn) for i, canvas, drawn in shown if self.slots[i] is canvas]
+
+    def certain(self, canvas: Canvas, start: int) -> bool:
+        """Whether what has been drawn from `start` on stays: a block that is finished, or a canvas where nothing is
+        masked again. Samplers that read predictions leave guesses there until they have chosen."""
+        if canvas.block:
+            return canvas.start != start
+        return canvas.sampler.writes_once and not canvas.sampler.reads
+
+    def ended(self, asked: list[tuple[int, int, int]]) -> list[int]:
+        """Of (slot, position, length): the slots whose text ends there, with nothing open before the end."""
+        found = []
+        for length in {length for _, _, length in asked}:
+            own = [(i, start) for i, start, n in asked if n == length]
+            read = self.evaluator.read([i for i, _ in own], [start for _, start in own], length)
+            for (i, start), tokens in zip(own, read.tolist()):
+                canvas = self.active(i)
+                first = canvas.window.first - len(canvas.window.before) + canvas.window.at - start
+                end = end_of_text(tokens, canvas.request.stop_id, max(0, first), length)
+                if end is not None and self.evaluator.mask_id not in tokens[:end]:
+                    found.append(i)
+        return found
+
+    def close_all(self, slots: list[int]) -> None:
+        """Close the windows of these slots, which are filled or need not be; canvases of one shape are read at once."""
+        shapes = {i: (self.active(i).window.at, len(self.active(i).window.tokens)) for i in slots}
+        for at, length in set(shapes.values()):
+            own = [i for i in slots if shapes[i] == (at, length)]
+            for i, tokens in zip(own, self.evaluator.read(own, [at] * len(own), length)):
+                self.active(i).event = IDLE  # what it would mask is after the end: the conversation drops it
+                self.close(i, tokens.tolist())
 
     def frame(self, i: int, drawn: list[int]) -> Frame:
         canvas, tokens = self.active(i), self.tokens(i)
         visible = [l for l in drawn if tokens[l] != self.evaluator.mask_id]
-        return Frame(canvas.id, tokens, canvas.event.step, canvas.nfe, visible)
+        step = canvas.nfe if canvas.block else canvas.event.step
+        return Frame(canvas.id, tokens, step, canvas.nfe, visible, settled(canvas, len(tokens)))
 
     def place_required(self, canvas: Canvas, window: Window) -> list[int]:
         """Fix each required word at a start drawn by the model's own probability of the word there, given the rest."""
@@ -428,12 +319,56 @@ class Engine(BaseEngine[Canvas]):
         return tokens
 
 
+def settled(canvas: Canvas, length: int) -> int:
+    """From the left, how many positions of a sequence stay as they are, if they hold a token."""
+    r = canvas.request
+    # A banned phrase, and an end of text before the last required word, are drawn again.
+    repaired = canvas.block != 1 and any(len(word) > 1 for word in r.banned)
+    if canvas.sampler.writes_once and not repaired and not (r.required and r.stop_id is not None):
+        return length
+    return canvas.start if canvas.block else 0
+
+
+def most_evaluations(request: Request, model: Network, schedule: Schedule) -> int:
+    """Network evaluations that a request takes at most, repairs apart."""
+    s, block, mask_id = request.settings, block_of(request, model), model.mask_id
+    sampler = make_sampler(s, schedule)
+    steps = len(getattr(sampler, "t", ())) or s.steps  # times of its own are as many as it needs
+    size = block or len(request.tokens)
+    holes = [list(request.tokens[a : a + size]).count(mask_id) for a in range(0, len(request.tokens), size)]
+    if not sampler.steps_matter:
+        each = holes
+    elif sampler.writes_once and not sampler.reads:  # a step that draws nothing costs nothing
+        each = [min(steps, n) for n in holes]
+    else:
+        each = [steps * (n > 0) for n in holes]
+    windows = 1 + max(0, -(-(len(request.tokens) - model.config.length) // s.stride)) if s.stride else 1
+    return sum(each) * windows
+
+
+def reads(canvases: list[Canvas]) -> frozenset[str]:
+    """What the samplers ask to be told after the next event."""
+    return frozenset(c.sampler.reads for c in canvases) - {""}
+
+
+def masks(group: list[int], canvases: list[Canvas]) -> np.ndarray:
+    """[2, M]: slot and position of everything that is masked before the next event."""
+    again = [c.event.mask for c in canvases]
+    return np.stack(
+        [np.repeat(np.array(group, dtype=np.int64), [len(m) for m in again]), np.concatenate([NOWHERE, *again])]
+    )
+
+
+def draws_of(group: list[int], canvases: list[Canvas], places: list[Positions]) -> Draws:
+    return Draws.of([draw_settings(i, c) for i, c in zip(group, canvases)], places)
+
+
 def draw_settings(slot: int, canvas: Canvas) -> DrawSettings:
     """How the next event of a slot draws."""
     event, s = canvas.event, canvas.request.settings
-    settings = DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", guidance=s.guidance)
+    filters = s.temperature, s.top_k, s.top_p, s.min_p
     if event.greedy:
-        return settings._replace(temperature=0.0)
-    if s.parity and not canvas.sampler.filtered_in_release:
-        return settings
-    return settings._replace(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+        filters = 0.0, 0, 1.0, 0.0
+    elif s.parity and not canvas.sampler.filtered_in_release:
+        filters = 1.0, 0, 1.0, 0.0
+    return DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", *filters, s.guidance)

@@ -6,8 +6,9 @@ only, too. Nothing comes to the host unless asked for. Guidance needs no second 
 (1+w) logits - w logits' is the head of (1+w) h - w h'.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +16,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adlm.constrain.matching import Match
 from adlm.diffusion.schedules import Schedule, noise_level
-from adlm.engine.drawing import ANY, GUIDANCE, PIECES, POSITION, SLOT, Drawer, Draws, Filters, Head, pieces, widen
-from adlm.engine.graphs import Fixed, Graphs, Uploads
+from adlm.engine.blocks import BlockReader, BlockReading, own_block
+from adlm.engine.drawing import (
+    ANY,
+    GUIDANCE,
+    PIECES,
+    POSITION,
+    SLOT,
+    Drawer,
+    Drawn,
+    Draws,
+    Filters,
+    Head,
+    pieces,
+    widen,
+)
+from adlm.engine.graphs import MASK_SIZES, SEQUENCE_SIZES, Fixed, Graphs, Uploads, at_least
 from adlm.engine.prepare import autocast, compile_blocks, prepare
 from adlm.errors import choose
 from adlm.io.paths import float64_device
@@ -27,24 +43,23 @@ from adlm.models.network import at_least_float32
 from adlm.samplers.base import Prediction
 from adlm.schema import ObjectiveConfig
 
-# Static shapes: sequences of a call, and positions masked again before it
-SEQUENCE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-MASK_SIZES = (64, 1024)
 FEW = (16, 64)
 """Draws of a sequence: up to the last of these the network's last block is finished only where they are."""
 
 
-def at_least(n: int, sizes: tuple[int, ...]) -> int:
-    """The static size that holds n; beyond the largest, multiples of it."""
-    return next((s for s in sizes if s >= n), -(-n // sizes[-1]) * sizes[-1])
-
-
-class Call(NamedTuple):
-    """One network call, described on the host. Its sequences have one length."""
+class Canvases(NamedTuple):
+    """What a network call reads of canvases as a whole. They have one length."""
 
     length: int
     slots: NDArray[np.int64]
     """[2, B]: slot of each sequence of the call; 1 where the slot's fixed positions are hidden (guidance)."""
+
+
+class Call(NamedTuple):
+    """One network call, described on the host."""
+
+    read: Canvases | BlockReading
+    """What it reads: canvases as a whole, or the blocks in work."""
     t: NDArray[np.float64]
     """[B]: fraction of masks that each sequence is conditioned on."""
     mask: NDArray[np.int64]
@@ -52,6 +67,9 @@ class Call(NamedTuple):
     source: NDArray[np.int64]
     """[2, N]: sequence of the call each draw reads, and the one it is guided away from."""
     draws: Draws
+    matches: tuple[Match, ...] = ()
+    """Where texts must match: what each sequence of the call may become. Its draws are then all its masked positions,
+    and those that the match names are written."""
 
 
 Observer = Callable[["Call", Tensor, Tensor], None]
@@ -78,9 +96,10 @@ class Evaluator:
         self.length, self.mask_id = model.config.length, model.mask_id
         self.time_conditioned = model.config.time_conditioning
         self.schedule, self.tau = schedule, tau
-        # One slot more than there are: padding reads and writes there.
-        self.canvas_SL = torch.full((slots + 1, self.length), self.mask_id, device=self.device)
-        self.fixed_SL = torch.zeros(slots + 1, self.length, dtype=torch.bool, device=self.device)
+        # At least one slot more than there are: padding reads and writes there.
+        rows = max(slots + 1, at_least(slots, SEQUENCE_SIZES))
+        self.canvas_SL = torch.full((rows, self.length), self.mask_id, device=self.device)
+        self.fixed_SL = torch.zeros(rows, self.length, dtype=torch.bool, device=self.device)
         self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
         self.spare = slots
         self.observer: Observer | None = None
@@ -95,11 +114,16 @@ class Evaluator:
         self.read_canvases = self.graphs.capture(self.look)
         self.write_draws = self.graphs.capture(self.draw)
 
+    @functools.cached_property
+    def blocks(self) -> BlockReader:
+        """The reader of blocks, with its cache; made when the first sequence needs it."""
+        with torch.inference_mode(False):  # it is changed outside, too
+            return BlockReader(self.model, self.canvas_SL, self.graphs, self.network_device, self.bf16)
+
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        tokens_BL, sigma_B = tokens_BL.to(self.network_device), sigma_B.to(self.network_device)
         at_BQ = None if at_BQ is None else at_BQ.to(self.network_device)
         with autocast(self.network_device, self.bf16):
-            h = self.model(tokens_BL, sigma_B if self.time_conditioned else None, at_BQ=at_BQ)
+            h = self.model(tokens_BL.to(self.network_device), self.told(sigma_B), at_BQ=at_BQ)
         return h.denoiser_BLD.to(self.device), None if h.anchor_BLD is None else h.anchor_BLD.to(self.device)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
@@ -123,7 +147,7 @@ class Evaluator:
         tokens_BL = self.canvas_SL[slots[0], :L]
         hide_BL = self.fixed_SL[slots[0], :L] & (slots[1] > 0).unsqueeze(-1)
         tokens_BL = tokens_BL.masked_fill(hide_BL, self.mask_id)
-        return *self.hidden(tokens_BL, sigma_B.float(), at_BQ), tokens_BL
+        return *self.hidden(tokens_BL, sigma_B, at_BQ), tokens_BL
 
     def chosen(self, denoiser_BLD: Tensor, source: Tensor, floats: Tensor, guided: bool) -> Tensor:
         """Hidden states at the positions to draw, guidance included. `source`: their places in the flattened states,
@@ -148,7 +172,10 @@ class Evaluator:
     ) -> tuple[Tensor, ...]:
         """Draw one piece and write it into the canvas; returns what the samplers read of each draw."""
         h_ND = self.chosen(denoiser_BLD, source, floats, guided)
-        drawn = self.drawer(h_ND, ints, floats, filters)
+        return self.write(self.drawer(h_ND, ints, floats, filters), ints, reads)
+
+    def write(self, drawn: Drawn, ints: Tensor, reads: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """Put what was drawn on the canvas; returns what the samplers read of it."""
         self.canvas_SL[ints[SLOT], ints[POSITION]] = drawn.token
         log_p = self.drawer.prediction(drawn, ints) if UNFILTERED & set(reads) else drawn.log_p
         return tuple(LOOKS[name](log_p if name in UNFILTERED else drawn.log_p, drawn.token) for name in reads)
@@ -156,50 +183,64 @@ class Evaluator:
     @torch.inference_mode()
     def warm_up(self, length: int = 0, least: int = 1) -> None:
         """Compile and capture the shapes that `least` sequences or more of this length need, with few tokens that are
-        masked again and without guidance."""
+        masked again and without guidance; of a model that writes in blocks, those of its own block length and short
+        texts."""
         if not self.graphs.on:
             return
 
         def numbers(*values: int, columns: int) -> Tensor:
             return torch.tensor(values, device=self.device)[:, None].expand(-1, columns)
 
+        def draw_from(states: Tensor) -> None:
+            for size in PIECES:
+                ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
+                self.write_draws(Fixed(states), numbers(0, 0, columns=size), ints, floats.double(), ANY, False, ())
+
+        block = own_block(self.model)
         # The largest first: it is compiled for its own size, the others share one compilation of any size.
         sizes = [
             s for s in SEQUENCE_SIZES if at_least(least, SEQUENCE_SIZES) <= s <= at_least(self.spare, SEQUENCE_SIZES)
         ]
         for B in reversed(sizes):
-            mask, slots = numbers(self.spare, 0, columns=MASK_SIZES[0]), numbers(self.spare, 0, columns=B)
-            sigma_B = torch.zeros(B, device=self.device).double()
-            for most in FEW:
+            mask = numbers(self.spare, 0, columns=MASK_SIZES[0])
+            for n in self.blocks.sizes(block, B) if block else ():
+                rows, keys = numbers(0, block, 0, columns=B), self.blocks.keys(n)
+                draw_from(self.blocks.read(mask, rows, 0, n, keys)[0])
+            sigma_B, slots = torch.zeros(B, device=self.device).double(), numbers(self.spare, 0, columns=B)
+            for most in () if block else FEW:
                 at_BQ = numbers(*[0] * B, columns=most)
-                denoiser_BLD, *_ = self.read_canvases(mask, slots, sigma_B, at_BQ, length or self.length)
-                for size in PIECES:
-                    ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
-                    source = numbers(0, 0, columns=size)
-                    self.write_draws(Fixed(denoiser_BLD), source, ints, floats.double(), ANY, False, ())
+                draw_from(self.read_canvases(mask, slots, sigma_B, at_BQ, length or self.length)[0])
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """The noise level at fractions t of masks; a network that is not conditioned on it ignores the numbers."""
         return noise_level(t, self.schedule) if self.time_conditioned else t
 
-    def load(self, slot: int, tokens: list[int], banned: list[int]) -> None:
-        tokens_L = torch.tensor(tokens, device=self.device)
-        self.canvas_SL[slot, : len(tokens)] = tokens_L
-        self.fixed_SL[slot, : len(tokens)] = tokens_L != self.mask_id
+    def load(self, slot: int, tokens: Sequence[int], banned: list[int], at: int = 0) -> None:
+        """Put tokens on the canvas of a slot, from position `at` on; what may not be drawn there."""
+        tokens_L, here = torch.tensor(tokens, device=self.device), slice(at, at + len(tokens))
+        self.canvas_SL[slot, here] = tokens_L
+        self.fixed_SL[slot, here] = tokens_L != self.mask_id
         self.drawer.ban(slot, banned)
 
-    def read(self, slots: list[int], length: int) -> NDArray[np.int64]:
-        """Canvases, on the host: waits for everything queued before."""
-        return self.canvas_SL[slots, :length].cpu().numpy()
+    def read(self, slots: Sequence[int], first: Sequence[int], length: int) -> NDArray[np.int64]:
+        """Parts of canvases, on the host: waits for everything queued before."""
+        if max(first) == 0:
+            return self.canvas_SL[slots, :length].cpu().numpy()
+        at = np.array(first)[:, None] + np.arange(length)
+        slots_N, at_NL = (torch.from_numpy(a).to(self.device) for a in (np.array(slots)[:, None], at))
+        return self.canvas_SL[slots_N, at_NL].cpu().numpy()
 
     def places(self, call: Call, sequences: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
         """Where the states of the draws come from: the positions wanted of each of the `sequences` [B, Q] (None: all),
         and for each draw its place among all of them, and that of the state it is guided away from [2, N]."""
-        position_N, sequence_N = call.draws.ints[POSITION], call.source[0]  # sequences in ascending order
+        position_N = call.draws.ints[POSITION]
+        if isinstance(call.read, BlockReading):
+            return None, call.read.places(call.source, position_N - self.blocks.shift)
+        length, sequence_N = call.read.length, call.source[0]  # sequences in ascending order
         column_N = np.arange(len(sequence_N)) - np.searchsorted(sequence_N, sequence_N)
         most = int(column_N.max(initial=0)) + 1
-        if most > min(FEW[-1], call.length):
-            return None, call.source * call.length + position_N
+        if most > min(FEW[-1], length):
+            return None, call.source * length + position_N
         wanted = at_least(most, FEW) if self.graphs.on else most
         at_BQ = np.zeros((sequences, wanted), dtype=np.int64)
         at_BQ[call.source, column_N] = position_N
@@ -208,33 +249,39 @@ class Evaluator:
     @torch.inference_mode()
     def evaluate(self, call: Call, reads: frozenset[str] = frozenset()) -> Prediction:
         """Run one call; returns the fields of Prediction that were asked for, for all draws in order."""
-        B, N, M = call.slots.shape[1], call.source.shape[1], call.mask.shape[1]
-        sizes = self.drawer.sizes(N)
+        B, N, M = len(call.t), call.source.shape[1], call.mask.shape[1]
+        sizes = self.drawer.sizes(N) if not call.matches else [N]
         more, more_sequences, more_masks = sum(sizes) - N, 0, 0
         if self.graphs.on:
             more_sequences, more_masks = at_least(B, SEQUENCE_SIZES) - B, at_least(M, MASK_SIZES) - M
         draws = call.draws.padded(more, self.spare)
         guided = bool((call.draws.floats[GUIDANCE] > 0).any())
-        at_BQ, source = self.places(call, B + more_sequences)
-        source = widen(source, more)
+        at_BQ, places = self.places(call, B + more_sequences)
         # What the padding masks and draws lands in the spare slot.
         arrays = [
             widen(call.mask, more_masks, (self.spare, 0)),
-            widen(call.slots, more_sequences, (self.spare, 0)),
             widen(self.sigma(call.t), more_sequences),
-            source,
+            widen(places, more),
             draws.ints,
             draws.floats,
+            call.read.rows
+            if isinstance(call.read, BlockReading)
+            else widen(call.read.slots, more_sequences, (self.spare, 0)),
         ]
-        mask, slots, sigma_B, source, ints, floats, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
+        mask, sigma_B, source, ints, floats, rows, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
         filters, names = self.drawer.filters(draws), tuple(sorted(reads & LOOKS.keys()))
-        denoiser_BLD, anchor_BLD, tokens_BL = self.read_canvases(
-            mask, slots, sigma_B, at[0] if at else None, call.length
-        )
+        if isinstance(call.read, BlockReading):
+            states = self.blocks.read(mask, rows, 0, call.read.n, call.read.keys)
+        else:
+            states = self.read_canvases(mask, rows, sigma_B, at[0] if at else None, call.read.length)
+        denoiser_BLD, anchor_BLD, tokens_BL = states
         if self.observer is not None and anchor_BLD is not None:
             self.observer(call, tokens_BL, anchor_BLD)
         seen: list[tuple[Tensor, ...]] = []
-        for piece in pieces(sizes):
+        if call.matches:
+            h_ND = self.chosen(denoiser_BLD, source, floats, guided)
+            seen = [self.draw_matching(h_ND, ints, floats, call.draws, m, names) for m in columns_of(call.matches)]
+        for piece in pieces(sizes if not call.matches else []):
             columns = source[:, piece], ints[:, piece], floats[:, piece]
             values = self.write_draws(Fixed(denoiser_BLD), *columns, filters, guided, names)
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
@@ -243,9 +290,25 @@ class Evaluator:
             found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, floats, guided)[:N])
         if "anchor" in reads:
             assert anchor_BLD is not None
-            sequence_N = torch.from_numpy(call.source[0]).to(self.device)
-            found["anchor"] = self.anchor_look(anchor_BLD, tokens_BL, sequence_N, ints[:, :N])
+            whole = places if at_BQ is None else call.source * anchor_BLD.shape[1] + call.draws.ints[POSITION]
+            at_N, sequence_N = (torch.from_numpy(a[0]).to(self.device) for a in (whole, call.source))
+            found["anchor"] = self.anchor_look(anchor_BLD.flatten(0, 1)[at_N], tokens_BL, sequence_N, ints[:, :N])
+        if call.matches:
+            drawn_N = np.concatenate([match.drawn for match in call.matches])
+            found |= {name: found[name][drawn_N] for name in ("normaliser", "anchor") if name in found}
         return Prediction(**found)
+
+    def draw_matching(
+        self, h_ND: Tensor, ints: Tensor, floats: Tensor, draws: Draws, own: tuple[slice, Match], reads: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        """Draw and write the positions of one sequence whose text must match."""
+        (here, match), on_host = own, Draws(draws.ints[:, own[0]], draws.floats[:, own[0]])
+        drawn = self.drawer.matching(h_ND[here], ints[:, here], floats[:, here], on_host, match)
+        return self.write(drawn, ints[:, here][:, torch.from_numpy(match.drawn).to(self.device)], reads)
+
+    def told(self, sigma_B: Tensor) -> Tensor | None:
+        """What the network is conditioned on."""
+        return sigma_B.float().to(self.network_device) if self.time_conditioned else None
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
         """For each draw, the mean of e^logit over all tokens but the mask, before any filter."""
@@ -256,9 +319,7 @@ class Evaluator:
             parts.append(logits.logsumexp(-1) - math.log(logits.shape[1] - 1))
         return torch.cat(parts).exp().cpu().numpy()
 
-    def anchor_look(
-        self, anchor_BLD: Tensor, tokens_BL: Tensor, sequence_N: Tensor, ints: Tensor
-    ) -> NDArray[np.float64]:
+    def anchor_look(self, h_ND: Tensor, tokens_BL: Tensor, sequence_N: Tensor, ints: Tensor) -> NDArray[np.float64]:
         """For each draw, the largest anchor probability of a token that is rare in its sequence.
 
         Rare: at most tau expected occurrences, counting visible tokens as they are and masked ones by their predicted
@@ -266,7 +327,6 @@ class Evaluator:
         """
         head, most = self.model.anchor_head, self.drawer.most
         assert head is not None
-        h_ND = anchor_BLD[sequence_N, ints[POSITION]]
 
         def probabilities(a: int) -> Tensor:
             logits = self.logits(head, h_ND[a : a + most]).float()
@@ -287,7 +347,7 @@ class Evaluator:
     def word_log_probs(self, tokens: list[int], words: list[int], t: float) -> NDArray[np.float64]:
         """log p(word token j at position l | tokens), [len(tokens), len(words)]: where a required word could stand."""
         tokens_1L = torch.tensor([tokens], device=self.device)
-        sigma = torch.from_numpy(self.sigma(np.array([t]))).float().to(self.device)
+        sigma = torch.from_numpy(self.sigma(np.array([t]))).to(self.device)
         h_LD = self.hidden(tokens_1L, sigma)[0][0]
         out = []
         for a in range(0, len(tokens), self.drawer.most):
@@ -295,6 +355,11 @@ class Evaluator:
             logits[:, self.mask_id] = -torch.inf
             out.append(logits.log_softmax(-1)[:, words])
         return torch.cat(out).double().cpu().numpy()
+
+
+def columns_of(matches: tuple[Match, ...]) -> Iterator[tuple[slice, Match]]:
+    """The columns of each sequence, with what it must match."""
+    yield from zip(pieces([len(match.masked) for match in matches]), matches)
 
 
 LOOKS = {

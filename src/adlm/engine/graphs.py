@@ -18,8 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# Static shapes: sequences of a call, and positions masked again before it
+SEQUENCE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+MASK_SIZES = (64, 1024)
 WARM_UP = 3
 AHEAD = 8  # copies under way
+
+
+def at_least(n: int, sizes: tuple[int, ...]) -> int:
+    """The static size that holds n; beyond the largest, multiples of it."""
+    return next((s for s in sizes if s >= n), -(-n // sizes[-1]) * sizes[-1])
 
 
 class Graphs:

@@ -49,12 +49,14 @@ def prepare(model: Network, device: torch.device, precision: str) -> tuple[Netwo
 @torch.no_grad()
 def fold(model: Network, fused_gelu: bool = False) -> Network:
     """A copy that computes the same function with constants computed: the bridge, and norms and modulations unless
-    time-conditioned. It shares the largest tensors, which stay as they are: embedding, heads and bridge."""
-    shared = [p for name, p in model.named_parameters() if ".blocks." not in name]
+    time-conditioned. It shares the largest tensors, which stay as they are: embedding, heads and bridge. Weights that
+    are bf16 already are shared all, and not folded: a product would be a second copy, rounded again."""
+    rounded = model.embedding.dtype == torch.bfloat16
+    shared = [p for name, p in model.named_parameters() if rounded or ".blocks." not in name]
     low = copy.deepcopy(model, memo={id(p): p for p in shared}).eval()
     low.freeze_bridge()
     for stack in [m for m in low.modules() if isinstance(m, Stack)]:
-        if not stack.time_conditioning:
+        if not (stack.time_conditioning or rounded):
             fold_stack(stack, fused_gelu)
     return low
 
@@ -75,7 +77,8 @@ class FoldedBlock(AttentionBlock):
 
     def __init__(self, block: Block, c_1C: Tensor | None, fused_gelu: bool):
         super().__init__()
-        self.n_heads, self.causal, self.norm = block.n_heads, block.causal, block.norm1.kind
+        self.heads, self.causal = block.heads, block.causal
+        self.norm, self.epsilon = block.norm1.kind, block.norm1.epsilon
         self.q_norm, self.k_norm = block.q_norm, block.k_norm
         attend, feed = modulations(block.modulation, c_1C, 2)
         self.qkv = ConstantLinear(*fold_entry(block.norm1, attend, block.qkv))
@@ -90,14 +93,16 @@ class FoldedBlock(AttentionBlock):
 
     def forward(self, stream: ResidualStream, context: Context) -> ResidualStream:
         x_BLD = stream.total()
-        o_BLD = self.attention(self.qkv(normalise(x_BLD, self.norm, product_dtype(x_BLD, self.qkv.weight))), context)
+        o_BLD = self.attention(self.qkv(self.normed(x_BLD)), context)
         if context.at_BQ is not None:  # attention has answered those queries only
             x_BLD = pick_each(x_BLD, context.at_BQ)
         elif context.at_N is not None:
             o_BLD, x_BLD = pick_flat(o_BLD, context.at_N), pick_flat(x_BLD, context.at_N)
         x_BLD = x_BLD + self.attn_out(o_BLD)
-        h_BLF = self.mlp_in(normalise(x_BLD, self.norm, product_dtype(x_BLD, self.mlp_in.weight)))
-        return ResidualStream(x_BLD, self.mlp_out(h_BLF))
+        return ResidualStream(x_BLD, self.mlp_out(self.mlp_in(self.normed(x_BLD))))
+
+    def normed(self, x_BLD: Tensor) -> Tensor:
+        return normalise(x_BLD, self.norm, product_dtype(x_BLD, self.qkv.weight), self.epsilon)
 
 
 class ConstantLinear(nn.Linear):
@@ -151,9 +156,10 @@ class PaddedLinear(ConstantLinear):
 
 
 def pad_heads(model: Network) -> None:
-    model.head = PaddedLinear(model.head)
-    if model.anchor_head is not None:
-        model.anchor_head = PaddedLinear(model.anchor_head)
+    for name in ("head", "anchor_head"):
+        head = getattr(model, name)
+        if head is not None and head.out_features % ALIGNED:
+            setattr(model, name, PaddedLinear(head))
 
 
 class Constant(nn.Module):
@@ -171,14 +177,17 @@ class Constant(nn.Module):
 
 def to_bfloat16(model: Network) -> None:
     """Linear weights, embedding and the frozen bridge in bf16; norms, modulations and noise level stay float32.
-    Parameters are replaced and not converted: a folded network shares some with its original."""
+    Parameters are replaced and not converted: a folded network shares some with its original. A tied head stays one
+    with the embedding."""
+    tied = model.head.weight is model.embedding
     small = [part for name, part in model.named_modules() if name.endswith(("time_embedding", "modulation"))]
     keep = {id(m) for part in small for m in part.modules()}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module) not in keep:
             for name, p in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(p.to(torch.bfloat16), requires_grad=False))
-    model.embedding = nn.Parameter(model.embedding.to(torch.bfloat16), requires_grad=False)
+    low = model.head.weight.detach() if tied else model.embedding.to(torch.bfloat16)
+    model.embedding = nn.Parameter(low, requires_grad=False)
     for module in model.bridge.modules() if model.bridge is not None else ():
         for name, value in module.named_buffers(recurse=False):
             setattr(module, name, value.to(torch.bfloat16) if value.is_floating_point() else value)

@@ -2,10 +2,11 @@
 
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from adlm.constrain.matching import Constraint
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.schema import SamplingConfig
@@ -26,6 +27,8 @@ class Request:
     """Token sequences that must appear: each is placed where the model finds it likeliest, by a draw."""
     stop_id: int | None = None
     """End-of-text token: the sequence ends after the first one drawn, and stops early where that changes nothing."""
+    constraint: Constraint | None = None
+    """What stands between the first and the last hole must match it."""
     watch: bool = False
     """Send a Frame after every network evaluation of this sequence (reads the canvas back each time)."""
 
@@ -38,9 +41,12 @@ class Frame:
     tokens: list[int]
     """The sequence so far, holes still to be filled as masks; in a stride, earlier windows included."""
     step: int
+    """Of the sampler; in blocks, where it begins anew with each, the number of evaluations."""
     nfe: int
     drawn: list[int]
     """Positions drawn in the last evaluation and still visible."""
+    settled: int = 0
+    """From the left, how many positions stay as they are, if they hold a token."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,13 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int) -> Non
     for word in r.required:
         require(mask_id not in word, "a required word holds the mask")
         require(len(word) <= holes, f"a required word of {len(word)} tokens does not fit into {holes} holes")
+    if r.constraint is not None:
+        said = r.constraint.said
+        require(not r.required, f"sampling.required has no place beside {said}, which says itself what must appear")
+        phrases = [w for w in r.banned if len(w) > 1]
+        require(not phrases, f"beside {said} only single tokens can be banned, not phrases such as {[*phrases[0]]}"
+                if phrases else "")  # fmt: skip
+        r.constraint.check(r.tokens, mask_id, sorted(single))
 
 
 def check_length(positions: int, length: int, stride: int) -> None:
@@ -169,13 +182,16 @@ class Window(NamedTuple):
     """Tokens of the sequence that stand before the window."""
     first: int = 0
     """Position of the sequence from which on an end-of-text token ends it."""
+    at: int = 0
+    """Where on the slot's canvas it stands: at 0, or, in blocks, which share a canvas, at its place in the sequence."""
 
 
 Windows = Generator[Window, list[int], list[int]]
 
 
-def windows(request: Request, length: int, mask_id: int) -> Windows:
-    """Canvases of a request for a model of `length` positions; returns the finished sequence.
+def windows(request: Request, length: int, mask_id: int, block: int = 0) -> Windows:
+    """Canvases of a request for a model of `length` positions; returns the finished sequence. `block`: the model
+    writes blocks of so many positions, left to right (0: a canvas as a whole).
 
     With required words the first canvas is asked for twice: once with those words placed, then filled.
     """
@@ -183,27 +199,45 @@ def windows(request: Request, length: int, mask_id: int) -> Windows:
     single = [w[0] for w in request.banned if len(w) == 1]
     phrases = [list(w) for w in request.banned if len(w) > 1]
     first, placed = sequence.index(mask_id), not request.required
-    start, number = 0, 0
-    while True:
-        stop = min(start + length, len(sequence))
+    for start, stop, seed in spans(request, length, block):
         holes = {l for l in range(start, stop) if sequence[l] == mask_id}
         if holes:
-            seed = request.seed if number == 0 else fold(request.seed, Stream.SPLIT, number)
+            # where one token is drawn at a time, a phrase is avoided and not repaired
+            banned = [*single, *completions(phrases, sequence[:start])] if block == 1 else single
+            window = Window(sequence[start:stop], seed, banned, sequence[:start], at=start if block else 0)
             if not placed:
-                sequence[start:stop] = yield Window(sequence[start:stop], seed, single, sequence[:start])
+                sequence[start:stop] = yield window
                 words = {l for l in holes if sequence[l] != mask_id}
                 holes, first, placed = holes - words, max(words), True
-            sequence[start:stop] = yield Window(sequence[start:stop], seed, single, sequence[:start], first)
+            window = window._replace(tokens=sequence[start:stop], first=first)
+            sequence[start:stop] = yield window
             # A phrase may also end in this window and begin in the one before.
-            faults = Faults(phrases, request.stop_id, first)
-            yield from repair(sequence, start, stop, holes, faults, single, seed, mask_id)
+            yield from repair(sequence, window, holes, Faults(phrases, request.stop_id, first), mask_id)
         end = end_of_text(sequence, request.stop_id, first, stop)
         if end is not None:
             return sequence[: end + 1]
-        if stop == len(sequence):
-            return sequence
-        start = min(start + request.settings.stride, len(sequence) - length)
-        number += 1
+    return sequence
+
+
+def spans(request: Request, length: int, block: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, seed) of the windows of a request."""
+    n, number = len(request.tokens), 0
+    if block:
+        # A phrase is repaired before the next block reads it. Positions differ, so that one seed serves all.
+        size = block if any(len(w) > 1 for w in request.banned) else n
+        yield from ((start, min(start + size, n), request.seed) for start in range(0, n, size))
+        return
+    start, stop = 0, min(length, n)
+    yield start, stop, request.seed
+    while stop < n:
+        start, number = min(start + request.settings.stride, n - length), number + 1
+        stop = start + length
+        yield start, stop, fold(request.seed, Stream.SPLIT, number)
+
+
+def completions(phrases: list[list[int]], before: list[int]) -> list[int]:
+    """Tokens that would complete a phrase after `before`."""
+    return [p[-1] for p in phrases if before[-len(p) + 1 :] == p[:-1]]
 
 
 class Faults(NamedTuple):
@@ -231,17 +265,11 @@ def end_of_text(tokens: Sequence[int], stop_id: int | None, first: int, stop: in
 
 
 def repair(
-    sequence: list[int],
-    start: int,
-    stop: int,
-    holes: set[int],
-    faults: Faults,
-    single: list[int],
-    seed: int,
-    mask_id: int,
+    sequence: list[int], window: Window, holes: set[int], faults: Faults, mask_id: int
 ) -> Generator[Window, list[int], None]:
     """Draw again at the holes that are at fault, without the tokens that stood there."""
-    tried: set[int] = set()
+    start, tried = len(window.before), set[int]()
+    stop = start + len(window.tokens)
     for attempt in range(REPAIRS):
         again = faults.find(sequence, start, stop, holes)
         if not again:
@@ -250,8 +278,7 @@ def repair(
         canvas = sequence[start:stop]
         for p in again:
             canvas[p - start] = mask_id
-        banned = sorted({*single, *tried})
-        window = Window(canvas, fold(seed, Stream.SPLIT, -1 - attempt), banned, sequence[:start], faults.first)
-        sequence[start:stop] = yield window
+        banned, seed = sorted({*window.banned, *tried}), fold(window.seed, Stream.SPLIT, -1 - attempt)
+        sequence[start:stop] = yield window._replace(tokens=canvas, seed=seed, banned=banned)
     words = ", ".join(str(p) for p in faults.phrases)
     raise ValueError(f"banned words could not be avoided after {REPAIRS} attempts; token sequences: {words}")

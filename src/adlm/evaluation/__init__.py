@@ -24,8 +24,8 @@ import torch
 
 from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
-from adlm.io.load import BOX, BOX_NAME, locate
-from adlm.io.paths import write_atomically
+from adlm.io.load import SMOLLM2, locate
+from adlm.io.paths import BOX, BOX_NAME, write_atomically
 from adlm.training.setup import parameter_count
 
 PACKAGES = (
@@ -89,10 +89,12 @@ def result_path(out: str, checkpoint: str, name: str) -> Path:
 
 
 def beside(checkpoint: str) -> Path:
-    """Where results of a checkpoint go: its own folder or file; of the model in the package, which may be read-only
-    and is replaced by the next version, runs/box here."""
+    """Where results of a checkpoint go: its own folder or file; of a model in a package, which may be read-only and is
+    replaced by the next version, runs/box or runs/smollm2 here."""
     place = locate(checkpoint)
-    return Path("runs") / BOX_NAME if place == BOX else place
+    if place == BOX:
+        return Path("runs") / BOX_NAME
+    return Path("runs") / SMOLLM2 if checkpoint == SMOLLM2 and not Path(SMOLLM2).exists() else place
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

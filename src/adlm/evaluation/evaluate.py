@@ -7,9 +7,8 @@ Stage 1 draws samples to disk (here), stage 2 measures them (measures.py), stage
 report.html (evaluate_report.py). Every stage keeps what it has done under a fingerprint of weights, settings and judge,
 so that a rerun does only what is missing; what fails in stage 2 is noted, and the rest is still reported.
 
-Sample i of a setting is a function of (weights, settings, seed + i), so its file is its own progress, as for `adlm
-sample`. Ranks take every size-th missing seed and write files of their own; the main rank merges them, sorted by seed,
-before and after drawing. Whatever is killed, and however many ranks resume, the same samples come out.
+Sample i of a setting is a function of (weights, settings, seed + i), so its file is its own progress, and ranks share
+the drawing, as for `adlm sample` (api/command.py).
 """
 
 import importlib.util
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from adlm.api import LanguageModel
-from adlm.api.command import draw, fingerprint, read_samples, record, request_of
+from adlm.api.command import collect, draw, fingerprint, part_of, record, request_of
 from adlm.engine import Request
 from adlm.errors import require
 from adlm.evaluation import beside, model_facts, versions
@@ -98,7 +97,8 @@ def run_evaluate(cfg: Config, sweep: Sequence[SamplingConfig] = ()) -> dict[str,
 
 def check_packages(e: EvalConfig) -> None:
     """Refuse everything that can be known to fail before samples are drawn."""
-    if (name := judge_name(e)) and not is_ours(locate(name)) and importlib.util.find_spec("transformers") is None:
+    place = locate(name) if (name := judge_name(e)) else ""
+    if place and not (is_ours(place) or place.endswith(".gguf")) and importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
     if e.mauve == "true" and not mauve_available():
         raise ModuleNotFoundError("No module named 'mauve'", name="mauve")
@@ -184,10 +184,7 @@ def exact(number: float) -> str:
 
 def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[list[Sample], int]:
     """The samples of a setting in the order of their seeds, and how many of them had to be drawn now."""
-    if ranks.is_main:
-        merge(setting)
-    ranks.barrier()
-    have = read_samples(setting.path, setting.identity)
+    have = collect(setting.path, setting.identity, ranks)
     missing = [seed for seed in setting.seeds if seed not in have]
     mine = missing[ranks.rank :: ranks.size]
     size = setting.config.batch_size
@@ -196,7 +193,7 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
         few = replace(setting.request, settings=replace(setting.request.settings, steps=2))
         for _ in draw(lm, few, list(range(min(size, len(mine)))), size):
             pass
-    part = setting.path.with_suffix(f".part{ranks.rank}.jsonl")
+    part = part_of(setting.path, ranks)
     with progress(f"samples {setting.label}", len(mine), ranks.is_main) as advance:
         before = time.perf_counter()
         for text in draw(lm, setting.request, mine, size):
@@ -205,26 +202,8 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
             record(part, text, setting.identity, spent=round(now - before, 4))
             before = now
             advance()
-    ranks.barrier()
-    if ranks.is_main and missing:
-        merge(setting)
-    ranks.barrier()
-    have = read_samples(setting.path, setting.identity)
+    have = collect(setting.path, setting.identity, ranks)
     return [have[seed] for seed in setting.seeds], len(missing)
-
-
-def merge(setting: Setting) -> None:
-    """Collect what ranks of this run, or of one that was killed, have drawn: one file sorted by seed."""
-    parts = sorted(setting.path.parent.glob(f"{setting.path.stem}.part*.jsonl"))
-    if not parts:
-        return
-    found: dict[int, Sample] = {}
-    for path in (setting.path, *parts):
-        found |= read_samples(path, setting.identity)
-    lines = [json.dumps(found[seed], ensure_ascii=False) + "\n" for seed in sorted(found)]
-    write_atomically(setting.path, "".join(lines))
-    for path in parts:
-        path.unlink()
 
 
 # Stage 3

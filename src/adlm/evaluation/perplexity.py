@@ -3,7 +3,8 @@
 Diffusion models have a bound: the average over times (`continuous`) or over numbers of masks (`exact-count`) of a
 weighted cross-entropy. Sequence i is seen at the D = eval.draws times (d + phase_i) / D, and the phases of all
 sequences are stratified over [0, 1): evenly spread over sequences and draws together. With one draw and seed 0 the
-noise is that of the validation during training. Causal models have an exact likelihood, and need no noise.
+noise is that of the validation during training. Causal models have an exact likelihood, and need no noise. A
+block-diffusion model has a bound for every block length K (eval.block_length), named `K=16`; K = 1 is exact.
 
 Batches do not depend on the number of ranks (whole batches are dealt out), so neither does any number.
 """
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adlm import tables
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import Tokenizer
@@ -25,19 +27,21 @@ from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
 from adlm.evaluation import data_facts, model_facts, result_path, versions, write_result
 from adlm.evaluation.intervals import Estimate, summarise
+from adlm.evaluation.published import published
 from adlm.io import progress
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
 from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
-from adlm.schema import Config, DataConfig, EvalConfig
-from adlm.training.batches import sequences_on
+from adlm.rules import numbers
+from adlm.schema import Config, DataConfig, EvalConfig, ModelConfig
+from adlm.training.batches import batch_of, sequences_on
 from adlm.training.parallel import World, world
 
 # Tokens of one forward pass when eval.batch_size does not say how many sequences.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 # Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
-BESIDE = ("name", "tokenizer", "cache_dir", "num_proc", "root", "max_sequences")
+BESIDE = ("name", "tokenizer", "cache_dir", "engine", "num_proc", "root", "max_sequences")
 NatsOf = Callable[[Sequences, int], Tensor]
 """Sequences and the number of the draw -> nats of each sequence."""
 
@@ -50,7 +54,9 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
             data = own_data(loaded, cfg.data)
             blocks = prepare(data, loaded.tokenizer, loaded.model.config.length, "valid")
         estimates = measure(loaded, blocks, cfg.eval, ranks)
-        per_byte = {name: bits_per_byte(e, blocks, loaded.tokenizer, name) for name, e in estimates.items()}
+        per_byte = {name: bits_per_byte(e, blocks, loaded.tokenizer) for name, e in estimates.items()}
+        known = published(cfg.eval.checkpoint, loaded)
+        value = known.perplexities.get(blocks.manifest["corpus"]) if known else None
         result = {
             **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
             **{name: e.as_dict() | {"bits_per_byte": per_byte[name]} for name, e in estimates.items()},
@@ -58,8 +64,12 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
             "settings": settings(cfg.eval, ranks),
             "versions": versions(ranks.device),
         }
+        if known and value is not None:
+            result["published"] = {"perplexity": value, "source": known.source}
         if ranks.is_main:
             print(describe(estimates, per_byte, f"{blocks.manifest['corpus']} {blocks.manifest['split']}"))
+            if known and value is not None:
+                print(f"    published: perplexity {value:.2f} ({known.source})")
             write_result(result_path(cfg.out, cfg.eval.checkpoint, f"ppl-{blocks.manifest['corpus']}.json"), result)
         return result
 
@@ -99,9 +109,8 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
     if own.valid_name:
         own = replace(own, name=own.valid_name, path="", valid_name="")
     most = data.max_sequences or own.max_sequences
-    return replace(
-        own, cache_dir=data.cache_dir, num_proc=data.num_proc, root=data.root or own.root, max_sequences=most
-    )
+    here = {name: getattr(data, name) for name in ("cache_dir", "engine", "num_proc")}
+    return replace(own, **here, root=data.root or own.root, max_sequences=most)
 
 
 def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
@@ -110,15 +119,33 @@ def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
         "draws": cfg.draws,
         "estimator": cfg.estimator,
         "seed": cfg.seed,
+        "block_length": cfg.block_length,
         "sequences": cfg.sequences,
         "precision": ranks.precision,
     }
 
 
 def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> dict[str, Estimate]:
-    """Estimates by name: `exact` for a causal model, else one per estimator asked for."""
+    """Estimates by name: `exact` for a causal model, else one per estimator asked for, of every block length."""
+    model = loaded.model.config
+    lengths = [min(K or model.length, model.length) for K in numbers(cfg.block_length)] or list(model.block_lengths[:1])
+    if not lengths:
+        return bounds(loaded, model, blocks, cfg, ranks)
+    require(
+        not (model.causal or model.time_conditioning) and tables.OBJECTIVES.load(loaded.objective.name).subs,
+        f"eval.block_length={cfg.block_length}: bounds by blocks are of masked diffusion without time conditioning",
+    )
+    found: dict[str, Estimate] = {}
+    for K in lengths:
+        of_one = bounds(loaded, replace(model, block_length=str(K)), blocks, cfg, ranks)
+        found |= {f"K={K}" if len(of_one) == 1 else f"K={K}, {name}": e for name, e in of_one.items()}
+    return found
+
+
+def bounds(loaded: Loaded, settings: ModelConfig, blocks: Blocks, cfg: EvalConfig, ranks: World) -> dict[str, Estimate]:
+    """The estimates of one block length, by estimator. `settings`: the model's, with that block length."""
     model = loaded.model
-    objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed)
+    objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed, settings)
 
     def continuous(sequences: Sequences, draw: int) -> Tensor:
         return sequence_bounds(model, objective.corrupt_for_bound(sequences, draw))
@@ -126,23 +153,30 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> di
     def exact_count(sequences: Sequences, draw: int) -> Tensor:
         return sequence_bounds(model, objective.corrupt_exact_count(sequences, draw))
 
-    if model.config.causal:
-        return {"exact": estimate(continuous, blocks, cfg, ranks, "exact")}
+    if settings.causal:
+        return {"exact": estimate(continuous, blocks, cfg, ranks, "exact", given=1)}
+    auto = "exact-count" if settings.block_lengths or settings.shift else "continuous"
+    wanted = {"auto": (auto,), "both": ("continuous", "exact-count")}.get(cfg.estimator, (cfg.estimator,))
     require(
-        objective.subs or cfg.estimator == "continuous",
+        objective.subs or wanted == ("continuous",),
         f"a model trained with objective.name={loaded.objective.name} has the continuous bound only:"
         " use eval.estimator=continuous",
     )
     estimators: dict[str, NatsOf] = {"continuous": continuous, "exact-count": exact_count}
-    wanted = estimators if cfg.estimator == "both" else (cfg.estimator,)
-    return {name: estimate(estimators[name], blocks, cfg, ranks, name) for name in wanted}
+    found = {}
+    for name in wanted:
+        noiseless = settings.block_lengths == (1,) and name == "exact-count"
+        kind = "exact" if noiseless else name
+        found[name] = estimate(estimators[name], blocks, cfg, ranks, kind, given=int(settings.shift))
+    return found
 
 
 @torch.no_grad()
-def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, name: str) -> Estimate:
+def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, name: str, given: int = 0) -> Estimate:
     """The average over the first eval.sequences sequences, each at eval.draws times.
 
-    `exact`, the likelihood of a causal model, has no noise; the first token of a sequence is given, not scored.
+    `exact`, the likelihood of a causal model, has no noise. `given`: tokens at the beginning of a sequence that are not
+    scored.
     """
     n, exact, device = min(len(blocks), cfg.sequences or len(blocks)), name == "exact", ranks.float64_device
     size = cfg.batch_size or max(1, BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"]) // blocks.length)
@@ -152,7 +186,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
     with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks.is_main) as advance:
         for start in mine:
             indices = np.arange(start, min(start + size, n))
-            batch = sequences_on(device, blocks.rows(indices), blocks.attention_masks(indices), indices, n)
+            batch = sequences_on(device, batch_of(blocks, indices, indices), n)
             for d in range(draws):
                 if phase_N is not None:
                     batch = batch._replace(times_B=(d + phase_N[torch.from_numpy(indices)].to(device)) / draws)
@@ -161,7 +195,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
                 advance()
     # Every rank holds its own sequences and zeros: the sum is exact.
     values_ND = ranks.sum(torch.from_numpy(values_ND).to(device)).cpu().numpy()
-    return summarise(values_ND, token_counts(blocks, n) - exact, None if phase_N is None else phase_N.numpy())
+    return summarise(values_ND, token_counts(blocks, n, given), None if phase_N is None else phase_N.numpy())
 
 
 def noise_counter(seed: int, draw: int) -> int:
@@ -174,19 +208,28 @@ def phases(seed: int, n: int) -> Tensor:
     return draw_times(VALIDATION_SEED, noise_counter(seed, 0), torch.arange(n), n)
 
 
-def token_counts(blocks: Blocks, n: int) -> np.ndarray:
-    """Tokens of each of the first n sequences, padding not counted."""
-    if blocks.lengths is None:
-        return np.full(n, blocks.length, dtype=np.int64)
-    return blocks.lengths[:n].astype(np.int64)
+def scored_spans(blocks: Blocks, n: int, given: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Where the scored tokens of each of the first n sequences begin and end: after the prompt, before the padding.
+    `given`: tokens at the beginning that are not scored where there is no prompt."""
+    begin = np.full(n, given) if blocks.starts is None else blocks.starts[:n].astype(np.int64)
+    end = np.full(n, blocks.length) if blocks.lengths is None else blocks.lengths[:n].astype(np.int64)
+    return begin, end
 
 
-def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer, name: str) -> float:
+def token_counts(blocks: Blocks, n: int, given: int = 0) -> np.ndarray:
+    """Scored tokens of each of the first n sequences."""
+    begin, end = scored_spans(blocks, n, given)
+    return end - begin
+
+
+def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer) -> float:
     """Bits per byte of the scored text: comparable between tokenizers. Tokens such as the end of a text are no bytes,
     but what they cost counts."""
-    first = int(name == "exact")  # which is given, not scored
-    sequences, counts = blocks.rows(np.arange(e.rows)), token_counts(blocks, e.rows)
-    bytes_N = (tokenizer.count_bytes(tokens[first:count]) for tokens, count in zip(sequences, counts))
+    first = 0
+    if blocks.starts is None:  # tokens of a sequence that are given, not scored
+        first = (int(token_counts(blocks, e.rows).sum()) - e.tokens) // e.rows
+    spans = zip(blocks.rows(np.arange(e.rows)), *scored_spans(blocks, e.rows, first))
+    bytes_N = (tokenizer.count_bytes(tokens[begin:end]) for tokens, begin, end in spans)
     return e.nats * e.tokens / math.log(2) / max(1, sum(bytes_N))
 
 
@@ -194,7 +237,7 @@ def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: s
     """The result as people read it."""
     lines = []
     for name, e in estimates.items():
-        kind = "exact" if name == "exact" else "upper bound"
+        kind = "exact" if name in ("exact", "K=1") else "upper bound"
         ends = e.perplexity_interval
         spread = "" if ends is None else f"  (95% over sequences: {ends[0]:.2f} - {ends[1]:.2f})"
         lines.append(f"{data}, {name}: perplexity {e.perplexity:.2f}{spread}, {kind}")

@@ -5,7 +5,6 @@ those of the table of corpora, so that numbers compare with the literature. A se
 does not stop the others, and the result file is written after each set.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,29 +22,27 @@ from adlm.errors import choose, require
 from adlm.evaluation import data_facts, model_facts, result_path, versions, write_result
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import measure, open_checkpoint, settings
+from adlm.evaluation.published import PAPER, published
 from adlm.io.export import Loaded
 from adlm.schema import Config, DataConfig
 from adlm.training.parallel import world
-from adlm.training.setup import parameter_count
 
-# The sets, and the perplexities of ADLM after "524B tokens" of OpenWebText. Both WikiTexts have one validation text.
-PAPER = {
-    "lambada": 44.32, "ptb": 95.37, "wikitext2": 31.94, "wikitext103": 31.94, "lm1b": 64.43, "ag_news": 55.72,
-    "pubmed": 37.56, "arxiv": 33.69,
-}  # fmt: skip
-PAPER_PARAMETERS = 293e6
+# The sets: what the paper has a value of, but for the text that its models are trained on.
+SETS = [name for name in PAPER["adlm"].perplexities if name != "openwebtext"]
 
 
 def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     """`adlm zeroshot CHECKPOINT [set ...]`: a table on the terminal, a JSON file, and the same as a dictionary."""
-    names = [choose("zero-shot set", name, PAPER) for name in args] or list(PAPER)
+    names = [choose("zero-shot set", name, SETS) for name in args] or SETS
     path = result_path(cfg.out, cfg.eval.checkpoint, "zeroshot.json")
     with world(cfg.train) as ranks:
         loaded = open_checkpoint(cfg, ranks)
-        paper = PAPER if comparable(loaded) else {}
+        known = published(cfg.eval.checkpoint, loaded)
+        paper = known.perplexities if known else {}
         result: dict[str, Any] = {
             **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
             "comparable_with_the_paper": bool(paper),
+            "published": known.source if known else None,
             "settings": settings(cfg.eval, ranks),
             "versions": versions(ranks.device),
             "sets": {},
@@ -71,16 +68,10 @@ def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
         require(bool(found), "no set could be read; give data.root=FOLDER with local copies")
         if ranks.is_main:
             show(found, result["sets"], paper)
+            if known:
+                print(f"published: {known.source}")
             print(f"written to {path}")
         return result
-
-
-def comparable(loaded: Loaded) -> bool:
-    """Whether the model is of the paper's kind: ADLM, GPT-2's vocabulary and the mask, 1024 tokens, 293M parameters."""
-    model = loaded.model
-    same_size = math.isclose(parameter_count(model), PAPER_PARAMETERS, rel_tol=0.01)
-    gpt2 = (model.vocab_size, model.mask_id) == (50258, 50257)
-    return gpt2 and same_size and model.config.length == 1024 and model.config.anchored and not model.config.causal
 
 
 def sequences_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
@@ -117,7 +108,7 @@ def show(found: dict[str, dict[str, Estimate]], sets: dict[str, Any], paper: dic
     """Print the table: one line per set and estimator."""
     table = Table("set", "tokens", "sequences", "length", "perplexity", "95% over sequences", "Monte Carlo", box=None)
     if paper:
-        table.add_column("paper (524B)")
+        table.add_column("published")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, estimates in found.items():
@@ -133,6 +124,6 @@ def show(found: dict[str, dict[str, Estimate]], sets: dict[str, Any], paper: dic
                 "" if ends is None else f"{ends[0]:,.2f} - {ends[1]:,.2f}",
                 "" if not e.monte_carlo_error else f"+-{e.perplexity * e.monte_carlo_error:,.2f}",
             ]
-            table.add_row(*line, *([f"{paper[name]:.2f}"] if paper else []))
+            table.add_row(*line, *([f"{paper[name]:.2f}" if name in paper else ""] if paper else []))
     console = Console()
     (console if console.is_terminal else Console(width=140)).print(table)

@@ -4,6 +4,8 @@ model.safetensors   weights
 config.json         model, noise and objective settings, vocabulary, training facts
 tokenizer.json      the tokenizer
 README.md           a model card with the training command and metrics
+
+An adapter folder holds adapter.safetensors instead of weights, and config.json says which model it adapts.
 """
 
 import json
@@ -21,15 +23,17 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
-from adlm.io.paths import check_object, digest, read_json
+from adlm.io.paths import BOX, BOX_NAME, check_object, digest, path_of, read_json
 from adlm.migration import migrate
 from adlm.models import Network, build_model
+from adlm.models.lora import check_adapters, merged, weights_digest
 from adlm.rules import Choices, accept
-from adlm.schema import Config, ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.schema import Config, LoraConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 from adlm.tables import Table
 
 FORMAT = 1
 WEIGHTS, CONFIG, TOKENIZER, CARD = "model.safetensors", "config.json", "tokenizer.json", "README.md"
+ADAPTER = "adapter.safetensors"
 WEIGHTS_DIGEST = "weights_file_sha256"
 # What the card calls the folder until it has a name on the hub.
 PLACEHOLDER = "this-folder"
@@ -40,9 +44,13 @@ REQUIRED = {
 """What a config.json must hold, and of which type."""
 FACTS = {
     "step": int, "tokens": int, "parameters": int, "valid_nll": float, "bits_per_byte": float, "data": str,
-    "data_settings": dict, "tokenizer": dict, "licence": str, "command": list, WEIGHTS_DIGEST: str,
+    "data_settings": dict, "tokenizer": dict, "licence": str, "command": list, WEIGHTS_DIGEST: str, "adapter": dict,
 }  # fmt: skip
 """What it may hold."""
+ADAPTER_FACTS = {"rank": int, "alpha": float, "base": str, "base_sha256": str}
+"""What config.json says of an adapter: its settings, where the model is that it adapts, and what that holds."""
+DEEPEST = 8
+"""Adapters of adapters of ... a model that are loaded."""
 LARGEST_HEADER = 8 * 2**20
 """Bytes of the names and shapes in a model.safetensors; a model of 1,000 blocks has less than 2 MB."""
 MOST_TENSORS = 20_000
@@ -84,16 +92,20 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
     """Write the folder beside its final place and move the files in when all are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
-        new = Path(name)
-        save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, new / WEIGHTS)
-        (new / CONFIG).write_text(
-            json.dumps(info | {WEIGHTS_DIGEST: digest(new / WEIGHTS)}, indent=1), encoding="utf-8"
-        )
+        new, kept = Path(name), weights_file(info)
+        values = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+        save_file(values, new / kept, metadata={"format": "pt"})
+        (new / CONFIG).write_text(json.dumps(info | {WEIGHTS_DIGEST: digest(new / kept)}, indent=1), encoding="utf-8")
         tokenizer.save(new / TOKENIZER)
         (new / CARD).write_text(card(info), encoding="utf-8")
-        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
-        for file in (TOKENIZER, WEIGHTS, CARD, CONFIG):
+        (new / kept).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
+        for file in (TOKENIZER, kept, CARD, CONFIG):
             (new / file).replace(folder / file)
+
+
+def weights_file(info: dict[str, Any]) -> str:
+    """The file of the weights that belong to a config.json."""
+    return ADAPTER if info.get("adapter") else WEIGHTS
 
 
 def is_export_of(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, info: dict[str, Any]) -> bool:
@@ -102,40 +114,43 @@ def is_export_of(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer,
     settings = ("format", "algo", "model", "noise", "objective", "vocab_size", "mask_id", "step")
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if any(found[key] != info[key] for key in settings) or found[WEIGHTS_DIGEST] != digest(folder / WEIGHTS):
+        kept = folder / weights_file(info)
+        if any(found[key] != info[key] for key in settings) or found[WEIGHTS_DIGEST] != digest(kept):
             return False
-        stored, fingerprint = load_file(folder / WEIGHTS), load_tokenizer(str(folder / TOKENIZER)).fingerprint
+        stored, fingerprint = load_file(kept), load_tokenizer(str(folder / TOKENIZER)).fingerprint
     except (OSError, ValueError, KeyError, TypeError, SafetensorError):
         return False
     same = stored.keys() == weights.keys() and all(torch.equal(x, weights[name].cpu()) for name, x in stored.items())
     return same and fingerprint == tokenizer.fingerprint and (folder / CARD).is_file()
 
 
-def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
-    """Load the model of an exported folder, ready for inference."""
-    for name in (CONFIG, WEIGHTS, TOKENIZER):
-        require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
+def load_folder(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, depth: int = 0
+) -> Loaded:
+    """Load the model of an exported folder, ready for inference; adapters are merged into the model that they adapt.
+    `depth`: how many adapters have asked for this model."""
+    require((folder / CONFIG).is_file(), f"{folder} is not an exported model: {CONFIG} is missing")
     info = check_object(read_json(folder / CONFIG), {"format": int}, {}, str(folder / CONFIG))
     require(
         info["format"] == FORMAT, f"{folder / CONFIG} has format {info['format']!r:.20}; this version reads {FORMAT}"
     )
     check_object(info, REQUIRED, FACTS, str(folder / CONFIG))
+    for name in (weights_file(info), TOKENIZER):
+        require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
+    if info.get("adapter"):
+        return load_adapter(folder, info, device, dtype, depth)
     cfg = section(ModelConfig, info["model"], str(folder / CONFIG))
     noise = section(NoiseConfig, info["noise"], str(folder / CONFIG))
     objective = section(ObjectiveConfig, info["objective"], str(folder / CONFIG))
     tokenizer = load_tokenizer(str(folder / TOKENIZER))
+    spare = info.get("released") is not None  # such models may have rows that no token has
     require(
-        tokenizer.vocab_size == info["vocab_size"],
+        tokenizer.vocab_size == info["vocab_size"] or (spare and tokenizer.vocab_size < info["vocab_size"]),
         f"{folder}: the tokenizer has {tokenizer.vocab_size} entries and the model {info['vocab_size']}",
     )
     shapes = read_shapes(folder / WEIGHTS)
     check_shapes(shapes, cfg, info["vocab_size"], info["mask_id"], f"{folder / WEIGHTS} does not fit its {CONFIG}")
-    # Numbers changed on the disk or on the way would be loaded without a sign: safetensors has no checksum. Reads at a
-    # gigabyte a second or more, which is little beside building the model; exports of older versions have none.
-    require(
-        info.get(WEIGHTS_DIGEST) is None or info[WEIGHTS_DIGEST] == digest(folder / WEIGHTS),
-        f"{folder / WEIGHTS} is corrupt: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
-    )
+    check_digest(folder / WEIGHTS, info)
     model = build_model(cfg, info["vocab_size"], info["mask_id"])
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
@@ -144,6 +159,57 @@ def load_folder(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.freeze_bridge()
     return Loaded(model, tokenizer, noise, objective, info)
+
+
+def check_digest(path: Path, info: dict[str, Any]) -> None:
+    """Refuse weights that were changed on the disk or on the way: safetensors has no checksum. Reads at a gigabyte a
+    second or more, which is little beside building the model; exports of older versions have none."""
+    require(
+        info.get(WEIGHTS_DIGEST) is None or info[WEIGHTS_DIGEST] == digest(path),
+        f"{path} is corrupt: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
+    )
+
+
+def load_adapter(
+    folder: Path, info: dict[str, Any], device: torch.device | str, dtype: torch.dtype, depth: int
+) -> Loaded:
+    """The model that an adapter folder adapts, with the adapters merged into it."""
+    shapes = read_shapes(folder / ADAPTER)
+    base = load_base(info["adapter"], folder, device, depth)
+    check_adapters(shapes, base.model.state_dict(), info["adapter"]["rank"], f"{folder / ADAPTER} does not fit")
+    check_digest(folder / ADAPTER, info)
+    return with_adapters(base, load_file(folder / ADAPTER), info, dtype)
+
+
+def load_base(adapter: dict[str, Any], folder: Path, device: torch.device | str = "cpu", depth: int = 0) -> Loaded:
+    """The model that adapters in `folder` belong to: where it was, else a folder `base` in theirs, else one of its name
+    beside theirs. Its weights must be those that the adapters were trained on."""
+    require(depth < DEEPEST, f"{folder} adapts an adapter of an adapter, more than {DEEPEST} deep")
+    check_object(adapter, ADAPTER_FACTS, {}, f"{folder / CONFIG}: adapter")
+    named = BOX if adapter["base"] == BOX_NAME else path_of(adapter["base"])
+    places = (named, folder / "base", folder.parent / named.name)
+    found = next((place for place in places if (place / CONFIG).is_file()), None)
+    if found is None:
+        searched = ", ".join(str(place) for place in places)
+        raise ValueError(f"{folder} adapts {adapter['base']!r}, which is in none of {searched}: copy it to one of them")
+    base = load_folder(found, device, depth=depth + 1)
+    require(
+        weights_digest(base.model.state_dict()) == adapter["base_sha256"],
+        f"{folder} adapts another model than {found} holds now: its weights have changed",
+    )
+    return base
+
+
+def with_adapters(
+    base: Loaded, weights: dict[str, Tensor], info: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Loaded:
+    """The base with adapters merged into it, and settings and facts of `info`, the config.json of the adapters."""
+    low_rank = LoraConfig(info["adapter"]["rank"], info["adapter"]["alpha"])
+    base.model.load_state_dict(merged(base.model.state_dict() | weights, low_rank))
+    model = base.model.to(dtype=dtype)
+    noise, objective = section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"])
+    facts = {name: value for name, value in info.items() if name not in ("adapter", WEIGHTS_DIGEST)}
+    return Loaded(model, base.tokenizer, noise, objective, facts)
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -178,7 +244,7 @@ def expected_shapes(
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what a tensor may have
         raise ValueError(f"{what}: {str(error).splitlines()[0]:.200}") from None
     shapes = {name: tuple(value.shape) for name, value in blank.state_dict().items()}
-    positions = 4 * cfg.length * cfg.hidden_size // cfg.n_heads
+    positions = 4 * cfg.length * cfg.head_width
     weights = 4 * sum(math.prod(shape) for shape in shapes.values())
     require(positions <= weights + MOST_POSITIONS, f"{what}: model.length={cfg.length} is too long for its weights")
     return shapes
@@ -232,6 +298,7 @@ def card(info: dict[str, Any]) -> str:
         "bits per byte": f"{info['bits_per_byte']:.3f} on held-out text" if "bits_per_byte" in info else None,
         "licence": info.get("licence"),
         "size": f"{info['parameters']:,} parameters" if "parameters" in info else None,
+        "adapter": "rank {rank}, of the model {base}".format(**info["adapter"]) if "adapter" in info else None,
         "vocabulary": f"{info['vocab_size']:,} entries with the mask",
         "longest sequence": f"{model['length']} tokens",
     }.items():

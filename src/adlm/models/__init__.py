@@ -2,7 +2,9 @@
 
 network.py               Network: embedding, stacks, bridge, heads; initialisation, FLOPs
 transformer.py           Block and Stack; the residual stream and what blocks read beside it
+blockwise.py             attention of block diffusion: which position sees which
 layers.py                norm, rotary positions, dropout, modulation, positions that are picked
+lora.py                  low-rank adapters of a trained network
 bridge.py                bridges: from the anchor network to the denoiser
 linear_cross_entropy.py  losses behind a linear head, without all logits
 kernels.py               the same as a Triton kernel

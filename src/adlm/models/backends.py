@@ -37,12 +37,13 @@ def choose_attention(batch: int, cfg: ModelConfig, device: torch.device, backwar
 
 def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: bool, repeats: int = 10) -> float:
     """One attention in bf16, forward or both ways."""
-    shape = (batch, cfg.length, 3, cfg.n_heads, cfg.hidden_size // cfg.n_heads)
+    heads = (cfg.n_heads, cfg.kv_heads, cfg.kv_heads)
+    shape = (batch, cfg.length, sum(heads), cfg.head_width)
     qkv = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=backward)
 
     def run() -> None:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=cfg.causal)
+        q, k, v = qkv.transpose(1, 2).split(heads, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=cfg.causal, enable_gqa=heads[0] != heads[1])
         if backward:
             out.sum().backward()
 

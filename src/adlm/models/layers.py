@@ -46,34 +46,35 @@ class _Normalise(torch.autograd.Function):
         return (g_x * r).to(ctx.dtype), None, None, None
 
 
-def normalise(x: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Normalise without a weight, in the precision of the product that follows."""
-    return _Normalise.apply(x, kind == "layernorm", EPSILON[kind], dtype)  # type: ignore[return-value]
+def normalise(x: Tensor, kind: str, dtype: torch.dtype, epsilon: float = 0.0) -> Tensor:
+    """Normalise without a weight, in the precision of the product that follows; epsilon 0: the usual one."""
+    return _Normalise.apply(x, kind == "layernorm", epsilon or EPSILON[kind], dtype)  # type: ignore[return-value]
 
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm with a weight and no bias, always computed in at least float32."""
 
-    def __init__(self, width: int, kind: str):
+    def __init__(self, width: int, kind: str, epsilon: float = 0.0):
         super().__init__()
-        self.kind = kind
+        self.kind, self.epsilon = kind, epsilon
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalise(x, self.kind, torch.promote_types(x.dtype, torch.float32)) * self.weight
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return normalise(x, self.kind, dtype, self.epsilon) * self.weight
 
 
 class Rotary(nn.Module):
-    """Rotary positions, half-split layout (the first half of a head is paired with the second), base 10000. Its tables
-    are numbers even in a model that is only shapes."""
+    """Rotary positions, half-split layout (the first half of a head is paired with the second). Its tables are numbers
+    even in a model that is only shapes."""
 
     cos_LH: Tensor
     sin_LH: Tensor
 
-    def __init__(self, head_width: int, length: int):
+    def __init__(self, head_width: int, length: int, base: float = 10000.0):
         super().__init__()
         # float64 on the way: at position 1023 a float32 angle is off by 1e-4 already
-        inverse_H = 10000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width)
+        inverse_H = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width)
         angle_LH = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), inverse_H)
         dtype = torch.get_default_dtype()
         self.register_buffer("cos_LH", angle_LH.cos().to(dtype), persistent=False)
@@ -102,9 +103,12 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
-    """The nonlinearity of the MLP: relu2 or gelu (tanh form)."""
+    """The nonlinearity of the MLP: relu2, swiglu (the first half is the gate) or gelu (tanh form)."""
     if activation == "relu2":
         return F.relu(h).square()
+    if activation == "swiglu":
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
     assert activation == "gelu", activation
     return gelu(h) if torch.compiler.is_compiling() and h.is_cuda else F.gelu(h, approximate="tanh")
 
@@ -175,9 +179,10 @@ def modulation_at(modulation: Modulation | None, at_N: Tensor, length: int) -> M
 def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> Tensor:
     """linear(norm(x) * (1 + scale) + shift)."""
     if not folds(x_BLD, modulation, linear):
-        return linear(norm(x_BLD) if modulation is None else modulation.apply(norm(x_BLD)))
+        h_BLD = norm(x_BLD) if modulation is None else modulation.apply(norm(x_BLD))
+        return linear(h_BLD.to(product_dtype(h_BLD, linear.weight)))
     weight, bias = fold_entry(norm, modulation, linear)
-    return F.linear(normalise(x_BLD, norm.kind, product_dtype(x_BLD, weight)), weight, bias)
+    return F.linear(normalise(x_BLD, norm.kind, product_dtype(x_BLD, weight), norm.epsilon), weight, bias)
 
 
 def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Tensor:
@@ -190,10 +195,12 @@ def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Te
 
 
 def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bool:
-    """Whether the vectors go into the weights: they must be shared, and positions outnumber rows of the matrix (a
-    decoder that reads one token at a time has fewer activations than weights)."""
+    """Whether the vectors go into the weights: they must be shared, the weight must be all of the map (an adapter adds
+    to it), positions outnumber rows of the matrix (a decoder that reads one token at a time has fewer activations than
+    weights), and weights that were rounded already would be rounded again."""
     shared = modulation is None or modulation.shift.shape[:-1].numel() == 1
-    return shared and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
+    plain = type(linear) is nn.Linear and linear.weight.dtype != torch.bfloat16
+    return shared and plain and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
 
 
 def fold_entry(norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:

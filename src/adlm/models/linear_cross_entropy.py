@@ -3,8 +3,8 @@
 The logits of N positions over a vocabulary of V are by far the largest tensor of a language model. Here the positions
 go through the head a chunk at a time, and the gradients with respect to hidden states, weight and bias are computed in
 the same pass (softmax minus one-hot, times the position's weight), so nothing V-wide has to be kept for the backward
-pass, which is two scalings. The price: gradients are computed even if nobody asks for them; under no_grad they are
-skipped.
+pass, which is two scalings. The price: gradients are computed even if nobody asks for them; under no_grad, and of a
+head that is frozen, they are skipped.
 
 Letters: N positions, D width, V vocabulary.
 """
@@ -76,6 +76,8 @@ class _Options(NamedTuple):
     dtype: torch.dtype
     """Of the matrix products."""
     gradients: bool
+    trains_head: bool
+    """Weight and bias have gradients, too."""
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -96,7 +98,8 @@ class _ChunkedHead(torch.autograd.Function):
         total = h_ND.new_zeros((), dtype=accumulate)
         grad_h = torch.zeros_like(h_ND) if gradients else None
         grad_w: Tensor | None = None
-        grad_b = h_ND.new_zeros(columns, dtype=accumulate) if gradients and bias_V is not None else None
+        trains = gradients and options.trains_head
+        grad_b = h_ND.new_zeros(columns, dtype=accumulate) if trains and bias_V is not None else None
         for start in range(0, h_ND.shape[0], options.chunk_size):
             part = slice(start, start + options.chunk_size)
             h = h_ND[part].to(dtype)
@@ -104,11 +107,12 @@ class _ChunkedHead(torch.autograd.Function):
             total += loss.sum()
             if grad_h is not None:
                 grad_h[part] = g @ w
-                grad_w = add_product(grad_w, g, h, accumulate)
+                grad_w = add_product(grad_w, g, h, accumulate) if trains else None
                 if grad_b is not None:
                     grad_b += g.sum(0, dtype=accumulate)
         if gradients:
-            grad_w = torch.zeros_like(weight_VD, dtype=accumulate) if grad_w is None else grad_w[:V]
+            if trains:
+                grad_w = torch.zeros_like(weight_VD, dtype=accumulate) if grad_w is None else grad_w[:V]
             ctx.save_for_backward(grad_h, grad_w, None if grad_b is None else grad_b[:V])
         return total
 
@@ -116,8 +120,8 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         (scale,) = grad_outputs
         grad_h, grad_w, grad_b = ctx.saved_tensors
-        grad_b = None if grad_b is None else grad_b * scale
-        return grad_h * scale.to(grad_h.dtype), grad_w * scale, grad_b, None, None, None
+        grad_w, grad_b = (None if grad is None else grad * scale for grad in (grad_w, grad_b))
+        return grad_h * scale.to(grad_h.dtype), grad_w, grad_b, None, None, None
 
 
 def offsets(weight_VD: Tensor, bias_V: Tensor | None, exclude: int | None, columns: int, dtype: torch.dtype) -> Tensor:
@@ -159,9 +163,10 @@ def linear_cross_entropy(
     check_shapes(hidden_ND, head, targets_N, weights_N)
     weight_VD, bias_V, device = head.weight, head.bias, hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    needed = (hidden_ND, weight_VD) if bias_V is None else (hidden_ND, weight_VD, bias_V)
-    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in needed)
-    options = _Options(exclude, chunk_loss, chunk_size or default_chunk(hidden_ND, head), dtype, gradients)
+    trains_head = weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)
+    gradients = torch.is_grad_enabled() and (hidden_ND.requires_grad or trains_head)
+    size = chunk_size or default_chunk(hidden_ND, head)
+    options = _Options(exclude, chunk_loss, size, dtype, gradients, trains_head)
     return _ChunkedHead.apply(hidden_ND, weight_VD, bias_V, targets_N, weights_N, options)  # type: ignore[return-value]
 
 
@@ -178,7 +183,7 @@ def linear_losses(
     check_shapes(hidden_ND, head, targets_N, weights_N)
     size = default_chunk(hidden_ND, head)
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
-    b = offsets(head.weight, head.bias, exclude, head.weight.shape[0], accumulate)
+    b = offsets(head.weight, head.bias, exclude, head.weight.shape[0], head.weight.dtype)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
     for start in range(0, hidden_ND.shape[0], size):  # not `split`: it makes one chunk of no positions, too
         part = slice(start, start + size)

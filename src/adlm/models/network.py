@@ -8,7 +8,7 @@ positions they need first, so that no [batch, length, vocabulary] tensor is ever
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from adlm import tables
 from adlm.diffusion.absorbing import subs
 from adlm.errors import require
+from adlm.models.blockwise import Mask, cached_mask, reading_positions, training_mask
 from adlm.models.bridge import Bridge
+from adlm.models.layers import pick_each, pick_flat
 from adlm.models.transformer import Block, LayerCache, Stack
 from adlm.schema import ModelConfig
 
@@ -29,13 +31,17 @@ class Hidden(NamedTuple):
 
 
 class Cache:
-    """What a causal network remembers of the tokens it has read: keys and values of both stacks, block by block."""
+    """What a causal or block-diffusion network remembers of the tokens it has read: keys and values of both stacks."""
 
     def __init__(self, denoiser: list[LayerCache], anchor: list[LayerCache] | None, seen_B: Tensor):
         self.denoiser = denoiser
         self.anchor = anchor
         self.seen_B = seen_B
         """Tokens already read in each sequence."""
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        return [*self.denoiser, *(self.anchor or [])]
 
 
 class Network(nn.Module):
@@ -50,10 +56,13 @@ class Network(nn.Module):
         D = cfg.hidden_size
         self.embedding = nn.Parameter(torch.empty(vocab_size, D))
         self.anchor = Stack(cfg, cfg.n_blocks) if cfg.anchored else None
-        self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias) if cfg.anchored else None
+        unmade = "meta" if cfg.tied else None
+        self.anchor_head = nn.Linear(D, vocab_size, bias=cfg.bias, device=unmade) if cfg.anchored else None
         self.bridge = tables.BRIDGES.load(cfg.bridge, "model.bridge")(cfg, vocab_size) if cfg.anchored else None
         self.denoiser = Stack(cfg, cfg.n_denoiser_blocks if cfg.anchored else cfg.n_blocks)
-        self.head = nn.Linear(D, vocab_size, bias=cfg.bias)
+        self.head = nn.Linear(D, vocab_size, bias=cfg.bias, device=unmade)
+        if cfg.tied:
+            tie(self)
         self.residual_dtype: torch.dtype | None = None
         """Precision of the residual stream; None: that of the embedding."""
         if not self.embedding.is_meta:  # shapes alone; filling them would import the compiler
@@ -66,19 +75,28 @@ class Network(nn.Module):
         cache: Cache | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        mask: Mask | None = None,
+        block_B: Tensor | None = None,
     ) -> Hidden:
         """Hidden states; sigma_B (noise level of each sequence) matters only to a time-conditioned network.
 
-        With a cache (causal networks), tokens_BL continues each sequence where it stopped. `at_N` or `at_BQ` says
-        which positions the denoiser's head will read, if they are few: its states are then theirs, [1, N, D]
-        (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the last block
-        is spared.
+        With a cache (causal networks, block diffusion), tokens_BL continues each sequence where it stopped. `at_N` or
+        `at_BQ` says which positions the denoiser's head will read, if they are few: its states are then theirs,
+        [1, N, D] (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the
+        last block is spared. `mask` says what each position may attend to, as booleans broadcastable to
+        [B, heads, L, L] (padding is real_BL[:, None, None]); without one that is everything, or the past if causal.
+
+        `block_B` is the block length of each sequence. Without a cache tokens_BL is then [noisy ; clean]
+        (blockwise.py), and the states are those of the noisy half; `at_N` counts in it, and leaves out the first token
+        of a sequence if predictions are shifted. With a cache it says what new tokens see; states then stand where
+        they were computed, shifted or not.
         """
         positions_BL = None
         if cache is not None:
             positions_BL = cache.seen_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-            cache.seen_B += tokens_BL.shape[1]
-        return self.read(nn.functional.embedding(tokens_BL, self.embedding), sigma_B, cache, positions_BL, at_N, at_BQ)
+            cache.seen_B = cache.seen_B + tokens_BL.shape[1]
+        x_BLD = nn.functional.embedding(tokens_BL, self.embedding)
+        return self.read(x_BLD, sigma_B, cache, positions_BL, at_N, at_BQ, mask, block_B)
 
     def read(
         self,
@@ -88,21 +106,50 @@ class Network(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        mask: Mask | None = None,
+        block_B: Tensor | None = None,
     ) -> Hidden:
         """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
         if self.residual_dtype is not None:
             x_BLD = x_BLD.to(self.residual_dtype)
-        anchor_BLD = None
+        read_BL = anchor_BLD = None
+        if block_B is not None and cache is not None:
+            assert positions_BL is not None
+            mask = cached_mask(positions_BL, block_B, cache.denoiser[0].reach)
+        elif block_B is not None:
+            positions_BL, mask = training_mask(block_B, x_BLD.shape[1] // 2)
+            read_BL = reading_positions(block_B, x_BLD.shape[1] // 2, self.config.shift)
         if self.anchor is not None and self.anchor_head is not None and self.bridge is not None:
             anchor_cache = None if cache is None else cache.anchor
-            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL)
+            stream_BLD, anchor_BLD = self.anchor(x_BLD, sigma_B, anchor_cache, positions_BL, mask=mask)
             x_BLD = self.bridge(stream_BLD, anchor_BLD, self.anchor_head)
         denoiser_cache = None if cache is None else cache.denoiser
-        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ)
+        if read_BL is not None:
+            read_N = None if at_N is None else flat(read_BL, x_BLD.shape[1])[at_N]
+            states_BMD = self.denoiser(x_BLD, sigma_B, None, positions_BL, read_N, mask=mask).normed_BLD
+            denoiser_BLD = pick_each(states_BMD, read_BL) if at_N is None else states_BMD
+            return Hidden(denoiser_BLD, None if anchor_BLD is None else pick_each(anchor_BLD, read_BL))
+        if self.config.shift and cache is None:
+            denoiser_BLD = self.shifted(x_BLD, sigma_B, at_N, at_BQ, mask)
+            return Hidden(denoiser_BLD, None if anchor_BLD is None else earlier(anchor_BLD))
+        denoised = self.denoiser(x_BLD, sigma_B, denoiser_cache, positions_BL, at_N, at_BQ, mask)
         return Hidden(denoised.normed_BLD, anchor_BLD)
 
+    def shifted(
+        self, x_BLD: Tensor, sigma_B: Tensor | None, at_N: Tensor | None, at_BQ: Tensor | None, mask: Mask | None
+    ) -> Tensor:
+        """The denoiser's states, each at the position it predicts (model.shift): the one after it."""
+        if at_BQ is not None:
+            return self.denoiser(x_BLD, sigma_B, at_BQ=(at_BQ - 1).clamp(min=0), mask=mask).normed_BLD
+        states_BLD = earlier(self.denoiser(x_BLD, sigma_B, mask=mask).normed_BLD)
+        # Positions 0 and 1 read the same state, and `at_N` has each only once: picked here, not inside the last block.
+        return states_BLD if at_N is None else pick_flat(states_BLD, at_N)
+
     def make_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        require(self.config.causal, "a KV cache needs model.causal=true: a bidirectional model re-reads every position")
+        require(
+            self.config.causal or bool(self.config.block_lengths),
+            "a KV cache needs model.causal=true or model.block_length: other models re-read every position",
+        )
         require(
             0 < length <= self.config.length, f"cache length={length} is outside 1..model.length={self.config.length}"
         )
@@ -140,6 +187,35 @@ class Network(nn.Module):
         return logits_BLV.log_softmax(-1)
 
 
+def flat(position_BQ: Tensor, length: int) -> Tensor:
+    """Positions of each sequence, [B, Q], as indices into the flattened [B * length]."""
+    first_B = torch.arange(len(position_BQ), device=position_BQ.device) * length
+    return (first_B[:, None] + position_BQ).flatten()
+
+
+def earlier(x_BLD: Tensor) -> Tensor:
+    """Each position gets what the one before it has; the first keeps its own."""
+    return torch.cat((x_BLD[:, :1], x_BLD[:, :-1]), dim=1)
+
+
+def tie(model: Network) -> None:
+    """Make the heads the embedding: one parameter, saved and loaded as `embedding` alone."""
+    heads = {"head": model.head} | ({} if model.anchor_head is None else {"anchor_head": model.anchor_head})
+    for head in heads.values():
+        head.weight = model.embedding
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in heads:
+            state.pop(f"{prefix}{name}.weight", None)
+
+    def put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if prefix + "embedding" in state:
+            state.update({f"{prefix}{name}.weight": state[prefix + "embedding"] for name in heads})
+
+    model.register_state_dict_post_hook(leave_out)
+    model.register_load_state_dict_pre_hook(put_in)
+
+
 def build_model(cfg: ModelConfig, vocab_size: int, mask_id: int) -> Network:
     """The network of a configuration, freshly initialised from torch's global generator."""
     return Network(cfg, vocab_size, mask_id)
@@ -160,6 +236,11 @@ def check_tokens(tokens_BL: Tensor, vocab_size: int, length: int) -> None:
         require(
             low >= 0 and high < vocab_size, f"tokens lie in {low}..{high}, allowed are 0..{vocab_size - 1} (vocab_size)"
         )
+
+
+def is_block_matrix(name: str, parameter: Tensor) -> bool:
+    """Matrices inside blocks, except the modulation: what Muon and low-rank adapters are for."""
+    return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
 
 
 @torch.no_grad()
@@ -189,11 +270,11 @@ def initialise(model: Network) -> None:
     else:
         nn.init.kaiming_uniform_(model.embedding, a=math.sqrt(5))
     for head in (model.head, model.anchor_head):
-        if head is not None:
+        if head is not None and not cfg.tied:
             nn.init.zeros_(head.weight)
             if head.bias is not None:
                 nn.init.zeros_(head.bias)
-    if model.anchor_head is not None and cfg.init == "normal":
+    if model.anchor_head is not None and cfg.init == "normal" and not cfg.tied:
         nn.init.normal_(model.anchor_head.weight, std=0.02)
     if model.bridge is not None:
         model.bridge.initialise(cfg)
@@ -217,12 +298,15 @@ def count_flops(
     cfg: ModelConfig, vocab_size: int, length: int, scored: float = 0.5, anchors_scored: float = 0.0
 ) -> Flops:
     """`scored`, `anchors_scored`: fraction of positions that go through the head of the denoiser, of the anchors."""
-    D = cfg.hidden_size
+    D, E = cfg.hidden_size, cfg.n_heads * cfg.head_width
     blocks = cfg.n_blocks + (cfg.n_denoiser_blocks if cfg.anchored else 0)
-    attended = length / 2 if cfg.causal else length
-    per_block = 2 * (4 * D * D + 2 * cfg.mlp_ratio * D * D) + 4 * D * attended
+    attended, streams = (length / 2 if cfg.causal else length), 1
+    if min(cfg.block_lengths, default=length) < length:  # noisy and clean, each seeing half of the clean one on average
+        attended, streams = (length + sum(cfg.block_lengths) / len(cfg.block_lengths)) / 2, 2
+    after_attention = D * E + D * (cfg.mlp_rows + cfg.mlp_width)
+    per_block = 2 * (D * E + 2 * D * cfg.kv_heads * cfg.head_width + after_attention) + 4 * E * attended
     bridge = tables.BRIDGES.load(cfg.bridge, "model.bridge").flops(cfg) if cfg.anchored else 0
     heads = 2 * D * vocab_size * (scored + anchors_scored)
-    unread = (1 - min(1.0, scored)) * 2 * (D * D + 2 * cfg.mlp_ratio * D * D)  # of the last block
-    forward = blocks * per_block - unread + bridge + heads
+    unread = (1 - min(1.0, scored)) * 2 * after_attention  # of the last block
+    forward = streams * blocks * per_block - unread + bridge + heads
     return Flops(forward, 3 * forward)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adlm.models.blockwise import Mask, attend_by_tiles
 from adlm.models.layers import (
     Modulation,
     Norm,
@@ -35,12 +36,18 @@ class LayerCache:
 
     k_BNLH: Tensor
     v_BNLH: Tensor
+    visible: int = 0
+    """How many leading entries attention reads; 0: all. Whoever knows that the others are empty saves time by it."""
+
+    @property
+    def reach(self) -> int:
+        return self.visible or self.k_BNLH.shape[2]
 
     def extend(self, k_BNlH: Tensor, v_BNlH: Tensor, positions_Bl: Tensor) -> tuple[Tensor, Tensor]:
-        index = positions_Bl[:, None, :, None].expand_as(k_BNlH)
-        self.k_BNLH.scatter_(2, index, k_BNlH.to(self.k_BNLH.dtype))
-        self.v_BNLH.scatter_(2, index, v_BNlH.to(self.v_BNLH.dtype))
-        return self.k_BNLH, self.v_BNLH
+        row_B1 = torch.arange(len(positions_Bl), device=positions_Bl.device)[:, None]
+        for kept, new in ((self.k_BNLH, k_BNlH), (self.v_BNLH, v_BNlH)):
+            kept[row_B1, :, positions_Bl] = new.transpose(1, 2).to(kept.dtype)  # compiled in place, as a scatter is not
+        return self.k_BNLH[:, :, : self.reach], self.v_BNLH[:, :, : self.reach]
 
 
 class ResidualStream(NamedTuple):
@@ -67,9 +74,10 @@ class Context(NamedTuple):
     c_BC: Tensor | None = None
     """Conditioning vector, with adaLN."""
     cache: LayerCache | None = None
-    """Keys and values read before, with `positions_BL` of the new tokens and `mask` of what they may attend to."""
+    """Keys and values read before, with `positions_BL` of the new tokens."""
     positions_BL: Tensor | None = None
-    mask: Tensor | None = None
+    mask: Mask | None = None
+    """What each position may attend to, broadcastable to [B, N, l, L]; None: everything, or the past if causal."""
     keys: tuple[Tensor, Tensor] | None = None
     """Dropout keys of the two branches; None: torch's own dropout."""
     at_N: Tensor | None = None
@@ -81,14 +89,15 @@ class Context(NamedTuple):
 class AttentionBlock(nn.Module):
     """What a block and its inference form (engine/prepare.py) have in common."""
 
-    n_heads: int
+    heads: tuple[int, int, int]
+    """Heads of queries, keys and values: rows of `qkv` in this order, a head's side by side."""
     causal: bool
     q_norm: Norm | None
     k_norm: Norm | None
 
     def attention(self, qkv_BLE: Tensor, context: Context) -> Tensor:
         B, L, E = qkv_BLE.shape
-        q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, 3, self.n_heads, E // (3 * self.n_heads)).unbind(2)
+        q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, -1, E // sum(self.heads)).split(self.heads, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLNH = self.q_norm(q_BLNH).to(v_BLNH.dtype), self.k_norm(k_BLNH).to(v_BLNH.dtype)
         # Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
@@ -98,14 +107,29 @@ class AttentionBlock(nn.Module):
             assert not self.causal
             q_BLNH = pick_each(q_BLNH.flatten(2), context.at_BQ).unflatten(2, q_BLNH.shape[2:])
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        if context.cache is None:
-            o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=self.causal)
-        else:
+        if context.cache is not None:
             assert context.positions_BL is not None
             k_BNLH, v_BNLH = context.cache.extend(k_BNLH, v_BNLH, context.positions_BL)
             q_BNLH = q_BNLH.to(k_BNLH.dtype)
-            o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=context.mask)
-        return o_BNLH.transpose(1, 2).flatten(2)
+        return attend(q_BNLH, k_BNLH, v_BNLH, context.mask, self.causal).transpose(1, 2).flatten(2)
+
+
+def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None, causal: bool) -> Tensor:
+    """Attention of N heads of queries to K heads of keys and values, each shared by N / K of them. `mask` as in
+    Context."""
+    N, K, l = q_BNlH.shape[1], k_BKLH.shape[1], q_BNlH.shape[2]
+    if mask is not None and not isinstance(mask, Tensor):
+        return attend_by_tiles(q_BNlH, k_BKLH, v_BKLH, mask)
+    is_causal = causal and mask is None
+    if N > K and l * N <= k_BKLH.shape[2] * K and not is_causal and (mask is None or mask.shape[1] == 1):
+        # Few queries: heads that share keys are more queries of one head, and no key is repeated.
+        shared_BKMH = q_BNlH.unflatten(1, (K, N // K)).flatten(2, 3)
+        again = mask
+        if mask is not None and mask.shape[2] != l * (N // K):  # else whoever made it has done so, once for all layers
+            again = mask.expand(-1, -1, l, -1).repeat(1, 1, N // K, 1)
+        out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, again)
+        return out_BKMH.unflatten(2, (N // K, l)).flatten(1, 2)
+    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=N > K)
 
 
 class Block(AttentionBlock):
@@ -117,19 +141,19 @@ class Block(AttentionBlock):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        D = cfg.hidden_size
-        self.n_heads = cfg.n_heads
+        D, H = cfg.hidden_size, cfg.head_width
+        self.heads = (cfg.n_heads, cfg.kv_heads, cfg.kv_heads)
         self.causal = cfg.causal
         self.activation = cfg.activation
         self.dropout = cfg.dropout
-        self.norm1 = Norm(D, cfg.norm)
-        self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.attn_out = nn.Linear(D, D, bias=False)
-        self.norm2 = Norm(D, cfg.norm)
-        self.mlp_in = nn.Linear(D, cfg.mlp_ratio * D, bias=cfg.bias)
-        self.mlp_out = nn.Linear(cfg.mlp_ratio * D, D, bias=cfg.bias)
-        self.q_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
-        self.k_norm = Norm(D // cfg.n_heads, "rmsnorm") if cfg.qk_norm else None
+        self.norm1 = Norm(D, cfg.norm, cfg.norm_eps)
+        self.qkv = nn.Linear(D, sum(self.heads) * H, bias=cfg.qkv_bias)
+        self.attn_out = nn.Linear(cfg.n_heads * H, D, bias=False)
+        self.norm2 = Norm(D, cfg.norm, cfg.norm_eps)
+        self.mlp_in = nn.Linear(D, cfg.mlp_rows, bias=cfg.bias)
+        self.mlp_out = nn.Linear(cfg.mlp_width, D, bias=cfg.bias)
+        self.q_norm = Norm(H, "rmsnorm", cfg.norm_eps) if cfg.qk_norm else None
+        self.k_norm = Norm(H, "rmsnorm", cfg.norm_eps) if cfg.qk_norm else None
         self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.adaln else None
 
     def drop(self, branch_BLD: Tensor, key: Tensor | None) -> Tensor:
@@ -163,12 +187,12 @@ class Features(NamedTuple):
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
-        self.time_conditioning, self.dropout = cfg.time_conditioning, cfg.dropout
-        self.n_heads, self.head_width = cfg.n_heads, cfg.hidden_size // cfg.n_heads
+        self.time_conditioning, self.time_input, self.dropout = cfg.time_conditioning, cfg.time_input, cfg.dropout
+        self.kv_heads, self.head_width = cfg.kv_heads, cfg.head_width
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
-        self.rotary = Rotary(self.head_width, cfg.length)
+        self.rotary = Rotary(self.head_width, cfg.length, cfg.rope_base)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(n_blocks))
-        self.norm = Norm(cfg.hidden_size, cfg.norm)
+        self.norm = Norm(cfg.hidden_size, cfg.norm, cfg.norm_eps)
         self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.adaln else None
         self.checkpoint_activations = False
 
@@ -182,13 +206,16 @@ class Stack(nn.Module):
             raise ValueError(
                 "sigma_B is missing: this model is time-conditioned and needs the noise level of each sequence"
             )
+        if self.time_input == "t":
+            sigma_B = -torch.expm1(-sigma_B)
         # tiny, and its output scales every activation: not worth rounding to bf16
         with torch.autocast(x_BLD.device.type, enabled=False):
             return self.time_embedding(sigma_B)
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
-        shape = (batch, self.n_heads, length, self.head_width)
-        return [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")) for _ in self.blocks]
+        shape = (batch, self.kv_heads, length, self.head_width)
+        like = {"dtype": dtype, "device": device}
+        return [LayerCache(torch.zeros(shape, **like), torch.zeros(shape, **like)) for _ in self.blocks]
 
     def forward(
         self,
@@ -198,15 +225,18 @@ class Stack(nn.Module):
         positions_BL: Tensor | None = None,
         at_N: Tensor | None = None,
         at_BQ: Tensor | None = None,
+        mask: Mask | None = None,
     ) -> Features:
-        """`at_N` or `at_BQ`: the positions that are read (see `Context`); the last block finishes those alone."""
-        L, mask = x_BLD.shape[1], None
+        """`at_N` or `at_BQ`: the positions that are read (see `Context`); the last block finishes those alone. `mask`:
+        what each position may attend to (see `Context`), of all keys of the cache where there is one."""
+        L = x_BLD.shape[1]
         layers: list[LayerCache] | list[None] = [None] * len(self.blocks)
         if cache is not None:
             layers = cache
             assert positions_BL is not None
-            key_position = torch.arange(cache[0].k_BNLH.shape[2], device=x_BLD.device)
-            mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
+            if mask is None:
+                key_position = torch.arange(cache[0].reach, device=x_BLD.device)
+                mask = (key_position <= positions_BL[:, :, None]).unsqueeze(1)  # [B, 1, l, L]
         cos, sin = self.rotary.tables(L, positions_BL)
         context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
         stream, last = ResidualStream(x_BLD), self.blocks[-1]

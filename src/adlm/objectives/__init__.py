@@ -3,6 +3,7 @@
 base.py            what an objective is: Sequences in, CorruptedBatch out, and its one loss
 nelbo.py           NELBO of masked diffusion (Eq. 4), by times and by numbers of masks
 anchors.py         which tokens are anchors
+blocks.py          the same for a chain of blocks (block diffusion)
 anelbo.py          ANELBO (Eq. 7): the NELBO and the anchor term
 d3pm.py            discrete-time bound of a prediction that may put mass on the mask
 score_entropy.py   denoising score entropy (SEDD)

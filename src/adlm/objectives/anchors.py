@@ -40,6 +40,11 @@ def none(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
     return torch.zeros_like(tokens_BL, dtype=torch.bool)
 
 
+def given(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
+    """Positions that a task gives: its objective knows them, and replaces this rule (`adlm.reasoning.infilling`)."""
+    raise ValueError("objective.anchor_rule=given is for tasks that say where their anchors are, not for plain text")
+
+
 def counts_in_sequence(x_BL: Tensor) -> Tensor:
     """How often each token occurs in its own sequence, at every position. By sorting: no host sync, no [B, L, L]."""
     ordered_BL, order_BL = x_BL.sort(dim=-1)
@@ -53,7 +58,7 @@ def counts_in_sequence(x_BL: Tensor) -> Tensor:
 def for_texts(cfg: ObjectiveConfig) -> ObjectiveConfig:
     """The settings by which a text's anchors are shown: the paper's rule where the model's own chooses no tokens, or is
     one of an earlier version."""
-    chooses = cfg.anchor_rule in tables.ANCHOR_RULES and cfg.anchor_rule not in ("all", "none")
+    chooses = cfg.anchor_rule in tables.ANCHOR_RULES and cfg.anchor_rule not in ("all", "none", "given")
     return cfg if chooses else replace(cfg, anchor_rule="count")
 
 
@@ -65,6 +70,7 @@ def describe_rule(cfg: ObjectiveConfig) -> str:
         "common": f"tokens that occur more than {times}",
         "all": "all tokens",
         "none": "none",
+        "given": "tokens where the task says so",
     }.get(cfg.anchor_rule, f"tokens that the rule {cfg.anchor_rule!r} chooses")
 
 
@@ -74,4 +80,5 @@ def describe_anchors(cfg: ObjectiveConfig) -> str:
         return "none"
     masked = ", where masked" if cfg.name == "anelbo" and cfg.anchor_positions == "masked" else ""
     part = f"; a random {cfg.anchor_fraction:.4g} of them at each step" if cfg.anchor_fraction < 1 else ""
-    return describe_rule(cfg) + masked + part
+    until = f"; in the first {cfg.gamma_until:.4g} of the run" if cfg.gamma_until < 1 else ""
+    return describe_rule(cfg) + masked + part + until

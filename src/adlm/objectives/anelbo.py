@@ -10,12 +10,15 @@ from torch import Tensor
 
 from adlm.diffusion.uniforms import Stream, uniforms32
 from adlm.objectives.base import CorruptedBatch, Sequences, Term
-from adlm.objectives.nelbo import Nelbo, time_density
+from adlm.objectives.nelbo import Nelbo
 from adlm.schema import ObjectiveConfig
 
 
 def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
-    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, or another line to gamma_end at 1."""
+    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, or another line to gamma_end at 1. From
+    gamma_until on it is 0."""
+    if cfg.gamma_until < 1 and progress >= cfg.gamma_until:
+        return 0.0
     if progress < cfg.gamma_warmup:
         return cfg.gamma * (progress / cfg.gamma_warmup)
     if cfg.gamma_end < 0:
@@ -26,7 +29,7 @@ def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
 
 class Anelbo(Nelbo):
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
-        noised = self.noised(sequences, self.seed, step, time_density(self.cfg, progress))
+        noised = self.noised_for_training(sequences, step, progress)
         batch = self.batch_of(noised)
         gamma = gamma_at(self.cfg, progress)
         if gamma > 0:

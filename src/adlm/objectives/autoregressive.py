@@ -38,15 +38,15 @@ class Autoregressive(Objective):
     def corrupt_for_bound(self, sequences: Sequences, draw: int) -> CorruptedBatch:
         scored_BL = real_targets(sequences)
         term = Term("denoiser", *next_tokens(sequences, scored_BL), exclude=self.mask_id)
-        count = scored_BL.numel() if sequences.attention_mask_BL is None else int(scored_BL.sum())
+        count = scored_BL.numel() if sequences.scored_BL is None else int(scored_BL.sum())
         return CorruptedBatch(sequences.tokens_BL[:, :-1], None, count, {"nll": term})
 
 
 def real_targets(sequences: Sequences) -> Tensor:
-    """Targets that are not padding, [B, L-1]."""
-    if sequences.attention_mask_BL is None:
+    """Targets that are neither padding nor given, [B, L-1]."""
+    if sequences.scored_BL is None:
         return torch.ones_like(sequences.tokens_BL[:, 1:], dtype=torch.bool)
-    return sequences.attention_mask_BL[:, 1:].bool()
+    return sequences.scored_BL[:, 1:]
 
 
 def next_tokens(sequences: Sequences, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:

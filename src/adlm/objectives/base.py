@@ -35,10 +35,22 @@ class Sequences(NamedTuple):
     """False at padding, which carries no loss; None: no padding."""
     times_B: Tensor | None = None
     """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` sequences."""
+    given_BL: Tensor | None = None
+    """True at what is given, a prompt: never masked, never scored. Padding is then always masked: it must not tell
+    where an answer ends. None: nothing is given."""
+
+    @property
+    def scored_BL(self) -> Tensor | None:
+        """True at what may be scored: neither padding nor given; None: everything."""
+        real_BL = None if self.attention_mask_BL is None else self.attention_mask_BL.bool()
+        if self.given_BL is None:
+            return real_BL
+        return ~self.given_BL if real_BL is None else real_BL & ~self.given_BL
 
     @property
     def token_count(self) -> int:
-        return self.tokens_BL.numel() if self.attention_mask_BL is None else int(self.attention_mask_BL.sum())
+        """Tokens that the loss is divided by."""
+        return self.tokens_BL.numel() if self.scored_BL is None else int(self.scored_BL.sum())
 
 
 class Term(NamedTuple):
@@ -47,7 +59,7 @@ class Term(NamedTuple):
     head: str
     """denoiser or anchor."""
     positions_N: Tensor
-    """Positions scored, as indices into the flattened [B * L] hidden states."""
+    """Positions scored, as indices into the flattened [B * L] hidden states, which are those of the tokens."""
     targets_N: Tensor
     weights_N: Tensor
     """Weight of each position, without `scale`; more columns if the chunk loss takes more numbers per position."""
@@ -71,6 +83,18 @@ class CorruptedBatch(NamedTuple):
     """Terms of the loss by name; the first one is the bound."""
     read_M: Tensor | None = None
     """Positions of which the denoiser's states are computed, where these are more than its term scores (`rounded`)."""
+    block_B: Tensor | None = None
+    """Block length of each sequence, where tokens_BL is [noisy ; clean] (blocks.py)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.tokens_BL.shape[1] // (1 if self.block_B is None else 2)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the network reads beside tokens and noise level."""
+        return {} if self.block_B is None else {"block_B": self.block_B}
 
 
 class LossOutput(NamedTuple):
@@ -90,6 +114,8 @@ class Objective:
     """The head learns ratios of probabilities, which need not sum to one."""
     sampler: ClassVar[str] = "mdlm"
     """The sampler of models that were trained with it, unless sampling.sampler names one."""
+    model: ModelConfig = ModelConfig()
+    """The model it is for; what matters of it here is block lengths and whether outputs are shifted."""
 
     def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
         self.cfg, self.schedule, self.mask_id, self.seed = cfg, schedule, mask_id, seed
@@ -113,13 +139,22 @@ class Objective:
         example and `draw`."""
         raise NotImplementedError
 
+    def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
+        """Corrupt for the bound that is watched during training."""
+        return self.corrupt_for_bound(sequences, 0)
+
     def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
         """Corrupt for the same bound, estimated by numbers of masks instead of times; where `subs`."""
         raise NotImplementedError
 
 
-def make_objective(cfg: ObjectiveConfig, noise: NoiseConfig, mask_id: int, seed: int) -> Objective:
-    return tables.OBJECTIVES.load(cfg.name, "objective.name")(cfg, make_schedule(noise), mask_id, seed)
+def make_objective(
+    cfg: ObjectiveConfig, noise: NoiseConfig, mask_id: int, seed: int, model: ModelConfig | None = None
+) -> Objective:
+    """The objective of a model; `model` matters where that is block diffusion, or has shifted outputs."""
+    objective = tables.OBJECTIVES.load(cfg.name, "objective.name")(cfg, make_schedule(noise), mask_id, seed)
+    objective.model = model or objective.model
+    return objective
 
 
 class Heads(Protocol):
@@ -147,14 +182,16 @@ def on_device(corrupted: CorruptedBatch, device: torch.device) -> CorruptedBatch
         )
         for name, term in corrupted.terms.items()
     }
-    sigma_B, read_M = (None if x is None else put(x, device) for x in (corrupted.sigma_B, corrupted.read_M))
-    return corrupted._replace(tokens_BL=put(corrupted.tokens_BL, device), sigma_B=sigma_B, read_M=read_M, terms=terms)
+    rest = {"sigma_B": corrupted.sigma_B, "read_M": corrupted.read_M, "block_B": corrupted.block_B}
+    moved = {name: None if x is None else put(x, device) for name, x in rest.items()}
+    return corrupted._replace(tokens_BL=put(corrupted.tokens_BL, device), terms=terms, **moved)
 
 
 def loss(model: Network, batch: CorruptedBatch) -> LossOutput:
     """Run the network once and sum every term of the batch."""
     at_N = read_positions(batch)
-    return sum_terms(model, model(batch.tokens_BL, batch.sigma_B, at_N=at_N), batch, gathered=at_N is not None)
+    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N, **batch.inputs)
+    return sum_terms(model, hidden, batch, gathered=at_N is not None)
 
 
 def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: bool = False) -> LossOutput:
@@ -185,7 +222,7 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
     batch = on_device(batch, next(model.parameters()).device)
     (term,) = batch.terms.values()
     at_N = read_positions(batch)
-    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N)
+    hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N, **batch.inputs)
     losses_N = linear_losses(
         states_at(hidden.denoiser_BLD, term.positions_N, at_N is not None),
         model.head,
@@ -195,7 +232,7 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
         chunk_loss=term.chunk_loss,
     )
     device = float64_device(losses_N.device)
-    losses = torch.zeros(batch.tokens_BL.shape, dtype=torch.float64, device=device)
+    losses = torch.zeros(len(batch.tokens_BL), batch.length, dtype=torch.float64, device=device)
     losses.view(-1).index_copy_(0, term.positions_N.to(device), losses_N.to(device).double())
     return losses
 
@@ -232,6 +269,16 @@ def rounded(batch: CorruptedBatch) -> CorruptedBatch:
     more = -len(positions_N) % max(1, n // 8)
     other = torch.ones(n, dtype=torch.bool, device=positions_N.device).index_fill_(0, positions_N, False)
     return batch._replace(read_M=torch.cat((positions_N, other.nonzero().squeeze(1)[:more])))
+
+
+def after_prompts(sequences: Sequences, z_BL: Tensor, mask_id: int) -> Tensor:
+    """Noisy sequences as they are read: prompts as they are, and padding behind answers masked."""
+    if sequences.given_BL is None:
+        return z_BL
+    z_BL = torch.where(sequences.given_BL, sequences.tokens_BL, z_BL)
+    if sequences.attention_mask_BL is None:
+        return z_BL
+    return z_BL.masked_fill(~sequences.attention_mask_BL.bool(), mask_id)
 
 
 def select(scored_BL: Tensor, targets_BL: Tensor, weight_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:

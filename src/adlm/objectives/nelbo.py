@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.absorbing import mask_tokens
-from adlm.diffusion.schedules import MOST_NOISE, Schedule, beta_quantile, draw_times, noise_level
+from adlm.diffusion.schedules import MOST_NOISE, Schedule, beta_quantile, draw_times, mask_fraction, noise_level
 from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
-from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, select
+from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, after_prompts, select
+from adlm.objectives.blocks import BlockSettings, NoisedBlocks, block_times, masks_by_count, predictable
 from adlm.schema import ObjectiveConfig
 
 # Validation noise is the same for every run, so that curves of different seeds and models are paired.
@@ -39,7 +40,11 @@ class Noised:
         self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B, mask_id)
         # not z == mask: a clean sequence may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
-        self.sigma_B = schedule.sigma(t_B).clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
+        sigma_B = schedule.sigma(t_B)
+        if sequences.given_BL is not None:
+            self.z_BL = after_prompts(sequences, self.z_BL, mask_id)
+            sigma_B = noise_level(masked_overall(sequences, mask_fraction(t_B, schedule)), schedule)
+        self.sigma_B = sigma_B.clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
         if T > 0:
             alpha_s_B = self.alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
             weight_B = T * (alpha_s_B - alpha_t_B) / (1 - alpha_t_B)
@@ -48,10 +53,23 @@ class Noised:
         self.weight_B = weight_B.float()
 
     def where(self, scored_BL: Tensor, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, targets and weights (w(t) unless given) where `scored_BL` holds, padding left out."""
-        if self.sequences.attention_mask_BL is not None:
-            scored_BL = scored_BL & self.sequences.attention_mask_BL.bool()
+        """Positions, targets and weights (w(t) unless given) where `scored_BL` holds, padding and prompts left out."""
+        if self.sequences.scored_BL is not None:
+            scored_BL = scored_BL & self.sequences.scored_BL
         return select(scored_BL, self.sequences.tokens_BL, self.weight_B if weight_B is None else weight_B)
+
+    def batch(self, terms: dict[str, Term]) -> CorruptedBatch:
+        return CorruptedBatch(self.z_BL, self.sigma_B, self.sequences.token_count, terms)
+
+
+def masked_overall(sequences: Sequences, fraction_B: Tensor) -> Tensor:
+    """Fraction of a whole sequence that is masked, where that fraction of its answer is: nothing of a prompt, all of
+    the padding. A network that is conditioned on its noise level knows whole sequences."""
+    if sequences.given_BL is None or sequences.scored_BL is None:
+        return fraction_B
+    answer_B = sequences.scored_BL.to(fraction_B).mean(-1)
+    padding_B = 1 - answer_B - sequences.given_BL.to(fraction_B).mean(-1)
+    return fraction_B * answer_B + padding_B
 
 
 def time_density(cfg: ObjectiveConfig, progress: float) -> float:
@@ -66,17 +84,33 @@ class Nelbo(Objective):
     """Name of the bound's term in logs."""
     subs = True
 
+    @property
+    def blocks(self) -> BlockSettings | None:
+        return BlockSettings.of(self.model)
+
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
-        return self.batch_of(self.noised(sequences, self.seed, step, time_density(self.cfg, progress)))
+        return self.batch_of(self.noised_for_training(sequences, step, progress))
 
     def corrupt_for_bound(self, sequences: Sequences, draw: int) -> CorruptedBatch:
+        if self.blocks is not None:
+            return self.batch_of(self.blocks_by_time(sequences, draw, self.blocks))
         return self.batch_of(self.noised(sequences, VALIDATION_SEED, draw))
+
+    def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
+        """By numbers of masks for blocks: times would weigh single tokens by 1/t."""
+        return (self.corrupt_for_bound if self.blocks is None else self.corrupt_exact_count)(sequences, 0)
+
+    def noised_for_training(self, sequences: Sequences, step: int, progress: float) -> "Noised | NoisedBlocks":
+        density = time_density(self.cfg, progress)
+        if self.blocks is None:
+            return self.noised(sequences, self.seed, step, density)
+        block_B = self.blocks.drawn(sequences, self.seed, step)
+        return self.blocks_by_count(sequences, block_B, (self.seed, Stream.MASK, step), density)
 
     def noised(self, sequences: Sequences, seed: int, counter: int, density: float = 1.0) -> Noised:
         """z_t of every sequence; times from Beta(density, density), uniform for the bound."""
-        cfg, (tokens_BL, example_B, total, _, t_B) = self.cfg, sequences
-        t_B = draw_times(seed, counter, example_B, total) if t_B is None else t_B
-        t_B = beta_quantile(t_B, density)
+        cfg, tokens_BL, example_B = self.cfg, sequences.tokens_BL, sequences.example_B
+        t_B = beta_quantile(self.times(sequences, seed, counter), density)
         if cfg.T > 0:
             t_B = ((t_B * cfg.T).floor().clamp(max=cfg.T - 1) + 1) / cfg.T
         else:
@@ -85,12 +119,40 @@ class Nelbo(Objective):
         u_BL = uniforms32(seed, Stream.MASK, counter, example_B[:, None], position_L)
         return Noised(sequences, t_B, u_BL, self.schedule, cfg.T, self.mask_id)
 
-    def batch_of(self, noised: Noised) -> CorruptedBatch:
-        terms = {self.bound_name: self.bound_term(noised)}
-        return CorruptedBatch(noised.z_BL, noised.sigma_B, noised.sequences.token_count, terms)
+    def batch_of(self, noised: "Noised | NoisedBlocks") -> CorruptedBatch:
+        return noised.batch({self.bound_name: self.bound_term(noised)})
 
-    def bound_term(self, noised: Noised) -> Term:
+    def bound_term(self, noised: "Noised | NoisedBlocks") -> Term:
         return Term("denoiser", *noised.where(noised.masked_BL), exclude=self.mask_id)
+
+    def blocks_by_count(
+        self, sequences: Sequences, block_B: Tensor, stream: tuple[int, int, int], density: float = 1.0
+    ) -> NoisedBlocks:
+        """An exact number of masks in each block; `stream`: seed, purpose and counter of the noise."""
+        seed, _, counter = stream
+        t_B = self.times(sequences, seed, counter)
+        t_Bb = beta_quantile(block_times(t_B, block_B, sequences.tokens_BL.shape[1]), density)
+        shift = self.model.shift
+        masks = masks_by_count(order_uniforms(sequences, *stream), predictable(sequences, shift), block_B, t_Bb)
+        return NoisedBlocks(sequences, block_B, masks.masked_BL, masks.weight_BL, shift, self.mask_id)
+
+    def blocks_by_time(self, sequences: Sequences, draw: int, blocks: BlockSettings) -> NoisedBlocks:
+        """A time for each block of the bound."""
+        L, eps, block_B = sequences.tokens_BL.shape[1], self.cfg.sampling_eps, blocks.own(sequences)
+        t_Bb = eps + (1 - eps) * block_times(self.times(sequences, VALIDATION_SEED, draw), block_B, L)
+        position_L = torch.arange(L, device=block_B.device)
+        block_BL = position_L // block_B[:, None]
+        u_BL = uniforms32(VALIDATION_SEED, Stream.MASK, draw, sequences.example_B[:, None], position_L)
+        masked_BL = u_BL >= self.schedule.alpha(t_Bb).gather(1, block_BL)
+        weight_BL = self.schedule.weight(t_Bb).gather(1, block_BL)
+        return NoisedBlocks(sequences, block_B, masked_BL, weight_BL, blocks.shift, self.mask_id)
+
+    @staticmethod
+    def times(sequences: Sequences, seed: int, counter: int) -> Tensor:
+        """Times in [0, 1): those that the caller has chosen, or stratified ones."""
+        if sequences.times_B is not None:
+            return sequences.times_B
+        return draw_times(seed, counter, sequences.example_B, sequences.total)
 
     def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
         """Corrupt for validation with an exact number of masks in each sequence, stratified; noise as for the bound.
@@ -98,19 +160,23 @@ class Nelbo(Objective):
         One set of uniforms per sequence decides everything: the positions with the k smallest are masked, and the k-th
         smallest is the time, since it is Beta(k, L-k+1) distributed and independent of which positions these are -
         exactly the law of t given k masks. Padding (masked like any position, but not scored) and the noise level of a
-        time-conditioned network follow from it.
+        time-conditioned network follow from it. After prompts, k of the tokens of the answer are masked.
         """
-        x_BL, example_B, total, attention_mask_BL, t_B = sequences
-        real_BL = torch.ones_like(x_BL, dtype=torch.bool) if attention_mask_BL is None else attention_mask_BL.bool()
-        t_B = draw_times(VALIDATION_SEED, draw, example_B, total) if t_B is None else t_B
-        length_B = real_BL.sum(-1)
-        k_B = ((t_B * length_B).floor().long() + 1).clamp(max=length_B.clamp(min=1))
-        position_L = torch.arange(x_BL.shape[1], device=x_BL.device)
-        u_BL = uniforms(VALIDATION_SEED, Stream.ORDER, draw, example_B[:, None], position_L)
-        ordered_BL = u_BL.masked_fill(~real_BL, torch.inf).sort(dim=-1).values
-        time_B = ordered_BL.gather(1, k_B[:, None] - 1).squeeze(1)
-        masked_BL = u_BL <= time_B[:, None]
-        z_BL = torch.where(masked_BL, self.mask_id, x_BL)
-        term = Term("denoiser", *select(masked_BL & real_BL, x_BL, length_B / k_B), exclude=self.mask_id)
-        sigma_B = noise_level(time_B, self.schedule).float()
+        stream = (VALIDATION_SEED, Stream.ORDER, draw)
+        if self.blocks is not None:
+            noised = self.blocks_by_count(sequences, self.blocks.own(sequences), stream)
+            return noised.batch({"nelbo": self.bound_term(noised)})
+        x_BL, real_BL = sequences.tokens_BL, predictable(sequences)
+        t_B1 = self.times(sequences, VALIDATION_SEED, draw)[:, None]
+        all_B = torch.full_like(sequences.example_B, x_BL.shape[1])
+        masked_BL, weight_BL, time_B1 = masks_by_count(order_uniforms(sequences, *stream), real_BL, all_B, t_B1)
+        z_BL = after_prompts(sequences, torch.where(masked_BL, self.mask_id, x_BL), self.mask_id)
+        term = Term("denoiser", *select(masked_BL & real_BL, x_BL, weight_BL[:, 0]), exclude=self.mask_id)
+        sigma_B = noise_level(masked_overall(sequences, time_B1[:, 0]), self.schedule).float()
         return CorruptedBatch(z_BL, sigma_B, sequences.token_count, {"nelbo": term})
+
+
+def order_uniforms(sequences: Sequences, seed: int, purpose: int, counter: int) -> Tensor:
+    """A float64 uniform for every position: their order is a random order of the positions."""
+    position_L = torch.arange(sequences.tokens_BL.shape[1], device=sequences.tokens_BL.device)
+    return uniforms(seed, purpose, counter, sequences.example_B[:, None], position_L)

@@ -76,4 +76,18 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     for i, record in enumerate(records):
         whole = isinstance(record, dict) and {"question", "answer"} <= set(record)
         require(whole, f"{path}: example {i} has no question and answer")
+        check_texts(record, f"{path}: example {i}")
     return records
+
+
+def check_texts(record: dict[str, Any], what: str) -> None:
+    """Refuse a record whose question is no text, whose answer is neither a text nor a number, or whose steps are no
+    list of texts."""
+    kinds = {"question": (str,), "answer": (str, int, float), "steps": (list,)}
+    for key, allowed in kinds.items():
+        value = record.get(key, "" if key != "steps" else [])
+        fits = isinstance(value, allowed) and not isinstance(value, bool)
+        wanted = "a list of texts" if key == "steps" else "a text"
+        require(fits, f"{what}: its {key} is {json.dumps(value)[:40]}, not {wanted}")
+    for step in record.get("steps", []):
+        require(isinstance(step, str), f"{what}: one of its steps is {json.dumps(step)[:40]}, not a text")

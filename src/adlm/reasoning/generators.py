@@ -48,6 +48,10 @@ PUBLISHED_HOPS = range(3, 7)
 MOST_HOPS = 8
 """The longest derivation that can be asked for."""
 ATTEMPTS = 2_000
+FIRST, SECOND, SHARED = 1, 2, 3
+"""Which of the two individuals lead to a node: the first, the second, both (a bit each); 0: none."""
+SHARED_WEIGHT = 0.2
+"""How often a node that both individuals lead to becomes a parent, over one of a single individual."""
 
 
 class Shape(NamedTuple):
@@ -74,7 +78,7 @@ class Graph(NamedTuple):
     parents: list[list[int]]
     """Parents of each node, all with smaller numbers. Nodes 0 and 1 are the two individuals a question is about."""
     side: list[int]
-    """Which of the two roots lead to a node: bit 0 for node 0, bit 1 for node 1."""
+    """FIRST, SECOND, SHARED or 0, by node."""
     depth: list[int]
     """Fewest statements from a root."""
 
@@ -97,11 +101,11 @@ def weighted_sample(rng: random.Random, weights: dict[int, float], k: int) -> li
 
 
 def random_graph(rng: random.Random, nodes: int) -> Graph:
-    """A DAG grown node by node. A new node takes about 1.5 parents: among the descendants of one root alone (35 % each)
-    or among all nodes. Deep nodes are preferred, so that long derivations exist; a node that no root reaches is chosen
-    as a parent half as often as a root, so that distracting individuals stay few."""
+    """A DAG grown node by node. A new node takes about 1.5 parents: among the descendants of the first root alone
+    (35 %), of the second alone (45 %), or among all nodes. Deep nodes are preferred, so that long derivations exist;
+    nodes that both roots lead to are chosen five times less often, and nodes that none leads to as often as a root."""
     parents: list[list[int]] = [[], []]
-    side, depth = [1, 2], [0, 0]
+    side, depth = [FIRST, SECOND], [0, 0]
     for _ in range(2, nodes):
         k, draw = poisson(rng, 1.5), rng.random()
         if k == 0:
@@ -109,8 +113,12 @@ def random_graph(rng: random.Random, nodes: int) -> Graph:
             side.append(0)
             depth.append(0)
             continue
-        wanted = 1 if draw < 0.35 else 2 if draw < 0.7 else None
-        weights = {i: 1 + 1.5 * depth[i] if s else 0.5 for i, s in enumerate(side) if wanted in (None, s)}
+        wanted = FIRST if draw < 0.35 else SECOND if draw < 0.8 else None
+        weights = {
+            i: (1 + 1.5 * depth[i]) * (SHARED_WEIGHT if s == SHARED else 1)
+            for i, s in enumerate(side)
+            if wanted in (None, s)
+        }
         chosen = weighted_sample(rng, weights, k)
         parents.append(chosen)
         side.append(functools.reduce(operator.or_, (side[i] for i in chosen), 0))
@@ -132,7 +140,7 @@ def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
         graph = random_graph(rng, nodes)
         inner = {p for chosen in graph.parents for p in chosen}
         individuals = sum(i in inner and not chosen for i, chosen in enumerate(graph.parents))
-        leaves = [i for i in range(2, nodes) if i not in inner and graph.side[i] in (1, 2)]
+        leaves = [i for i in range(2, nodes) if i not in inner and graph.side[i] in (FIRST, SECOND)]
         pair = (equally_deep_pair if shape.balanced else published_pair)(rng, graph, leaves, hops)
         if pair and individuals <= len(names):
             return write_prosqa(rng, graph, *pair, shape)
@@ -166,13 +174,16 @@ def equally_deep_pair(rng: random.Random, graph: Graph, leaves: list[int], hops:
     """Two leaves of one depth, one under each individual, and then a fair coin for who is asked about: given the graph
     and the two candidates, every rule that does not use the name in the question is right half of the time."""
     by_side = [
-        {graph.depth[i] for i in leaves if graph.side[i] == s and is_wanted(graph.depth[i], hops)} for s in (1, 2)
+        {graph.depth[i] for i in leaves if graph.side[i] == s and is_wanted(graph.depth[i], hops)}
+        for s in (FIRST, SECOND)
     ]
     shared = by_side[0] & by_side[1]
     if not shared:
         return None
     depth = max(shared)
-    one, two = (rng.choice([i for i in leaves if graph.side[i] == s and graph.depth[i] == depth]) for s in (1, 2))
+    one, two = (
+        rng.choice([i for i in leaves if graph.side[i] == s and graph.depth[i] == depth]) for s in (FIRST, SECOND)
+    )
     return (one, two) if rng.random() < 0.5 else (two, one)
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from adlm.errors import require
 from adlm.reasoning.examples import Example, read_records
 
 SENTENCE_END = re.compile(r"(?<=[.?:]) ")
@@ -109,10 +110,31 @@ def read(path: Path) -> list[Example]:
     examples = []
     for i, record in enumerate(read_records(path)):
         try:
-            steps = tuple(record["steps"])
-            examples.append(Example(record["question"], steps, record["answer"], node_anchors(steps)))
-        except (KeyError, TypeError, ValueError) as error:
+            steps, answer = tuple(record["steps"]), record["answer"]
+            require(isinstance(answer, str), f"its answer {answer!r} is not a text")
+            examples.append(Example(record["question"], steps, answer, node_anchors(steps)))
+        except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: example {i} is not of ProsQA or ProntoQA ({error})") from None
+    return examples
+
+
+def read_prosqa(path: Path) -> list[Example]:
+    """A file of questions that end in a choice of two kinds."""
+    return read_all(path, "ProsQA", either_or=True)
+
+
+def read_prontoqa(path: Path) -> list[Example]:
+    """A file of questions of true or false."""
+    return read_all(path, "ProntoQA", either_or=False)
+
+
+def read_all(path: Path, task: str, either_or: bool) -> list[Example]:
+    """`read`, refusing a question of the other task."""
+    examples = read(path)
+    for i, example in enumerate(examples):
+        is_choice = read_either_or(example.question) is not None
+        ending = f"it ends in {example.question[-40:]!r}"
+        require(is_choice == either_or, f"{path}: example {i} is not a question of {task}: {ending}; check task=")
     return examples
 
 

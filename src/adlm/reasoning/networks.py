@@ -10,7 +10,9 @@ instead of n + 1 reads of whole sequences. The memory is then differentiable: th
 of a batch have equally many slots, at different places.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,14 +22,16 @@ from torch import Tensor, nn
 from adlm.data.tokenizers import Backend, Tokenizer, load_tokenizer, train_bpe
 from adlm.errors import require
 from adlm.io.paths import path_of
+from adlm.io.released import load_released
 from adlm.models import Cache, Hidden, Network, build_model
 from adlm.models.backends import allow_variants
+from adlm.models.layers import pick_flat
+from adlm.models.network import count_flops
 from adlm.models.transformer import LayerCache
-from adlm.objectives.base import CorruptedBatch, LossOutput, Term, sum_terms
+from adlm.objectives.base import CorruptedBatch, LossOutput, Term, loss, on_device, put, sum_terms
 from adlm.reasoning.examples import Example, parts, whole_text
 from adlm.reasoning.methods import IGNORE, Layout, add_markers
 from adlm.schema import Config
-from adlm.training.batches import put
 
 VOCABULARY = 1024
 """Entries of a vocabulary made of the training examples."""
@@ -83,13 +87,13 @@ class OwnNetwork(nn.Module):
     def head(self) -> nn.Linear:
         return self.model.head
 
-    def compile_blocks(self) -> None:
-        """One block, compiled for every length that occurs (few, since sequences are padded to a multiple), serves all
-        blocks; compiled for any length, the norm of its queries ends in an error of the compiler. Only reads without a
-        memory use it: those with one come in too many shapes."""
-        allow_variants()
-        for block in self.model.denoiser.blocks:
-            block.compile(dynamic=False)
+    def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
+        """What a loss reads: the whole network at once, compiled where `parallelise` says so."""
+        return self.model(tokens_BL, sigma_B, at_N=at_N)
+
+    def flops_per_token(self, length: float, scored: float) -> float | None:
+        """Training FLOPs of a token in sequences of a mean length, of which a fraction is scored; None: not known."""
+        return count_flops(self.model.config, self.model.vocab_size, round(length), scored).training_per_token
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         return nn.functional.embedding(tokens_BL, self.model.embedding)
@@ -138,8 +142,17 @@ class HuggingFaceNetwork(nn.Module):
     def head(self) -> Any:
         return self.model.get_output_embeddings()
 
+    def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
+        states_BLD = self.read(self.embed(tokens_BL))
+        return Hidden(states_BLD if at_N is None else pick_flat(states_BLD, at_N), None)
+
+    def flops_per_token(self, length: float, scored: float) -> float | None:
+        return None
+
     def compile_blocks(self) -> None:
-        """As in our own network; the blocks of a model are the first list among its modules."""
+        """One block, compiled for every length that occurs (few, since sequences are padded to a multiple), serves all
+        blocks, which are the first list among the modules of a model. Only reads without a memory use it: those with
+        one come in too many shapes."""
         allow_variants()
         for block in next((m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList)), ()):
             block.compile(dynamic=False)
@@ -175,6 +188,34 @@ class HuggingFaceNetwork(nn.Module):
 
 SAFELY = {"trust_remote_code": False}
 """What `transformers` is told about every folder: code in it is not run, and nobody is asked whether it may be."""
+
+
+def load_base(base: str) -> tuple[OwnNetwork | HuggingFaceNetwork, Tokenizer]:
+    """A pretrained model and its tokenizer with the markers: in our stack, which is faster, if that can be it (Llama,
+    Qwen), otherwise in transformers."""
+    path = path_of(base)
+    if path.is_dir() or path.suffix == ".gguf":
+        try:
+            return load_own(path)
+        except ValueError as error:
+            print(f"adlm: reason.base={base!r} is read by transformers ({error})", file=sys.stderr)
+    return load_hugging_face(base)
+
+
+def load_own(path: Path) -> tuple[OwnNetwork, Tokenizer]:
+    """A folder or GGUF file of a released causal model in our stack, to be trained; new tokens get mean embeddings."""
+    loaded = load_released(path, "cpu")
+    known = loaded.tokenizer.vocab_size - 1  # without the mask, which text never holds
+    tokenizer = add_markers(loaded.tokenizer)
+    model = build_model(
+        loaded.model.config, max(tokenizer.vocab_size, loaded.model.vocab_size), tokenizer.mask_id
+    ).requires_grad_()
+    weights = {name: x.float() for name, x in loaded.model.state_dict().items()}
+    for name in {"embedding", "head.weight"} & weights.keys():
+        rows = weights[name][:known]
+        weights[name] = torch.cat([rows, rows.mean(0).expand(model.vocab_size - known, -1)])
+    model.load_state_dict(weights)
+    return OwnNetwork(model), tokenizer
 
 
 def load_hugging_face(base: str) -> tuple[HuggingFaceNetwork, Tokenizer]:
@@ -237,7 +278,7 @@ def build_network(cfg: Config, train: list[Example]) -> tuple[OwnNetwork | Huggi
     """The network before its first step, and its tokenizer with the markers."""
     torch.manual_seed(cfg.seed)
     if cfg.reason.base:
-        return load_hugging_face(cfg.reason.base)
+        return load_base(cfg.reason.base)
     if cfg.data.tokenizer:
         tokenizer = load_tokenizer(cfg.data.tokenizer, map(whole_text, train), cfg.data.root)
     else:
@@ -270,6 +311,12 @@ class ReasoningBatch(NamedTuple):
 
     sequences: PaddedSequences
     scored: CorruptedBatch
+    tokens: int
+    """Tokens read, padding left out."""
+
+    @property
+    def terms(self) -> dict[str, Term]:
+        return self.scored.terms
 
 
 def pad_sequences(
@@ -308,11 +355,24 @@ def make_batch(
             position_N, target_N = (put(torch.from_numpy(x), device) for x in (at_N, labels_N[at_N]))
             weight_N = torch.ones(len(at_N), device=device)
             terms[name] = Term("denoiser", position_N, target_N, weight_N, scale, exclude=mask_id)
-    return ReasoningBatch(sequences, CorruptedBatch(sequences.tokens_BL, None, len(terms["nll"].positions_N), terms))
+    scored = CorruptedBatch(sequences.tokens_BL, None, len(terms["nll"].positions_N), terms)
+    return ReasoningBatch(sequences, scored, sum(len(l.tokens) for l in layouts))
 
 
-def batch_loss(network: ReasoningNetwork, batch: ReasoningBatch) -> LossOutput:
-    """The sums of a batch that are differentiated and logged."""
+def batch_on(batch: ReasoningBatch, device: torch.device) -> ReasoningBatch:
+    """A batch made on the host with all its tensors on the device."""
+    scored, sequences = on_device(batch.scored, device), batch.sequences
+    length_B, first_B = (put(x, device) for x in (sequences.length_B, sequences.first_slot_B))
+    return batch._replace(
+        scored=scored, sequences=PaddedSequences(scored.tokens_BL, length_B, first_B, sequences.n_slots)
+    )
+
+
+def batch_loss(network: Any, batch: ReasoningBatch) -> LossOutput:
+    """The sums of a batch that are differentiated and logged. Without thoughts that are fed back it is the loss of
+    `adlm train`: the network, or its replayed graphs, called once."""
+    if batch.sequences.n_slots == 0:
+        return loss(network, batch.scored)
     return sum_terms(network, Hidden(read_sequences(network, batch.sequences), None), batch.scored)
 
 

@@ -11,6 +11,8 @@ Internalize-CoT (question||<<16-3-4=9>> <<9*2=18>> #### 18); and JSON with `step
 
 import random
 import re
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
@@ -27,6 +29,8 @@ from adlm.schema import ReasonConfig
 from adlm.tables import TASKS
 
 EQUATION = re.compile(r"<<[^<>]*>>")
+SILENCE = 4.0
+"""Seconds after which someone who waits for questions is told how many there are."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 
 
@@ -76,7 +80,7 @@ def from_icot_line(line: str) -> Example:
 def from_record(record: dict[str, Any]) -> Example:
     if "steps" in record:
         return gsm8k_example(record["question"], tuple(record["steps"]), str(record["answer"]))
-    trace, mark, answer = record["answer"].rpartition("####")
+    trace, mark, answer = str(record["answer"]).rpartition("####")
     require(bool(mark), f"no #### in the answer to {record['question'][:80]!r}")
     return gsm8k_example(record["question"], tuple(EQUATION.findall(trace)), answer)
 
@@ -101,13 +105,24 @@ def as_number(text: str) -> Decimal | None:
 
 
 PROSQA = ReasoningTask(
-    logic.read, logic.same_answer, logic.canonical, 17_886, generators.prosqa, has_stories=True, story_lr_ratio=2.0
+    logic.read_prosqa,
+    logic.same_answer,
+    logic.canonical,
+    17_886,
+    generators.prosqa,
+    has_stories=True,
+    story_lr_ratio=2.0,
 )
 PROSQA_BALANCED = replace(PROSQA, shape=Shape(balanced=True))
+PROSQA_7HOP = replace(PROSQA, shape=Shape(hops=7, nodes=34))
+PROSQA_8HOP = replace(PROSQA, shape=Shape(hops=8, nodes=38))
+"""Longer derivations than any published question has."""
+PROSQA_TERSE = replace(PROSQA, shape=Shape(terse=True))
+PROSQA_TERSE_BALANCED = replace(PROSQA, shape=Shape(terse=True, balanced=True))
 PROSQA_2HOP = replace(
     PROSQA, shape=Shape(hops=2, nodes=6, words=8, names=4, balanced=True, terse=True), story_lr_ratio=2.5
 )
-PRONTOQA = ReasoningTask(logic.read, logic.same_answer, logic.canonical, 9_000, generators.prontoqa)
+PRONTOQA = ReasoningTask(logic.read_prontoqa, logic.same_answer, logic.canonical, 9_000, generators.prontoqa)
 GSM8K = ReasoningTask(read_gsm8k, same_number, lambda example: example.question, 7_473, is_logic=False)
 
 
@@ -130,9 +145,13 @@ def generate(task: ReasoningTask, n: int, seed: int, seen: set[str] | None = Non
     assert task.generate is not None
     seen = set() if seen is None else seen
     found: list[Example] = []
+    said = time.monotonic()
     for i in range(100 * n + 1000):
         if len(found) == n:
             return found
+        if time.monotonic() - said > SILENCE:
+            said = time.monotonic()
+            print(f"making questions: {len(found):,} of {n:,}", file=sys.stderr, flush=True)
         example = task.generate(random.Random(fold(seed, Stream.SPLIT, i)), task.shape)
         key = task.canonical(example)
         if key not in seen:
@@ -156,7 +175,15 @@ def load_held_out(
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
     for path in filter(None, cfg.test_path.split(",")):
         require(stem(path) not in tests, f"reason.test_path={cfg.test_path!r}: two test sets are called {stem(path)!r}")
-        tests[stem(path)] = read_file(task, path, "test_path")
+        if path in TASKS:
+            other = TASKS.load(path)
+            require(
+                other.generate is task.generate is not None,
+                f"reason.test_path: {path} is no generated task of the same kind as reason.task={cfg.task}",
+            )
+            tests[path] = generate(other, cfg.n_test, fold(seed, Stream.TOKEN), seen)
+        else:
+            tests[stem(path)] = read_file(task, path, "test_path")
     return valid, {name: examples for name, examples in tests.items() if examples}
 
 

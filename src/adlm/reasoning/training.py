@@ -9,6 +9,8 @@ promises (the first stage of all is plain chain of thought). One process; the mo
 import hashlib
 import math
 import random
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,15 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.data.loader import SequenceOrder
+from adlm.data.loader import SequenceOrder, mix, read_ahead
 from adlm.diffusion.uniforms import Stream, fold
 from adlm.errors import require
-from adlm.models.backends import choose_attention
+from adlm.objectives.base import rounded
 from adlm.reasoning import generators
-from adlm.reasoning.answers import Accuracy, Answerer, export_run, write_results
+from adlm.reasoning.answers import Accuracy, Answerer
 from adlm.reasoning.examples import whole_text
 from adlm.reasoning.methods import (
     Encoded,
+    Layout,
     StagePlan,
     encode,
     laid_out_length,
@@ -33,23 +36,29 @@ from adlm.reasoning.methods import (
     plans_of,
     written_length,
 )
-from adlm.reasoning.networks import OwnNetwork, ReasoningBatch, batch_loss, build_network, make_batch
+from adlm.reasoning.networks import OwnNetwork, ReasoningBatch, batch_loss, batch_on, build_network, make_batch
+from adlm.reasoning.runs import ask_tests, export_run, write_results
+from adlm.reasoning.shared_stage import SharedStage
 from adlm.reasoning.tasks import load_splits, task_of
 from adlm.schema import Config
-from adlm.training.batches import micro_batches
-from adlm.training.checkpoint import note, problem_of
 from adlm.training.metrics import plot_curves
 from adlm.training.optim import Updater, learning_rate_factor
-from adlm.training.parallel import Step, World, world
+from adlm.training.parallel import Step, World, parallelise, world
 from adlm.training.run import Run, claimed_run_folder
 from adlm.training.setup import show
+from adlm.training.watch import note
 
 # What may change when a run is continued: how long it is, and how answers are written. Not how many questions are held
 # out, or from which file: the training questions are the others.
-FREE = ("reason.epochs", "reason.minutes", "reason.max_new_tokens")
-GPU_LENGTH_MULTIPLE = 128
-"""Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile,
-twice (in the first block and in the others)."""
+FREE = ("reason.epochs", "reason.minutes", "reason.max_new_tokens", "reason.stage0")
+GPU_LENGTH_MULTIPLE = 64
+"""Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile."""
+COUNTED = 256
+"""Examples that say how long sequences are on average."""
+CPU = torch.device("cpu")
+GRAPHS = "train.cuda_graphs=true"
+STORY_SILENCE = 4.0
+"""Seconds of stories after which a line says how far they are."""
 
 
 class ReasonResult(NamedTuple):
@@ -72,8 +81,9 @@ class StageSchedule:
     """Which examples, and which stage, belong to an optimizer step. An epoch is a pass over all examples, each in a new
     order, or (reason.fresh) over a part of its own; a stage is some epochs, and the last one takes what is left."""
 
-    def __init__(self, cfg: Config, n_examples: int):
-        self.cfg, self.size = cfg.reason, cfg.train.global_batch_size
+    def __init__(self, cfg: Config, n_examples: int, lengths: np.ndarray | None = None):
+        """`lengths`: of the examples, by which reason.sorted_batches sorts."""
+        self.cfg, self.seed, self.size, self.lengths = cfg.reason, cfg.seed, cfg.train.global_batch_size, lengths
         self.n = n_examples // cfg.reason.epochs if cfg.reason.fresh else n_examples  # of an epoch
         self.plans: list[StagePlan] = plans_of(cfg.reason)
         self.last_stage = len(self.plans) - 1
@@ -96,9 +106,30 @@ class StageSchedule:
         return step // self.per_epoch
 
     def examples(self, step: int) -> np.ndarray:
-        """The examples of a batch; the last batch of an epoch may be smaller."""
-        first = (step % self.per_epoch) * self.size
-        return self.order[self.epoch(step) * self.n + np.arange(first, min(first + self.size, self.n))]
+        """The examples of a batch; the last batch of an epoch may be smaller. Batches that are sorted together hold the
+        same examples as without, and come in an order drawn anew."""
+        at, together = step % self.per_epoch, self.cfg.sorted_batches
+        if together == 1 or self.lengths is None:
+            return self.in_order(step, at, at + 1)
+        first = at - at % together
+        window = self.in_order(step, first, first + together)
+        window = window[np.argsort(self.lengths[window], kind="stable")]
+        batches = [window[start : start + self.size] for start in range(0, len(window), self.size)]
+        key = np.uint64(fold(self.seed, Stream.ORDER, step - at % together))
+        return batches[np.argsort(mix(key, np.arange(len(batches), dtype=np.uint64)))[at - first]]
+
+    def in_order(self, step: int, first: int, end: int) -> np.ndarray:
+        """The examples of some batches of the epoch of `step`."""
+        within = np.arange(first * self.size, min(end * self.size, self.n))
+        return self.order[self.epoch(step) * self.n + within]
+
+    def plans_at(self, step: int, n: int) -> list[StagePlan]:
+        """The plan of each of the n examples of a batch: the stage's, or (reason.mixing) that of an earlier stage."""
+        stage = self.stage(step)
+        if not (stage and self.cfg.mixing):
+            return [self.plans[stage]] * n
+        rng = random.Random(fold(self.seed, Stream.SPLIT, step))
+        return [self.plans[rng.randrange(stage) if rng.random() < self.cfg.mixing else stage] for _ in range(n)]
 
     def starts_stage(self, step: int) -> bool:
         return step % self.per_stage == 0 and step // self.per_stage <= self.last_stage
@@ -126,13 +157,10 @@ class ReasoningSetup:
         self.network = network.to(ranks.device)
         positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
         self.multiple = math.gcd(GPU_LENGTH_MULTIPLE if ranks.device.type == "cuda" else 1, positions)
-        if isinstance(network, OwnNetwork) and ranks.device.type == "cuda":
-            choose_attention(cfg.train.global_batch_size, cfg.model, ranks.device)
-        if ranks.compile != "none":
-            network.compile_blocks()
-        self.schedule = StageSchedule(cfg, len(self.splits.train))
         self.markers = markers_of(self.tokenizer)
         self.train = encode(self.splits.train, self.tokenizer)
+        plain = np.array([laid_out_length(example, StagePlan()) for example in self.train])
+        self.schedule = StageSchedule(cfg, len(self.train), plain)
         self.max_new_tokens = cfg.reason.max_new_tokens or longest_answer(self.train, self.schedule.plans)
         longest = max(laid_out_length(e, plan) for e in self.train for plan in self.schedule.plans)
         key = "reason.base" if cfg.reason.base else "model.length"
@@ -140,24 +168,62 @@ class ReasoningSetup:
             longest <= network.longest,
             f"the longest example has {longest} tokens and {key} leaves room for {network.longest}",
         )
+        for name, examples in {"validation": self.splits.valid, **self.splits.tests}.items():
+            encoded = encode(examples, self.tokenizer)
+            for stage in range(len(self.schedule.plans)):
+                self.answerer(stage).check_room(encoded, f"set {name}")
+
+    def step_module(self) -> Step:
+        """The network with its loss, compiled, and replayed as CUDA graphs if wanted."""
+        cfg, module = self.cfg.train, Step(self.network, batch_loss)
+        if isinstance(self.network, OwnNetwork):
+            thinks = any(plan.fed_back for plan in self.schedule.plans)
+            require(not (cfg.cuda_graphs and thinks), f"{GRAPHS} cannot replay thoughts, which are read one by one")
+            parallelise(module, cfg, self.ranks)
+        else:
+            require(not cfg.cuda_graphs, f"{GRAPHS} is for our own stack, which reason.base is not read into")
+            if self.ranks.compile != "none":
+                self.network.compile_blocks()
+        return module
 
     def batches(self, step: int) -> list[ReasoningBatch]:
-        """The micro-batches of a step, like lengths together: less padding, and the gradient is a sum in any order."""
-        plan, cfg = self.schedule.plans[self.schedule.stage(step)], self.cfg
-        layouts = [
-            lay_out(self.train[i], plan, self.markers, cfg.reason.anchor_tokens) for i in self.schedule.examples(step)
-        ]
-        size = cfg.train.global_batch_size // micro_batches(cfg.train, self.ranks)
-        if size < len(layouts):
-            layouts.sort(key=lambda layout: len(layout.tokens))
-        gamma, mask_id, device = cfg.objective.gamma, self.tokenizer.mask_id, self.ranks.device
-        parts = [layouts[at : at + size] for at in range(0, len(layouts), size)]
-        return [make_batch(part, plan.fed_back, gamma, mask_id, device, self.multiple) for part in parts]
+        """The micro-batches of a step on the host, like lengths together: less padding, and the gradient is a sum in
+        any order. Thoughts that are fed back must be equally many in a micro-batch."""
+        cfg, examples = self.cfg, self.schedule.examples(step)
+        groups: dict[StagePlan | None, list[Layout]] = {}
+        for i, plan in zip(examples, self.schedule.plans_at(step, len(examples))):
+            layout = lay_out(self.train[i], plan, self.markers, cfg.reason.anchor_tokens)
+            groups.setdefault(plan if plan.fed_back else None, []).append(layout)
+        size = -(-cfg.train.global_batch_size // cfg.train.micro_batches(self.ranks.size))
+        found = []
+        for plan, layouts in groups.items():
+            if size < len(layouts):
+                layouts.sort(key=lambda layout: len(layout.tokens))
+            parts = [layouts[at : at + size] for at in range(0, len(layouts), size)]
+            found += [self.batch_of(part, plan is not None, cfg.objective.gamma) for part in parts]
+        return found
+
+    def batch_of(self, layouts: list[Layout], fed_back: bool, gamma: float) -> ReasoningBatch:
+        """A micro-batch on the host; of one of few shapes, if CUDA graphs are to replay it."""
+        batch = make_batch(layouts, fed_back, gamma, self.tokenizer.mask_id, CPU, self.multiple)
+        return batch._replace(scored=rounded(batch.scored)) if self.cfg.train.cuda_graphs else batch
+
+    def all_batches(self, first: int) -> Iterator[list[ReasoningBatch]]:
+        """The batches of every step from `first` on; beside a GPU a thread makes them ahead."""
+        steps = map(self.batches, range(first, self.schedule.steps))
+        return read_ahead(steps) if self.ranks.device.type == "cuda" else steps
+
+    def flops_per_token(self) -> float | None:
+        """Training FLOPs of one token, on average over the stages."""
+        some, plans = self.train[:COUNTED], self.schedule.plans
+        tokens = sum(laid_out_length(example, plan) for example in some for plan in plans)
+        scored = sum(written_length(example, plan) for example in some for plan in plans)
+        return self.network.flops_per_token(tokens / (len(some) * len(plans)), scored / tokens)
 
     def answerer(self, stage: int) -> Answerer:
         """The network as this stage asks it."""
-        plan, batch_size = self.schedule.plans[stage], self.cfg.eval.batch_size
-        return Answerer(self.network, self.tokenizer, self.task, plan, self.max_new_tokens, batch_size)
+        plan, batch_size, labels = self.schedule.plans[stage], self.cfg.eval.batch_size, self.cfg.reason.anchor_tokens
+        return Answerer(self.network, self.tokenizer, self.task, plan, self.max_new_tokens, batch_size, labels)
 
     def fingerprints(self) -> dict[str, str]:
         """What the questions of each split are."""
@@ -200,10 +266,10 @@ def learn_stories(setup: ReasoningSetup) -> float:
     cfg, ranks, network, task = setup.cfg, setup.ranks, setup.network, setup.task
     steps, size = cfg.reason.story_steps, cfg.train.global_batch_size
     require(task.has_stories, f"reason.story_steps={steps}: there are no stories for reason.task={cfg.reason.task}")
-    module = Step(network, batch_loss)
+    module = setup.step_module()
     update = Updater(cfg.optim, module, decay_all=True)
     network.train()
-    loss, constant = float("nan"), replace(cfg.optim, schedule="constant")
+    loss, constant, said = float("nan"), replace(cfg.optim, schedule="constant"), time.monotonic()
     for step in range(steps):
         rng = random.Random(fold(cfg.seed, Stream.TOKEN, step))
         stories = [generators.retold(rng, task.shape, plain=step < steps // 2) for _ in range(size)]
@@ -214,13 +280,17 @@ def learn_stories(setup: ReasoningSetup) -> float:
             f"a story of reason.story_steps={steps} has {longest} tokens and model.length leaves room for"
             f" {network.longest}",
         )
-        batch = make_batch(layouts, False, 0.0, setup.tokenizer.mask_id, ranks.device, setup.multiple)
+        batch = batch_on(setup.batch_of(layouts, False, 0.0), ranks.device)
         with ranks.autocast():
             mean = module(batch).total / batch.scored.count
         mean.backward()
         update(task.story_lr_ratio * learning_rate_factor(constant, step, steps))
-        if step + 1 == steps:
+        is_late = time.monotonic() - said > STORY_SILENCE
+        if step + 1 == steps or is_late:
             loss = mean.item()
+        if is_late:
+            said = time.monotonic()
+            note(f"stories: step {step + 1} of {steps}, {loss:.3f} nats per token")
     return loss
 
 
@@ -229,57 +299,88 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     weights to begin with in place of fresh ones and reason.story_steps, so that several methods can share its steps."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
+        if cfg.reason.train_path or task_of(cfg.reason).generate is not None:
+            note(f"{cfg.reason.task}: {'reading' if cfg.reason.train_path else 'making'} the questions")
         setup = ReasoningSetup(cfg, ranks)
         schedule = setup.schedule
+        for doubt in doubts(cfg, start is not None):
+            note(f"warning: {doubt}")
         # what is tested in the end is the best checkpoint, so it is always kept
         cfg = replace(
             cfg, train=replace(cfg.train, steps=schedule.steps), checkpoint=replace(cfg.checkpoint, best=True)
         )
         with Run(cfg, folder, ranks, cfg.reason.minutes) as run:
-            if run.resumed_step is None and start is not None:
+            shared = SharedStage.of(cfg, setup, ranks) if cfg.reason.stage0 and schedule.last_stage else None
+            kept = shared.read() if shared and run.resumed_step is None else None
+            if kept is not None:
+                setup.network.load_state_dict(kept.weights)
+            elif run.resumed_step is None and start is not None:
                 setup.network.load_state_dict(start)
             elif run.resumed_step is None and cfg.reason.story_steps:
                 loss = learn_stories(setup)
                 note(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end")
-            step_module = Step(setup.network, batch_loss)
+            step_module = setup.step_module()
             free = FREE[1:] if cfg.reason.fresh else FREE  # an epoch of fresh examples is one part in reason.epochs
             run.decay_all = True  # the published recipe of these tasks has one weight decay for all parameters
             run.begin(
                 step_module,
                 setup.tokenizer,
                 show(setup.facts()),
+                setup.flops_per_token(),
                 data=setup.fingerprints(),
                 fixed=("model", "objective", "reason"),
                 free=free,
             )
-
             run.extra.setdefault("stages", [])
-            accuracy: Accuracy | None = None
-            setup.network.train()
-            while not run.ends:
-                stage = schedule.stage(run.step)
-                if schedule.starts_stage(run.step):
-                    run.reset_optimizer()
-                batches = setup.batches(run.step)
-                count = sum(batch.scored.count for batch in batches)
-                torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step))  # dropout
-                for batch in batches:
-                    with ranks.autocast():
-                        output = step_module(batch)
-                        (output.total / count).backward()
-                    run.window.add(output.terms)
-                run.update(learning_rate_factor(cfg.optim, *schedule.within_stage(run.step)), count)
-
-                run.log_if_due(stage=stage)
-                if schedule.is_validated(run.step) or run.out_of_time:
-                    accuracy = validate(run, setup, stage)
-                run.save_if_due()
-
+            if kept is not None:
+                kept.resume(run)
+            accuracy = train_stages(run, setup, step_module, shared)
             stage = schedule.stage(run.step - 1)
             if run.was_interrupted:
                 run.say_interrupted()
                 return ReasonResult(str(folder), run.step, False, stage, {}, {}, run.extra["stages"], run.stopped_by)
             return conclude(run, setup, stage, accuracy)
+
+
+def train_stages(run: Run, setup: ReasoningSetup, module: Step, shared: SharedStage | None) -> Accuracy | None:
+    """Every step that is left, or until the run ends; the accuracy of the last validation."""
+    schedule, ranks, cfg = setup.schedule, setup.ranks, setup.cfg
+    accuracy: Accuracy | None = None
+    setup.network.train()
+    for made in setup.all_batches(run.step) if not run.ends else ():
+        stage = schedule.stage(run.step)
+        if schedule.starts_stage(run.step):
+            run.reset_optimizer()
+        count = sum(batch.scored.count for batch in made)
+        torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step))  # dropout
+        for batch in (batch_on(part, ranks.device) for part in made):
+            with ranks.autocast():
+                output = module(batch)
+                (output.total / count).backward()
+            run.window.add(output.terms)
+        tokens, examples = (sum(x) for x in zip(*((batch.tokens, len(batch.scored.tokens_BL)) for batch in made)))
+        run.update(learning_rate_factor(cfg.optim, *schedule.within_stage(run.step)), count, tokens, examples)
+
+        run.log_if_due(stage=stage)
+        if schedule.is_validated(run.step) or run.out_of_time:
+            accuracy = validate(run, setup, stage)
+        if shared is not None and run.step == schedule.per_stage:
+            shared.write(run)
+        run.save_if_due()
+        if run.ends:
+            break
+    return accuracy
+
+
+def doubts(cfg: Config, has_start: bool) -> list[str]:
+    """What cannot be meant, one line each."""
+    reason = cfg.reason
+    if reason.base or reason.story_steps or has_start or reason.task == "gsm8k":
+        return []
+    return [
+        "a small model from scratch learns questions like these by heart and answers new ones by chance; give"
+        " reason.base=MODEL, or begin with task=prosqa-2hop, which takes minutes on a CPU"
+    ]
 
 
 def validate(run: Run, setup: ReasoningSetup, stage: int) -> Accuracy:
@@ -300,7 +401,7 @@ def best_step(run: Run) -> int:
     step = run.best_step
     if step is None or step == run.step or step not in run.checkpoints.steps():
         return run.step
-    problem = problem_of(run.checkpoints.path(step))
+    problem = run.checkpoints.problem(step)
     if problem is None:
         return step
     note(f"warning: the best checkpoint, of step {step}, is corrupt ({problem}); the last, {run.step}, is tested")
@@ -319,15 +420,12 @@ def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | N
     if tested != run.step:
         state = run.state()
         run.checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
-    answerer, tests = setup.answerer(stage), {}
+    answerer = setup.answerer(stage)
     with run.ema:
         if accuracy is None or tested != run.step:  # else these weights were the last to be validated
             accuracy, _ = answerer.answer(setup.splits.valid, setup.ranks)
         run.log.say(f"best of stage {stage}, validation: {accuracy}")
-        for name, examples in setup.splits.tests.items():
-            found, _ = answerer.answer(examples, setup.ranks)
-            run.log.say(f"test {name}: {found}")
-            tests[name] = found.facts()
+        tests = ask_tests(run.folder, answerer, setup.splits.tests, setup.ranks, run.log.say)
         facts = {"step": tested, "stage": stage, "max_new_tokens": setup.max_new_tokens}
         export_run(run.folder, run.cfg, setup.network, setup.tokenizer, facts)
     run.log.close()

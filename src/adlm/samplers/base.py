@@ -99,6 +99,12 @@ class Sampler:
         """Yield the events of a sequence whose positions `holes` are masked; its other positions are fixed."""
         raise NotImplementedError
 
+    def in_blocks(self, holes: Positions, seed: int, block: int) -> Trajectory:
+        """Yield the events of a sequence that is filled in blocks of `block` positions: a trajectory for the holes of
+        each, one block after the other."""
+        for own in np.split(holes, np.flatnonzero(np.diff(holes // block)) + 1):
+            yield from self.trajectory(own, seed)
+
 
 def with_sampler(cfg: SamplingConfig, objective: ObjectiveConfig) -> SamplingConfig:
     """The settings for a model trained with `objective`: where they name no sampler, the objective does. Everything

@@ -9,6 +9,8 @@ it has steps.
 Two take one position per evaluation: first-hitting and left to right.
 """
 
+import sys
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -88,14 +90,25 @@ class Scheduled(Sampler):
         return reveal_step, revealed, remask_step, remasked
 
     def trajectory(self, holes: Positions, seed: int) -> Trajectory:
+        return self.all_blocks(holes, seed, sys.maxsize)
+
+    def in_blocks(self, holes: Positions, seed: int, block: int) -> Trajectory:
+        # A subclass may have a trajectory that is more than its rates.
+        plain = type(self).trajectory is Scheduled.trajectory
+        return self.all_blocks(holes, seed, block) if plain else super().in_blocks(holes, seed, block)
+
+    def all_blocks(self, holes: Positions, seed: int, block: int) -> Trajectory:
+        """The events of all blocks, one after the other. No position's changes depend on another's, so those of all
+        blocks are drawn at once."""
         if not len(holes):
             return
         reveal_step, revealed, remask_step, remasked = self.changes(holes, seed)
-        steps, inverse = np.unique(reveal_step, return_inverse=True)
-        draws = split(revealed, inverse, len(steps))
+        steps = len(self.t) + 1
+        times, inverse = np.unique(revealed // block * steps + reveal_step, return_inverse=True)
+        draws = split(revealed, inverse, len(times))
         # masked in step j: the network first sees it in a later step
-        masks = split(remasked, np.searchsorted(steps, remask_step, side="right"), len(steps))
-        for step, mask, drawn in zip(steps.tolist(), masks, draws):
+        masks = split(remasked, np.searchsorted(times, remasked // block * steps + remask_step, "right"), len(times))
+        for step, mask, drawn in zip((times % steps).tolist(), masks, draws):
             fill = step == len(self.t)
             yield Event(step, self.last_t if fill else float(self.t[step]), mask, drawn, fill and self.greedy_fill)
 
@@ -202,3 +215,10 @@ class LeftToRight(Sampler):
     def trajectory(self, holes: Positions, seed: int) -> Trajectory:
         for step in range(len(holes)):
             yield Event(step, 1 - step / len(holes), NOWHERE, holes[step : step + 1])
+
+    def in_blocks(self, holes: Positions, seed: int, block: int) -> Trajectory:
+        if block > 1:
+            yield from super().in_blocks(holes, seed, block)
+        else:  # the hot loop of causal models
+            for i in range(len(holes)):
+                yield Event(0, 1.0, NOWHERE, holes[i : i + 1])

@@ -4,10 +4,12 @@ Here is `adlm serve` itself: load the models, say where they are, answer until t
 
 server.py   uvicorn with a drain on SIGTERM; the guard of every request: name, key, size, slow and lost clients
 app.py      the routes, and errors as answers
-bodies.py   bodies of requests (sampling settings generated from the schema) and of answers
+bodies.py   bodies of requests (sampling settings generated from the schema), and errors
+answers.py  bodies of answers
 service.py  what is served: a checkpoint, its defaults and limits; bodies become requests of the engine
 jobs.py     requests under way, and how they share the network
 worker.py   the thread that owns an engine
+front.py    several processes behind one port: the queue of all, requests of a worker that died
 characters.py  bytes of tokens as characters
 frames.py   canvases as server-sent events, and the anchor network's guesses
 openai.py   OpenAI's completions and chat completions
@@ -41,20 +43,65 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         f" {cfg.serve.slots + cfg.serve.queue}",
     )
     print("adlm serve: loading PyTorch", flush=True)
-    import torch  # here and below: seconds, in which somebody looks at the terminal
+    # here and below: seconds, in which somebody looks at the terminal
+    from adlm.io.load import BOX_NAME
+    from adlm.serving.server import is_loopback
+    from adlm.serving.service import check_defaults
+
+    check_defaults(cfg.sampling, cfg.serve.max_steps)
+    paths = list(args or ()) or [cfg.eval.checkpoint or BOX_NAME]
+    devices = worker_devices(cfg)
+    listener = listen(cfg.serve.host, cfg.serve.port)  # first: a port in use must not cost the loading of models
+    key = api_key(cfg)
+    if not key and not is_loopback(cfg.serve.host):
+        log.warning(
+            "serve.host=%s and no key: whoever reaches this machine can use it; set ADLM_API_KEY", cfg.serve.host
+        )
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    said = f"adlm serves on http://{shown}:{port} (key: {'required' if key else 'none'})"
+    if len(devices) == 1:
+        return {"requests": serve_models(cfg, paths, listener, said)}
+    from adlm.serving.front import run_front
+
+    for path in paths:
+        locate_model(path)  # one line now, and not one from every worker
+    print(f"{said}, with {len(devices)} workers on {', '.join(devices)}", flush=True)
+    return {"requests": run_front(cfg, paths, listener, devices, key)}
+
+
+def api_key(cfg: Config) -> str:
+    return cfg.serve.api_key or os.environ.get("ADLM_API_KEY", "")
+
+
+def worker_devices(cfg: Config) -> list[str]:
+    """The device of each worker: as many GPUs as there are, in turn, or the one that is named."""
+    import torch
+
+    several = cfg.train.device in ("auto", "cuda") and torch.cuda.is_available()
+    gpus = torch.cuda.device_count() if several else 1
+    workers = cfg.serve.workers or gpus
+    return [f"cuda:{i % gpus}" if several and workers > 1 else cfg.train.device for i in range(workers)]
+
+
+def locate_model(path: str) -> None:
+    from adlm.io.load import locate
+
+    require(locate(path).exists(), f"there is no model at {path!r}")
+
+
+def serve_models(cfg: Config, paths: list[str], listener: socket.socket, said: str = "") -> int:
+    """Load the models and answer requests in this process, until told to stop; returns how many were answered."""
+    import torch
 
     from adlm.api import LanguageModel
     from adlm.api.language_model import load_any
-    from adlm.io.load import BOX_NAME
     from adlm.serving.app import make_app
-    from adlm.serving.server import is_loopback, make_server
-    from adlm.serving.service import Service, check_defaults
+    from adlm.serving.server import make_server
+    from adlm.serving.service import Service
 
-    check_defaults(cfg.sampling, cfg.serve.max_steps)
     if cfg.train.num_threads:
         torch.set_num_threads(cfg.train.num_threads)
-    paths = list(args or ()) or [cfg.eval.checkpoint or BOX_NAME]
-    listener = listen(cfg.serve.host, cfg.serve.port)  # first: a port in use must not cost the loading of models
     options = (cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
     models = {}
     for name, path in names(paths).items():
@@ -62,21 +109,15 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         models[name] = LanguageModel(load_any(path, *options))
         print(f"{name}: {models[name]!r} on {models[name].device}", flush=True)
     service = Service(models, cfg.serve, cfg.sampling)
-    key = cfg.serve.api_key or os.environ.get("ADLM_API_KEY", "")
-    server = make_server(make_app(service, key), service)
-    if not key and not is_loopback(cfg.serve.host):
-        log.warning(
-            "serve.host=%s and no key: whoever reaches this machine can use it; set ADLM_API_KEY", cfg.serve.host
-        )
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"adlm serves on http://{shown}:{port} (key: {'required' if key else 'none'})", flush=True)
+    server = make_server(make_app(service, api_key(cfg)), service)
+    if said:
+        print(said, flush=True)
     server.run(sockets=[listener])
     service.stop_workers(0.1)  # after a second signal nobody has told them
     if service.undone:
         log.warning("left undone, inside a step: %s", "; ".join(service.undone))
         atexit.register(leave, service)
-    return {"requests": server.server_state.total_requests}
+    return server.server_state.total_requests
 
 
 def leave(service: "Service") -> None:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from adlm import reporting
+from adlm.serving import answers
 from adlm.serving import bodies as b
 from adlm.serving.bodies import Problem
 from adlm.serving.frames import best_guesses, counts, film
@@ -70,9 +71,9 @@ EVENT = {
 EVENTS = {"text/event-stream": {"schema": EVENT}}
 COMPLETION: Answers = {
     **ERRORS,
-    200: {"model": b.CompletionAnswer, "content": EVENTS, "description": "With stream: server-sent events."},
+    200: {"model": answers.CompletionAnswer, "content": EVENTS, "description": "With stream: server-sent events."},
 }
-CHAT: Answers = {**COMPLETION, 200: {**COMPLETION[200], "model": b.ChatAnswer}}
+CHAT: Answers = {**COMPLETION, 200: {**COMPLETION[200], "model": answers.ChatAnswer}}
 # Of a route whose answers are events FastAPI would document the errors as events too.
 ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 FRAMES: Answers = {
@@ -151,13 +152,13 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/v1/models", responses=KEY_ONLY)
-async def models(request: Request) -> b.ModelList:
+async def models(request: Request) -> answers.ModelList:
     """The models that are served, with their samplers and defaults."""
-    return b.ModelList(data=[served.card() for served in request.app.state.service.models.values()])
+    return answers.ModelList(data=[served.card() for served in request.app.state.service.models.values()])
 
 
 @router.get("/v1/models/{id}", responses={**KEY_ONLY, 404: ERRORS[404]})
-async def model(id: str, request: Request) -> b.ModelCard:
+async def model(id: str, request: Request) -> answers.ModelCard:
     return request.app.state.service.model(id).card()
 
 
@@ -165,7 +166,7 @@ async def model(id: str, request: Request) -> b.ModelCard:
 
 
 @router.post("/v1/tokenize", responses=ERRORS)
-async def tokenize(body: b.TextBody, request: Request) -> b.Pieces:
+async def tokenize(body: b.TextBody, request: Request) -> answers.Pieces:
     """The pieces a text is made of."""
     service: Service = request.app.state.service
     return await service.prepare(service.model(body.model).tokenize, body.text)
@@ -205,7 +206,7 @@ async def frames(body: b.FramesBody, request: Request) -> Response:
 
 
 @router.post("/v1/infill", responses=ERRORS)
-async def infill(body: b.InfillBody, request: Request) -> b.InfillAnswer:
+async def infill(body: b.InfillBody, request: Request) -> answers.InfillAnswer:
     """Fill holes: a template, tokens with null, or a prompt."""
     service: Service = request.app.state.service
     served = service.model(body.model)
@@ -213,7 +214,7 @@ async def infill(body: b.InfillBody, request: Request) -> b.InfillAnswer:
     job = service.open(request.scope, served, requests)
     results = {index: result async for index, result in job.results()}
     choices = [
-        b.InfillChoice(
+        answers.InfillChoice(
             index=index,
             text=served.lm.text(result.tokens),
             tokens=result.tokens,
@@ -226,18 +227,18 @@ async def infill(body: b.InfillBody, request: Request) -> b.InfillAnswer:
     tokens, mask = requests[0].tokens, served.lm.model.mask_id
     given = sum(t != mask for t in tokens)
     drawn = sum(t == mask for choice in choices for t in tokens[: len(choice.tokens)])
-    usage = b.Usage(prompt_tokens=given, completion_tokens=drawn, total_tokens=given + drawn)
-    return b.InfillAnswer(id=f"infill-{secrets.token_hex(12)}", model=served.id, choices=choices, usage=usage)
+    usage = answers.Usage(prompt_tokens=given, completion_tokens=drawn, total_tokens=given + drawn)
+    return answers.InfillAnswer(id=f"infill-{secrets.token_hex(12)}", model=served.id, choices=choices, usage=usage)
 
 
 @router.post("/v1/score", responses=ERRORS)
-async def score(body: b.ScoreBody, request: Request) -> b.ScoreAnswer:
+async def score(body: b.ScoreBody, request: Request) -> answers.ScoreAnswer:
     """How likely a text is: an upper bound on its nats per token (exact for causal models)."""
     service: Service = request.app.state.service
     served = service.model(body.model)
     tokens = await service.prepare(served.text_tokens, body.text)
     found = await service.evaluate(served, served.lm.score_in_parts(tokens, body.draws))
-    return b.ScoreAnswer(
+    return answers.ScoreAnswer(
         nll=found.nll,
         ppl=found.ppl,
         stderr=found.stderr,
@@ -248,8 +249,33 @@ async def score(body: b.ScoreBody, request: Request) -> b.ScoreAnswer:
     )
 
 
+@router.post("/v1/slots", responses=ERRORS)
+async def slots(body: b.SlotsBody, request: Request) -> answers.SlotsAnswer:
+    """What the model puts into every hole of a template: candidates, entropy and standard errors."""
+    service: Service = request.app.state.service
+    served = service.model(body.model)
+    sequence = await service.prepare(served.slot_tokens, body)
+    found = await service.evaluate(served, served.lm.slots_in_parts(sequence, body.top, body.draws))
+    tokens, texts = served.with_holes(sequence)
+    return answers.SlotsAnswer(
+        tokens=tokens,
+        texts=texts,
+        slots=[
+            answers.SlotAnswer(
+                position=slot.position,
+                entropy=slot.entropy,
+                candidates=[
+                    answers.SlotCandidate(id=t, text=served.piece(t), probability=p, stderr=e)
+                    for t, p, e in zip(slot.tokens, slot.probabilities, slot.stderr or [None] * len(slot.tokens))
+                ],
+            )
+            for slot in found
+        ],
+    )
+
+
 @router.post("/v1/anchors", responses=ERRORS)
-async def anchors(body: b.AnchorsBody, request: Request) -> b.AnchorsAnswer:
+async def anchors(body: b.AnchorsBody, request: Request) -> answers.AnchorsAnswer:
     """Which tokens are anchors (rare in their sequence), and what the anchor network puts into holes."""
     service: Service = request.app.state.service
     served = service.model(body.model)
@@ -257,17 +283,18 @@ async def anchors(body: b.AnchorsBody, request: Request) -> b.AnchorsAnswer:
     guesses = await service.evaluate(served, in_one_part(lambda: best_guesses(served.lm, sequence, body.top)))
     tokens, texts = served.with_holes(sequence)
     count, tau = counts(sequence), served.lm.loaded.objective.tau
-    return b.AnchorsAnswer(
+    return answers.AnchorsAnswer(
         tokens=tokens,
         texts=texts,
         anchor=[t is not None and c <= tau for t, c in zip(tokens, count)],
         count=[0 if t is None else c for t, c in zip(tokens, count)],
         tau=tau,
         guesses=[
-            b.HoleGuess(
+            answers.HoleGuess(
                 position=g.position,
                 candidates=[
-                    b.Candidate(id=t, text=served.piece(t), probability=p) for t, p in zip(g.tokens, g.probabilities)
+                    answers.Candidate(id=t, text=served.piece(t), probability=p)
+                    for t, p in zip(g.tokens, g.probabilities)
                 ],
             )
             for g in guesses

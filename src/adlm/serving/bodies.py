@@ -29,7 +29,7 @@ from adlm.rules import Choices, Range
 
 # Settings of `adlm sample` that a request says in a form of its own, or that are not a request's business. A server
 # has no defaults for them, but for `stop`.
-OWN_FORM = ("n", "length", "prompt", "template", "banned", "required", "stop")
+OWN_FORM = ("n", "length", "prompt", "template", "banned", "required", "choices", "response_format", "stop")
 NOT_IN_REQUESTS = ("batch_size",)
 
 
@@ -52,7 +52,8 @@ WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_intege
 Id = Annotated[int, WHOLE]
 Count = Annotated[int, Field(ge=1), WHOLE]
 Words = Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=64)]
-Ids = list[int]
+Options = Annotated[list[Annotated[Text, Field(min_length=1, max_length=1000)]], Field(max_length=256)]
+
 WholeNumber = Annotated[int, Field(ge=0), WHOLE]
 Several = Field(min_length=1, max_length=256)
 # No sequence is that long, and reading a million numbers takes a while.
@@ -85,6 +86,8 @@ def setting(key: Key) -> tuple[Any, Any]:
         marks.append(OneOf(key.rule))
     if key.kind is int:
         marks.append(WHOLE)
+    elif key.kind is str and not marks:
+        marks.append(ENCODABLE)
     return Annotated[key.kind, *marks] | None, Field(None, description=key.help)  # type: ignore[return-value]
 
 
@@ -119,6 +122,32 @@ class Body(BaseModel):
         return given
 
 
+class JsonSchema(BaseModel):
+    """OpenAI's wrapping of a schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str | None = Field(None, description="Ignored.")
+    description: str | None = Field(None, description="Ignored.")
+    strict: bool | None = Field(None, description="Always strict.")
+    schema_: dict[str, Any] = Field(alias="schema", description="JSON schema of the text.")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's response_format."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def plain(self) -> dict[str, Any] | str:
+        """As `lm.generate` takes it."""
+        named = {} if self.json_schema is None else {"json_schema": {"schema": self.json_schema.schema_}}
+        return {"type": self.type, **named}
+
+
 # The settings of the schema that a request may carry
 SETTINGS = [
     name
@@ -144,6 +173,8 @@ class CanvasBody(Settings):
     )
     required: Words = Field(default_factory=list, description="Words that must appear.")
     banned: Words = Field(default_factory=list, description="Words that must not appear.")
+    choices: Options = Field(default_factory=list, description="What fills the holes is one of these texts.")
+    response_format: ResponseFormat | None = Field(None, description="What fills the holes is JSON of this schema.")
     stop: bool | None = Field(None, description=keys()["sampling.stop"].help)
 
 
@@ -153,6 +184,18 @@ class FramesBody(CanvasBody):
 
 class InfillBody(CanvasBody):
     n: Count = Field(1, description="Texts; number i uses seed + i.")
+
+
+class SlotsBody(Body):
+    model: str | None = None
+    template: Text | None = Field(None, min_length=1, description=keys()["sampling.template"].help)
+    tokens: list[Id | None] | None = Field(
+        None, min_length=1, max_length=MANY, description="Token ids; null is a hole."
+    )
+    top: Annotated[int, Field(ge=1, le=20), WHOLE] = Field(5, description="Candidates for each hole.")
+    draws: Annotated[int, Field(ge=0, le=64), WHOLE] = Field(
+        0, description="Draws of the other holes for the standard errors; each costs an evaluation a hole (0: none)."
+    )
 
 
 class TextBody(Body):
@@ -200,6 +243,8 @@ class CompletionBody(Settings):
     echo: bool = Field(False, description="Put the prompt in front of the completion.")
     required: Words = Field(default_factory=list, description="Words that must appear.")
     banned: Words = Field(default_factory=list, description="Words that must not appear.")
+    choices: Options = Field(default_factory=list, description="What fills the holes is one of these texts.")
+    response_format: ResponseFormat | None = Field(None, description="What fills the holes is JSON of this schema.")
     best_of: Count | None = Field(None, description="Accepted if it equals n.")
     user: str | None = Field(None, description="Ignored.")
     presence_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
@@ -227,8 +272,8 @@ class ChatMessage(Body):
 
 
 class ChatBody(Settings):
-    """OpenAI's chat completions, and every sampling setting of ours. The model reads "Role: content" lines, ended by
-    "Assistant:"; its answer ends before the next "User:" line."""
+    """OpenAI's chat completions, and every sampling setting of ours. The model reads its own template, else "Role:
+    content" lines, ended by "Assistant:"; its answer then ends before the next "User:" line."""
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
     messages: list[ChatMessage] = Field(min_length=1, max_length=256)
@@ -241,145 +286,11 @@ class ChatBody(Settings):
     logprobs: Literal[False] | None = Field(None, description="Only false: see completions.")
     required: Words = Field(default_factory=list, description="Words that must appear.")
     banned: Words = Field(default_factory=list, description="Words that must not appear.")
+    choices: Options = Field(default_factory=list, description="What fills the holes is one of these texts.")
+    response_format: ResponseFormat | None = Field(None, description="What fills the holes is JSON of this schema.")
     user: str | None = Field(None, description="Ignored.")
     presence_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
     frequency_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: not supported.")
-
-
-# Answers
-
-
-class Defaults(BaseModel):
-    sampler: str
-    steps: int
-    top_p: float
-    temperature: float
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "adlm"
-    length: int
-    vocab_size: int
-    mask: int
-    anchored: bool
-    causal: bool
-    samplers: list[str]
-    parameters: int
-    default: Defaults = Field(description="Settings of a request that names none.")
-    page: Defaults = Field(description="Settings the page starts with.")
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Pieces(BaseModel):
-    tokens: Ids
-    texts: list[str]
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class InfillChoice(BaseModel):
-    index: int
-    text: str
-    tokens: Ids
-    texts: list[str]
-    seed: int
-    nfe: int
-
-
-class InfillAnswer(BaseModel):
-    id: str
-    model: str
-    choices: list[InfillChoice]
-    usage: Usage
-
-
-class ScoreAnswer(BaseModel):
-    nll: float = Field(description="Nats per token: an upper bound, or exact.")
-    ppl: float
-    stderr: float
-    exact: bool
-    tokens: Ids
-    texts: list[str]
-    per_token: list[float]
-
-
-class Candidate(BaseModel):
-    id: int
-    text: str
-    probability: float
-
-
-class HoleGuess(BaseModel):
-    position: int
-    candidates: list[Candidate]
-
-
-class AnchorsAnswer(BaseModel):
-    tokens: list[int | None]
-    texts: list[str | None]
-    anchor: list[bool]
-    count: list[int]
-    tau: int
-    guesses: list[HoleGuess]
-
-
-class Logprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    text_offset: list[int]
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class CompletionChoice(BaseModel):
-    text: str
-    index: int
-    logprobs: Logprobs | None = None
-    finish_reason: Literal["stop", "length"] | None
-    seed: int
-    nfe: int | None = None
-
-
-class CompletionAnswer(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: Literal["stop", "length"] | None
-    seed: int
-    nfe: int | None = None
-
-
-class ChatAnswer(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
 
 
 # Errors

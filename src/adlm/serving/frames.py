@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from adlm.api import LanguageModel
-from adlm.engine import CausalEngine, Engine, Request, Result
+from adlm.engine import Engine, Request, Result, block_of, most_evaluations
 from adlm.engine.drawing import LOGITS_AT_ONCE, Head
-from adlm.engine.evaluator import Call
+from adlm.engine.evaluator import Call, Canvases
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.serving.bodies import Problem
 from adlm.tables import SAMPLERS
@@ -56,7 +56,8 @@ class Film:
         self.step = 0
 
     def start(self) -> str:
-        r = self.request
+        r, lm = self.request, self.served.lm
+        block = block_of(r, lm.model)
         tokens, texts = self.served.with_holes(r.tokens)
         tok = self.served.lm.tokenizer
         return event(
@@ -66,10 +67,11 @@ class Film:
                 "model": self.served.id,
                 "seed": r.seed,
                 "sampler": r.settings.sampler,
-                "steps": r.settings.steps,
+                "steps": most_evaluations(r, lm.model, lm.schedule) if block else r.settings.steps,
                 # for who counts frames: without the first there is one for each hole, with the second not more
                 "steps_matter": SAMPLERS.load(r.settings.sampler).steps_matter,
                 "writes_once": self.served.writes_once(r.settings),
+                "block_length": block,
                 "length": len(r.tokens),
                 "tokens": tokens,
                 "texts": texts,
@@ -178,12 +180,11 @@ class FrameGuesses:
         self.found: dict[int, list[AnchorGuess]] = {}
         """Engine id -> guesses of the last step."""
 
-    def watch(self, engine: Engine | CausalEngine, watched: Mapping[int, Request]) -> None:
+    def watch(self, engine: Engine, watched: Mapping[int, Request]) -> None:
         """Read the next step's passes for these sequences, by engine id, where it is their turn."""
         self.found = {}
-        if isinstance(engine, Engine):
-            wanted = {id for id, request in watched.items() if self.due(id, request)}
-            engine.evaluator.observer = self.observer(engine, wanted) if wanted else None
+        wanted = {id for id, request in watched.items() if self.due(id, request)}
+        engine.evaluator.observer = self.observer(engine, wanted) if wanted else None
 
     def due(self, id: int, request: Request) -> bool:
         self.seen[id] = self.seen.get(id, 0) + 1
@@ -194,8 +195,10 @@ class FrameGuesses:
 
     def observer(self, engine: Engine, wanted: set[int]):
         def read(call: Call, tokens_BL: Tensor, anchor_BLD: Tensor) -> None:
+            if not isinstance(call.read, Canvases):  # a block is too short to show what comes first
+                return
             try:
-                for b, (slot, hidden) in enumerate(call.slots.T.tolist()):
+                for b, (slot, hidden) in enumerate(call.read.slots.T.tolist()):
                     canvas = engine.slots[slot]
                     if hidden or canvas is None or canvas.id not in wanted:
                         continue

@@ -18,9 +18,9 @@ from adlm.serving.bodies import Problem
 from adlm.serving.frames import AnchorGuess
 
 T = TypeVar("T")
-# Seconds of the network that a request may have had more than another that waits for its turn, or for a slot.
-TURN = 0.05
-SLOT_TURN = 0.5
+# Seconds of the network that a request may have had more than another that waits for its turn, or for a slot. Requests
+# of a few tokens have less in all: they never wait for each other.
+TURN = 0.5
 # Seconds after which it is the turn of who has waited longest, whatever it has had.
 SPARED = 1.0
 
@@ -137,7 +137,7 @@ def next_seat(shares: Sequence[Share], free: int) -> tuple[Share, Share | None] 
         return share, None
     holder = max(shares, key=lambda share: (len(share.seated), share.had))
     more = len(holder.seated) - len(share.seated)
-    long = not share.seated and holder.had > share.had + SLOT_TURN
+    long = not share.seated and holder.had > share.had + TURN
     return (share, holder) if more >= 2 or (more == 1 and long) else None
 
 

@@ -3,6 +3,7 @@
 Workers and the event loop count at once, so every change takes the one lock.
 """
 
+import re
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -84,3 +85,21 @@ def line(name: str, labels: Labels, at: Labels, value: float) -> str:
 
 def escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def merged(own: str, others: list[str]) -> str:
+    """The metrics of a front, and the sums of its workers' for what it does not count itself."""
+    known = {line.split()[2] for line in own.splitlines() if line.startswith("# TYPE")}
+    counted = {re.sub(r"[{ ].*", "", line) for line in own.splitlines() if line and not line.startswith("#")}
+    known = {name for name in known if any(sample.startswith(name) for sample in counted)}
+    sums: dict[str, float] = {}
+    for text in others:
+        for sample in text.splitlines():
+            name = sample.split()[2] if sample.startswith("#") else re.sub(r"(_bucket|_sum|_count)?[{ ].*", "", sample)
+            if name in known:
+                continue
+            key, value = (sample, 0.0) if sample.startswith("#") else sample.rsplit(" ", 1)
+            sums[key] = sums.get(key, 0.0) + float(value)
+    heads = {line for line in own.splitlines() if line.startswith("#")}
+    lines = [key if key.startswith("#") else f"{key} {value:.10g}" for key, value in sums.items()]
+    return own + "".join(f"{line}\n" for line in lines if line not in heads)

@@ -8,6 +8,7 @@ text is the same.
 import asyncio
 import json
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,22 +16,20 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts, TokenLogProbs, left_to_right
-from adlm.engine import Request
+from adlm.data.chat import Turn, prompt_ids, template_of
+from adlm.engine import Frame, Request, block_of
 from adlm.engine.request import Limit, end_of_text
 from adlm.errors import require
-from adlm.serving.bodies import (
+from adlm.serving.answers import (
     AssistantMessage,
     ChatAnswer,
-    ChatBody,
     ChatChoice,
-    ChatMessage,
     CompletionAnswer,
-    CompletionBody,
     CompletionChoice,
     Logprobs,
-    Problem,
     Usage,
 )
+from adlm.serving.bodies import ChatBody, CompletionBody, Problem
 from adlm.serving.jobs import Job, Update, within
 from adlm.serving.service import Served
 
@@ -39,7 +38,6 @@ LOGPROB_DRAWS = 16
 # Decoders that only append: the text of a beginning of a sequence is a beginning of its text (but for half a character)
 APPENDING = ("ByteLevel", "Fuse")
 HALF = "\ufffd"
-NEXT_TURN = "\nUser:"
 SAME_IN_CHAT = ("index", "finish_reason", "seed", "nfe")
 T = TypeVar("T")
 
@@ -64,8 +62,10 @@ class CompletionText:
         self.sent = 0
         """Characters that were returned."""
 
-    def grow(self, tokens: list[int], final: bool) -> Part:
-        """The certain text that was not returned before; all that is left, if the sequence is final."""
+    def grow(self, tokens: list[int], final: bool, settled: int = sys.maxsize) -> Part:
+        """The certain text that was not returned before; all that is left, if the sequence is final. `settled`: what
+        stands from there on may still change."""
+        tokens = [*tokens[:settled], *[self.lm.model.mask_id] * (len(tokens) - settled)]
         end = end_of_text(tokens, self.request.stop_id, self.first, min(len(tokens), self.after))
         if not final and self.lm.model.mask_id in tokens[:end]:
             end = tokens.index(self.lm.model.mask_id)
@@ -144,13 +144,13 @@ class Completion:
 
     @property
     def certain_early(self) -> bool:
-        """Whether text is certain before the end: nothing is masked again, and decoding only appends."""
+        """Whether text is certain before the end: nothing is masked again, or no finished block is, and decoding only
+        appends."""
         r, lm = self.requests[0], self.served.lm
         # A banned phrase, and an end of text before the last required word, are drawn again.
-        early_end = bool(r.required) and r.stop_id is not None
-        repaired = (early_end or any(len(word) > 1 for word in r.banned)) and not lm.model.config.causal
-        appends = type(lm.tokenizer.backend.decoder).__name__ in APPENDING
-        return appends and not repaired and self.served.writes_once(r.settings)
+        repaired = (bool(r.required) and r.stop_id is not None) or any(len(word) > 1 for word in r.banned)
+        in_order = block_of(r, lm.model) > 0 or (self.served.writes_once(r.settings) and not repaired)
+        return type(lm.tokenizer.backend.decoder).__name__ in APPENDING and in_order
 
     @property
     def usage(self) -> Usage:
@@ -180,7 +180,8 @@ class Completion:
             update = await job.next()
             text, got = self.texts[update.index], update.result or update.frame
             assert got is not None
-            part = text.grow(got.tokens, update.result is not None)
+            final = update.result is not None
+            part = text.grow(got.tokens, final, got.settled if isinstance(got, Frame) else sys.maxsize)
             if part.reason is not None:
                 job.open.discard(update.index)
                 self.served.worker.cancel(job, update.index)
@@ -290,16 +291,9 @@ class Completion:
             yield f"data: {json.dumps(problem.body)}\n\n"
 
 
-# Chat: models here are no chat models and have no template, so the conversation is written out as lines.
-
-
-def conversation(messages: list[ChatMessage]) -> str:
-    """The text that a model continues: "Role: content" lines, and "Assistant:" at the end."""
-    return "".join(f"{m.role.capitalize()}: {m.text}\n" for m in messages) + "Assistant:"
-
-
 class Chat(Completion):
-    """One request to /v1/chat/completions: the completion of the conversation, up to the user's next line."""
+    """One request to /v1/chat/completions: the completion of the conversation, written by the template of the model's
+    vocabulary (data/chat.py), up to the end of the answer or the user's next line."""
 
     kind = "chatcmpl"
 
@@ -307,9 +301,13 @@ class Chat(Completion):
         stops = [body.stop] if isinstance(body.stop, str) else body.stop if isinstance(body.stop, list) else []
         same = {name: getattr(body, name) for name in CompletionBody.model_fields if name in ChatBody.model_fields}
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        stop = [*stops, NEXT_TURN] if body.stop is not False else False
-        text = conversation(body.messages)
-        super().__init__(served, CompletionBody(**same | {"prompt": text, "max_tokens": most, "stop": stop}))
+        tokenizer = served.lm.tokenizer
+        next_turn = template_of(tokenizer).stop
+        stop = [*stops, *([next_turn] if next_turn else [])] if body.stop is not False else False
+        turns = [Turn(m.role, m.text) for m in body.messages]
+        served.check_text("".join(turn.content for turn in turns), "the prompt")
+        prompt = prompt_ids(turns, tokenizer)
+        super().__init__(served, CompletionBody(**same | {"prompt": prompt, "max_tokens": most, "stop": stop}))
         self.begun: set[int] = set()
         """Answers of which some text was sent."""
 

@@ -18,12 +18,13 @@ from starlette.types import Scope
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
 from adlm.config.keys import PER_REQUEST
-from adlm.engine import Request
-from adlm.engine.request import HOLE, Limit, check_canvas, parse_template
+from adlm.engine import Request, block_of, most_evaluations
+from adlm.engine.request import HOLE, HOLES, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig, ServeConfig
-from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Defaults, ModelCard, Pieces, Problem
+from adlm.serving.answers import Defaults, ModelCard, Pieces
+from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Problem, SlotsBody
 from adlm.serving.characters import characters
 from adlm.serving.jobs import Job, within
 from adlm.serving.metrics import ServerMetrics
@@ -135,7 +136,8 @@ class Served:
         """What the body says to `lm.request`, over the server's defaults, with a seed; its n sequences and its steps
         are held to the server's limits."""
         given = {name: value for name in SETTINGS if (value := getattr(body, name)) is not None}
-        found = {**self.settings, **given, "banned": body.banned, "required": body.required}
+        found = {**self.settings, **given, "banned": body.banned, "required": body.required, "choices": body.choices}
+        found["response_format"] = "" if body.response_format is None else body.response_format.plain
         found.setdefault("seed", secrets.randbelow(2**31))
         most, steps = self.cfg.max_steps, found["steps"]
         require(n <= self.cfg.max_n, f"{n} texts are asked for, allowed are {self.cfg.max_n} (serve.max_n)")
@@ -253,7 +255,21 @@ class Served:
         require((body.text is None) != (body.tokens is None), "give text or tokens")
         if body.text is not None and not HOLE.search(body.text):
             return self.text_tokens(body.text)
-        tokens = self.tokens_of(body.text, body.tokens)
+        return self.with_known_tokens(body.text, body.tokens)
+
+    def slot_tokens(self, body: SlotsBody) -> list[int]:
+        """The sequence that /v1/slots is about. Its holes are read by themselves: their cost is bounded."""
+        require((body.template is None) != (body.tokens is None), "give template or tokens")
+        tokens = self.with_known_tokens(body.template, body.tokens)
+        require(not self.lm.model.config.causal, "a causal model predicts no hole in the middle of a text")
+        holes = tokens.count(self.lm.model.mask_id)
+        require(holes > 0, f"there is no hole to read: {HOLES}, null in tokens")
+        require(len(tokens) <= self.lm.length, f"tokens has {len(tokens)}, allowed are {self.lm.length}")
+        self.check_cost([], len(tokens) * (1 + holes * body.draws))
+        return tokens
+
+    def with_known_tokens(self, text: str | None, given: list[int | None] | None) -> list[int]:
+        tokens = self.tokens_of(text, given)
         assert tokens is not None
         size = self.lm.model.vocab_size
         bad = [t for t in tokens if not 0 <= t < size]
@@ -262,16 +278,10 @@ class Served:
 
 
 def cost_of(request: Request, lm: LanguageModel) -> int:
-    """Tokens times evaluations that a sequence takes at most."""
-    s, tokens = request.settings, len(request.tokens)
-    sampler, holes = make_sampler(s, lm.schedule), sum(t == lm.model.mask_id for t in request.tokens)
-    steps = len(getattr(sampler, "t", ())) or s.steps  # times of its own are as many as it needs
-    if not sampler.steps_matter:
-        steps = holes
-    elif sampler.writes_once and not sampler.reads:  # a step that draws nothing costs nothing
-        steps = min(steps, holes)
-    windows = 1 + max(0, -(-(tokens - lm.length) // s.stride)) if s.stride else 1
-    return min(tokens, lm.length) * windows * steps * (2 if s.guidance else 1)
+    """Tokens times evaluations that a sequence takes at most; a prompt before blocks is read once."""
+    block, tokens = block_of(request, lm.model), min(len(request.tokens), lm.length)
+    evaluations = most_evaluations(request, lm.model, lm.schedule)
+    return tokens + block * evaluations if block else tokens * evaluations * (2 if request.settings.guidance else 1)
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
-from adlm.engine import CausalEngine, Engine, Frame, Request, Result
+from adlm.engine import Engine, Frame, Request, Result, block_of
 from adlm.serving.bodies import Problem
 from adlm.serving.frames import FrameGuesses
 from adlm.serving.jobs import SPARED, Job, Share, Update, next_seat, take_part, whose_turn
@@ -46,7 +46,7 @@ class Worker:
 
     def __init__(self, name: str, lm: LanguageModel, slots: int, waiting: int, metrics: ServerMetrics):
         self.name, self.lm, self.slots, self.waiting, self.metrics = name, lm, slots, waiting, metrics
-        self.engine: Engine | CausalEngine | None = None
+        self.engine: Engine | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.shares: list[Share] = []
@@ -196,12 +196,13 @@ class Worker:
             if not self.stopping:
                 self.turn()
 
-    def warm_up(self) -> Engine | CausalEngine:
+    def warm_up(self) -> Engine:
         """The engine, after one sequence: on a GPU this is where the compiling is done."""
         engine = self.lm.engine(self.slots)
-        if isinstance(engine, Engine):
-            engine.evaluator.warm_up()
-        request = self.lm.request(steps=2) if not self.lm.model.config.causal else self.lm.request(length=2)
+        engine.evaluator.warm_up()
+        request = self.lm.request(steps=2)
+        if block := block_of(request, self.lm.model):  # one block
+            request = self.lm.request(steps=2, length=max(2, min(block, self.lm.length)))
         list(engine.run([request]))
         return engine
 
@@ -256,9 +257,8 @@ class Worker:
         """Tokens that the network reads in one evaluation of a sequence."""
         _, job, index = self.sequences[id]
         request = job.requests[index]
-        if self.lm.model.config.causal:
-            return 1
-        return min(len(request.tokens), self.lm.length) * (2 if request.settings.guidance else 1)
+        whole = min(len(request.tokens), self.lm.length) * (2 if request.settings.guidance else 1)
+        return block_of(request, self.lm.model) or whole
 
     def seat(self) -> None:
         """Give out slots. If admitting takes long, the rest get theirs at the next step."""
@@ -294,7 +294,7 @@ class Worker:
             return 0
         self.sequences[id] = (share, share.job, index)
         share.seated.append(id)
-        prompt = len(request.tokens) if self.lm.model.config.causal else 0
+        prompt = len(request.tokens) if block_of(request, self.lm.model) else 0
         return prompt + len(request.required) * len(request.tokens)
 
     def advance(self, share: Share) -> None:

@@ -23,26 +23,27 @@ FEWEST_VALIDATED = 8
 """A bound of fewer noised sequences is mostly chance: one of them may have no mask at all."""
 
 
-def sequences_on(
-    device: torch.device, tokens: np.ndarray, mask: np.ndarray | None, examples: np.ndarray, total: int
-) -> Sequences:
+def sequences_on(device: torch.device, batch: Batch, total: int) -> Sequences:
     """Clean sequences as tensors of a device."""
-    tokens_BL, example_B = (put(torch.from_numpy(x), device) for x in (tokens, examples))
-    return Sequences(tokens_BL, example_B, total, None if mask is None else put(torch.from_numpy(mask), device))
+    found = (batch.tokens, batch.examples, batch.attention_mask, batch.prompts)
+    tokens_BL, example_B, mask_BL, given_BL = (None if x is None else put(torch.from_numpy(x), device) for x in found)
+    assert tokens_BL is not None and example_B is not None
+    return Sequences(tokens_BL, example_B, total, mask_BL, given_BL=given_BL)
 
 
-def micro_batches(cfg: TrainConfig, ranks: World) -> int:
-    """Forward passes of one rank in an optimizer step."""
-    sequences = cfg.global_batch_size // ranks.size
-    return sequences // (cfg.batch_size or sequences)
+def batch_of(blocks: Blocks, indices: np.ndarray, examples: np.ndarray) -> Batch:
+    """Stored sequences, numbered as examples."""
+    return Batch(blocks.rows(indices), blocks.attention_masks(indices), examples, blocks.prompts(indices))
 
 
 def shortened(batch: Batch, pieces: int) -> Batch:
     """The sequence-length warmup: the same tokens in sequences of a `pieces`-th of the length, numbered anew."""
     B, L = batch.tokens.shape
     examples = (batch.examples[:, None] * pieces + np.arange(pieces)).ravel()
-    mask = None if batch.attention_mask is None else batch.attention_mask.reshape(B * pieces, L // pieces)
-    return Batch(batch.tokens.reshape(B * pieces, L // pieces), mask, examples)
+    parts = (batch.tokens, batch.attention_mask, batch.prompts)
+    tokens, mask, prompts = (None if x is None else x.reshape(B * pieces, L // pieces) for x in parts)
+    assert tokens is not None
+    return Batch(tokens, mask, examples, prompts)
 
 
 def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Config) -> list[CorruptedBatch]:
@@ -52,9 +53,9 @@ def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Conf
         batch, total = shortened(batch, cfg.train.length_warmup), total * cfg.train.length_warmup
     corrupted = []
     for part in np.array_split(np.arange(len(batch.tokens)), parts):
-        mask = None if batch.attention_mask is None else torch.from_numpy(batch.attention_mask[part])
-        tokens, examples = torch.from_numpy(batch.tokens[part]), torch.from_numpy(batch.examples[part] % total)
-        micro_batch = objective.corrupt(Sequences(tokens, examples, total, mask), step, step / cfg.train.steps)
+        own = Batch(*(None if x is None else x[part] for x in batch))  # type: ignore[arg-type]
+        clean = sequences_on(torch.device("cpu"), own._replace(examples=own.examples % total), total)
+        micro_batch = objective.corrupt(clean, step, step / cfg.train.steps)
         corrupted.append(rounded(micro_batch) if cfg.train.cuda_graphs else micro_batch)
     return corrupted
 
@@ -63,7 +64,7 @@ def corrupted_batches(
     objective: Objective, batches: Iterator[Batch], first: int, cfg: Config, ranks: World
 ) -> Iterator[tuple[Batch, list[CorruptedBatch]]]:
     """Batches with their corrupted micro-batches, from optimizer step `first` on; beside a GPU a thread draws ahead."""
-    parts = micro_batches(cfg.train, ranks)
+    parts = cfg.train.micro_batches(ranks.size)
     steps = ((batch, corrupt(objective, batch, i, parts, cfg)) for i, batch in enumerate(batches, first))
     return read_ahead(steps) if ranks.device.type == "cuda" else steps
 
@@ -82,16 +83,17 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
     so that curves are comparable. A few sequences are read several times, at other times of the noise each."""
     found = min(len(valid), cfg.valid_sequences or len(valid))
     n = found if found >= FEWEST_VALIDATED else found * math.ceil(FEWEST_VALIDATED / found)
-    batch = cfg.batch_size or cfg.global_batch_size // ranks.size
+    batch = cfg.at_once(ranks.size)
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.float64_device)
     was_training = wrapped.training
     wrapped.eval()
     for indices in padded_indices(n, ranks.rank, ranks.size, batch):
         real, indices = indices >= 0, np.maximum(indices, 0)
-        tokens, mask = valid.rows(indices % found), valid.attention_masks(indices % found)
+        part = batch_of(valid, indices % found, indices)
         if not real.all():
-            mask = (np.ones_like(tokens, dtype=bool) if mask is None else mask) & real[:, None]
-        corrupted = objective.corrupt_for_bound(sequences_on(sums.device, tokens, mask, indices, n), 0)
+            mask = np.ones_like(part.tokens, dtype=bool) if part.attention_mask is None else part.attention_mask
+            part = part._replace(attention_mask=mask & real[:, None])
+        corrupted = objective.corrupt_for_validation(sequences_on(sums.device, part, n))
         with ranks.autocast():
             output = wrapped(on_device(corrupted, ranks.device))
         (bound,) = output.terms.values()

@@ -3,13 +3,13 @@
 A checkpoint is a folder `checkpoints/step-00001000` with the tensors of every stateful part (written by
 torch.distributed.checkpoint, so ranks may change), `state.json` (step, best bound, counters) and `manifest.json` (size
 and SHA-256 of every file). It is written under another name and renamed when complete, so a kill at any moment leaves
-the older ones untouched. A corrupt one is noticed by its checksums and the one before it is used.
+the older ones untouched. A corrupt one is noticed by its checksums and the one before it is used. With checkpoint.url
+the folder is a place to write in and read from, and the checkpoints are kept there (remote.py).
 """
 
 import json
-import os
 import shutil
-import sys
+import socket
 import threading
 import time
 import warnings
@@ -36,40 +36,36 @@ from torch.futures import Future
 from adlm.compat.distributed import SavedTensors
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, digest, path_of, read_json, sync_folder
+from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, path_of, read_json, sync_folder
 from adlm.migration import migrate
 from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
+from adlm.training.manifest import STATE, described, problem_of, seal
 from adlm.training.optim import Ema, GradientGuard, state_of
 from adlm.training.parallel import Step, World
+from adlm.training.remote import remote
+from adlm.training.watch import note
 
 # what one process is, and no reason to worry
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 RESUMED_FIELDS = {
     "window": dict, "ema_n": int, "best": float, "best_step": int, "bound": float, "extra": dict, "data": dict,
-    "decay_all": bool,
+    "decay_all": bool, "ranks": int, "saved": float,
 }  # fmt: skip
 SECTIONS = ("model", "noise", "objective", "data", "optim", "train")
 State = dict[str, dict[str, Tensor]]
 
 
-def note(message: str) -> None:
-    """Say something beside the log lines; to nobody, if the terminal is gone."""
-    with suppress(OSError):
-        print(f"adlm: {message}", file=sys.stderr, flush=True)
-
-
 def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard: GradientGuard) -> State:
-    """Every tensor a resumed run needs, by name. Fresh optimizers get their (zero) state here, so that the same call
-    describes what to save and where to load."""
+    """Every tensor a resumed run needs, by name: of the weights those that train. Fresh optimizers get their (zero)
+    state here, so that the same call describes what to save and where to load."""
     names = {id(p): name.removeprefix("model.") for name, p in step.named_parameters()}
     optimizer_state: dict[str, Tensor] = {}
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer_state |= {f"{names[id(p)]}.{key}": value for key, value in state_of(optimizer, p).items()}
     return {
-        "model": {name.removeprefix("model."): p.detach() for name, p in step.named_parameters()},
+        "model": {name.removeprefix("model."): p.detach() for name, p in step.named_parameters() if p.requires_grad},
         "ema": {name.removeprefix("model."): x for name, x in ema.shadow.items()},
         "optimizer": optimizer_state,
         "guard": {"state": guard.state()},
@@ -81,15 +77,48 @@ class Checkpoints:
 
     def __init__(self, run: Path, cfg: CheckpointConfig, world: World):
         self.folder, self.cfg, self.world = run / "checkpoints", cfg, world
+        self.remote = remote(cfg.url)
         self.writing: threading.Thread | None = None
         self.failure: Exception | None = None
 
+    @property
+    def place(self) -> str:
+        return self.cfg.url or str(self.folder)
+
+    @property
+    def is_first_of_node(self) -> bool:
+        return self.world.rank % self.world.local_size == 0
+
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        return checkpoint_steps(self.folder)
+        return self.remote.steps() if self.remote else checkpoint_steps(self.folder)
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        """Where the files of a checkpoint are read: those of a URL where this node has fetched them to."""
+        folder = self.folder / f"partial-of-{socket.gethostname()}" if self.remote else self.folder
+        return folder / f"step-{step:08d}"
+
+    # Ranks
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is on one of them; beside training, unlike `World.any`."""
+        if self.world.beside is None:
+            return flag
+        answer = torch.tensor(float(flag))
+        dist.all_reduce(answer, group=self.world.beside)
+        return bool(answer)
+
+    def together(self, do: Callable[[], None], here: bool = True) -> None:
+        """Something that the ranks do where `here` is true. If it fails on one it has failed on all: none is left
+        waiting for the others."""
+        failure = None
+        if here:
+            try:
+                do()
+            except OSError as error:
+                failure = error
+        if self.any(failure is not None):
+            raise failure or OSError("another process could not write")
 
     # Writing
 
@@ -97,59 +126,71 @@ class Checkpoints:
         """Write the checkpoint of info["step"]; all ranks call it. Raises OSError, leaving older ones as they were.
 
         `wait=False` returns when everything is copied to the host's memory, and a thread does the rest, which takes
-        many times as long; what fails there is reported at the next call. (Only with one process: a checkpoint of
-        several is complete when all say so.)
+        many times as long; what fails there is reported at the next call.
         """
         self.finish_writing()
-        final = self.path(info["step"])
-        if final.is_dir():
+        if self.any(self.world.is_main and info["step"] in self.steps()):
             return
-        if wait or dist.is_initialized():
-            self.write(state, final, info)
+        if wait:
+            self.write(state, info)
             return
         copy = {part: {name: x.to("cpu", copy=True) for name, x in xs.items()} for part, xs in state.items()}
-        self.writing = threading.Thread(target=self.write_beside, args=(copy, final, info))
+        # with several ranks it may wait for one that is gone: Python's end must not wait for that
+        alone = self.world.beside is None
+        self.writing = threading.Thread(target=self.write_beside, args=(copy, info), daemon=not alone)
         self.writing.start()
 
-    def write(self, state: State, final: Path, info: dict[str, Any]) -> None:
+    def write(self, state: State, info: dict[str, Any]) -> None:
         """Write under another name, rename when complete, remove what need not be kept; all ranks call it."""
-        partial = self.folder / f"partial-{final.name}"
+        step, rank = info["step"], self.world.rank
+        partial = self.folder / f"partial-step-{step:08d}"
+        entries: dict[str, dict[str, Any]] = {}
 
         def clear() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             for stale in self.folder.glob("partial-*"):
                 shutil.rmtree(stale, ignore_errors=True)
 
+        def check_own() -> None:
+            own = sorted(partial.glob(f"__{rank}_*"))
+            entries.update(described(own))
+            if self.remote:
+                self.remote.put(step, own)
+
         def complete() -> None:
             (partial / STATE).write_text(json.dumps(info, indent=1), encoding="utf-8")
-            seal(partial)
-            partial.rename(final)
-            sync_folder(self.folder)
+            last = seal(partial, entries)
+            if self.remote:
+                self.remote.put(step, last)
+            else:
+                partial.rename(self.folder / f"step-{step:08d}")
+                sync_folder(self.folder)
             self.prune(info.get("best_step"))
 
         try:
-            self.on_main(clear)
-            dcp.save(state, checkpoint_id=partial)  # all ranks; what fails on one is raised on all
-            self.on_main(complete)
+            self.together(clear, here=self.is_first_of_node)
+            dcp.save(state, checkpoint_id=partial, process_group=self.world.beside)  # what fails on one fails on all
+            self.together(check_own)
+            self.gather(entries)
+            self.together(complete, here=self.world.is_main)
+            if self.remote and self.is_first_of_node:
+                shutil.rmtree(partial, ignore_errors=True)
         except (OSError, dcp.CheckpointException) as error:
             free = shutil.disk_usage(self.folder.parent).free  # torch's own words for a full disk may not mention it
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(
-                f"checkpoint of step {info['step']} could not be written to {self.folder}"
+                f"checkpoint of step {step} could not be written to {self.place}"
                 f" ({free / 2**20:,.0f} MiB free): {brief(error)}"
             ) from None
 
-    def on_main(self, do: Callable[[], None]) -> None:
-        """Something that only the main rank does. If it fails it has failed on all ranks: none is left waiting for the
-        others."""
-        failure = None
-        if self.world.is_main:
-            try:
-                do()
-            except OSError as error:
-                failure = error
-        if self.world.any(failure is not None):
-            raise failure or OSError("the first process could not write")
+    def gather(self, entries: dict[str, dict[str, Any]]) -> None:
+        """Give the first rank what all ranks have found out about their files."""
+        if self.world.beside is None:
+            return
+        found: list[Any] | None = [None] * self.world.size if self.world.is_main else None
+        dist.gather_object(entries, found, dst=0, group=self.world.beside)
+        for others in found or ():
+            entries.update(others)
 
     def write_beside(self, *what: Any) -> None:
         """Write in a thread; a failure is kept for whoever comes back."""
@@ -158,11 +199,12 @@ class Checkpoints:
         except Exception as error:
             self.failure = error
 
-    def finish_writing(self) -> None:
-        """Wait until the last checkpoint is complete, or tell what became of it."""
+    def finish_writing(self, patience: float | None = None) -> None:
+        """Wait until the last checkpoint is complete, or tell what became of it. `patience`: seconds to wait."""
         if self.writing is not None:
-            self.writing.join()
-        if self.failure is not None:
+            self.world.at("waiting for the last checkpoint to be complete", waits=True)
+            self.writing.join(patience)
+        if self.failure is not None and self.world.is_main:
             note(f"warning: {self.failure}; training continues")
         self.writing = self.failure = None
 
@@ -170,12 +212,22 @@ class Checkpoints:
         """Keep the newest `keep`, the best, and milestones."""
         every = self.cfg.milestone_every
         for step in self.steps()[: -self.cfg.keep]:
-            if step != best_step and not (every and step % every == 0):
-                with suppress(OSError):  # a checkpoint too many is no failure
-                    gone = self.path(step).rename(self.folder / f"partial-{self.path(step).name}")
-                    shutil.rmtree(gone, ignore_errors=True)
+            if step == best_step or (every and step % every == 0):
+                continue
+            if self.remote:
+                self.remote.remove(step)
+                continue
+            with suppress(OSError):  # a checkpoint too many is no failure
+                gone = self.path(step).rename(self.folder / f"partial-{self.path(step).name}")
+                shutil.rmtree(gone, ignore_errors=True)
 
     # Reading
+
+    def problem(self, step: int) -> str | None:
+        """What is wrong with the files of a checkpoint, fetched first if need be; None if nothing."""
+        if self.remote:
+            self.remote.fetch(step, self.path(step))
+        return problem_of(self.path(step))
 
     def newest_valid(self, set_aside: bool = False) -> int | None:
         """The newest step whose files are what they were when written; None if there is no checkpoint at all.
@@ -185,7 +237,7 @@ class Checkpoints:
         if self.world.is_main:
             steps, corrupt = self.steps(), []
             for step in reversed(steps):
-                problem = problem_of(self.path(step))
+                problem = self.problem(step)
                 if problem is None:
                     found = step
                     break
@@ -193,8 +245,10 @@ class Checkpoints:
                 corrupt.append(step)
             else:
                 found = None if not steps else -1
-            if found != -1 and set_aside:
-                for step in corrupt:
+            for step in corrupt if found != -1 and set_aside else ():
+                if self.remote:
+                    self.remote.remove(step)
+                else:
                     self.path(step).rename(self.folder / f"corrupt-step-{step:08d}-{time.time_ns()}")
         if self.world.size > 1:
             box = [found]
@@ -202,8 +256,12 @@ class Checkpoints:
             found = box[0]
         require(
             found != -1,
-            f"every checkpoint in {self.folder} is corrupt; remove the folder to start again from step 0",
+            f"every checkpoint in {self.place} is corrupt; remove the folder to start again from step 0",
         )
+        if self.remote and found is not None:
+            if self.is_first_of_node and not self.world.is_main:
+                self.remote.fetch(found, self.path(found))
+            self.world.barrier()
         return found
 
     def read_info(self, step: int) -> dict[str, Any]:
@@ -290,7 +348,7 @@ def check_same_run(
     cfg: Config,
     tokenizer: Tokenizer,
     data: Mapping[str, str] | None = None,
-    fixed: Iterable[str] = ("model", "noise", "objective"),
+    fixed: Iterable[str] = ("model", "lora", "noise", "objective"),
     free: Iterable[str] = (),
 ) -> None:
     """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
@@ -312,7 +370,7 @@ def check_same_run(
             " use another out="
         )
     before, now, default = info["config"], asdict(cfg), asdict(Config())
-    keys = [f"{part}.{key}" for part in fixed for key in default[part] | before[part]]
+    keys = [f"{part}.{key}" for part in fixed for key in default[part] | before.get(part, {})]
     # seed and size of the steps say which sequences a run has read
     keys += ["seed", "optim.name", "train.global_batch_size", "train.length_warmup", "train.length_warmup_fraction"]
     if cfg.train.length_warmup > 1:  # for a fraction of all steps
@@ -374,43 +432,6 @@ def read_weights(run: Path, ema: bool, step: int | None = None) -> tuple[dict[st
     part = "ema." if ema and any(name.startswith("ema.") for name in saved.tensors) else "model."
     weights = {name.removeprefix(part): saved.tensor(name) for name in saved.tensors if name.startswith(part)}
     return weights, info
-
-
-def seal(folder: Path) -> None:
-    """Write the manifest and push everything to the disk."""
-    files = sorted(p for p in folder.iterdir() if p.name != MANIFEST)
-    entries = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in files}
-    (folder / MANIFEST).write_text(json.dumps(entries, indent=1), encoding="utf-8")
-    for path in [*files, folder / MANIFEST]:
-        with path.open("r+b") as file:  # Windows flushes only what may be written
-            os.fsync(file.fileno())
-    sync_folder(folder)
-
-
-def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Name of every file of a checkpoint -> its size and SHA-256."""
-    entries = check_object(read_json(path), {STATE: dict, METADATA: dict}, {}, MANIFEST)
-    for name, entry in entries.items():
-        require("/" not in name and "\\" not in name, f"it names {name!r:.60}, which is in another folder")
-        check_object(entry, {"bytes": int, "sha256": str}, {}, f"{MANIFEST}: {name:.60}")
-    return entries
-
-
-def problem_of(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint; None if nothing."""
-    try:
-        entries = read_manifest(folder / MANIFEST)
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} is missing or unreadable: {error}"
-    for name, entry in entries.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
-        if digest(path) != entry["sha256"]:
-            return f"{name} has another checksum"
-    return None
 
 
 def brief(error: BaseException) -> str:

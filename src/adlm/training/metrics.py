@@ -120,12 +120,15 @@ class LogWindow:
     def clear(self) -> None:
         self.terms: dict[str, Tensor] = {}
         self.count: Tensor | float = 0.0
+        self.tokens: Tensor | float = 0.0
+        """Tokens read, by which speed is measured; `count` is what losses are divided by."""
+        self.examples = 0
         self.restart()
 
     def restart(self) -> None:
         """Leave what came since the last line (validation, saving) out of the tokens per second."""
         self.seconds_from = time.monotonic()
-        self.tokens_from = self.count
+        self.tokens_from, self.examples_from = self.tokens, self.examples
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint between two log lines keeps, so that the next line says the same after a resume."""
@@ -141,7 +144,7 @@ class LogWindow:
         mine = 1.0 if self.ranks.is_main else 0.0
         for name, value in state["terms"].items():
             self.terms[name] = torch.tensor(mine * value, dtype=torch.float32, device=self.ranks.device)
-        self.count = state["count"]
+        self.count = self.tokens = state["count"]
         self.restart()
 
     def add(self, terms: dict[str, Tensor]) -> None:
@@ -155,12 +158,14 @@ class LogWindow:
         sums = self.ranks.sum(torch.stack([self.terms[name].float() for name in names]))
         per_token = (sums / self.count).tolist()  # the one place where the host waits for the device
         seconds = time.monotonic() - self.seconds_from
-        tokens = float(self.count) - float(self.tokens_from)
+        tokens = float(self.tokens) - float(self.tokens_from)
         values = dict(zip(names, per_token))
         values |= {"ppl": perplexity(per_token[0]), "grad_norm": norm.item(), "lr": learning_rate}
         values["tokens_per_s"] = tokens / max(seconds, 1e-9)
         if self.mfu_per_speed is not None:
             values["mfu"] = values["tokens_per_s"] * self.mfu_per_speed
+        if self.examples:
+            values["examples_per_s"] = (self.examples - self.examples_from) / max(seconds, 1e-9)
         if memory := peak_memory_gib(self.ranks.device, self.graphs):
             values["memory_gib"] = memory
         if skipped := int(guard.skipped.item()):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from adlm.models.network import is_block_matrix
 from adlm.schema import OptimConfig
 
 MUON_MOMENTUM = 0.95
@@ -113,11 +114,6 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def is_block_matrix(name: str, parameter: Tensor) -> bool:
-    """Matrices inside blocks, except the modulation: what Muon is for. Embedding, heads and bridge stay with AdamW."""
-    return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
-
-
 def is_decayed(name: str, parameter: Tensor) -> bool:
     """Matrices, except the modulation: what weight decay is for. Norms, biases and modulations have no scale to lose:
     pulling them to zero switches something off."""
@@ -125,7 +121,8 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 def build_optimizers(cfg: OptimConfig, model: nn.Module, decay_all: bool = False) -> list[torch.optim.Optimizer]:
-    """AdamW of all parameters; with optim.name=muon Muon takes the matrices of the blocks."""
+    """AdamW of all parameters that train; with optim.name=muon Muon takes the matrices of the blocks. Embedding, heads
+    and bridge stay with AdamW."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = [p for n, p in named if cfg.name == "muon" and is_block_matrix(n, p)]
     chosen = {id(p) for p in muon}
@@ -186,7 +183,8 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float):
         self.decay, self.n = decay, 0
         self.parameters = dict(model.named_parameters())
-        self.shadow = {name: p.detach().clone() for name, p in self.parameters.items()} if decay else {}
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.shadow = {name: p.detach().clone() for name, p in trained.items()} if decay else {}
 
     @property
     def weight(self) -> float:
@@ -206,8 +204,8 @@ class Ema:
         self.n += 1
 
     def whole(self) -> dict[str, Tensor]:
-        """The EMA weights (the raw ones where there is no EMA), gathered from all ranks."""
-        source = self.shadow or {name: p.detach() for name, p in self.parameters.items()}
+        """The EMA weights (the raw ones where there is no EMA, or nothing trains), gathered from all ranks."""
+        source = {name: p.detach() for name, p in self.parameters.items()} | self.shadow
         return {name.removeprefix("model."): whole(x) for name, x in source.items()}
 
     @torch.no_grad()

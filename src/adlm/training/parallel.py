@@ -1,9 +1,10 @@
-"""One process or many: ranks, devices, DDP and FSDP2, compiling and CUDA graphs, under torchrun or alone.
+"""One process or many: ranks, devices, DDP, FSDP2 and HSDP, compiling and CUDA graphs, under torchrun or alone.
 
 Every rank computes its part of the global batch; gradients are averaged over ranks, so a loss is multiplied by the
 number of ranks and divided by the global token count before it is differentiated.
 """
 
+import atexit
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,15 +18,18 @@ import torch._dynamo
 import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from adlm.errors import require
 from adlm.io.paths import float64_device, pick_device
+from adlm.io.processes import die_with_parent
 from adlm.models import Network
 from adlm.models.backends import allow_variants, choose_attention, training_options
 from adlm.models.network import Hidden
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
+from adlm.training.watch import Watch
 
 PREPARING_TIMEOUT = timedelta(days=7)
 """How long the other ranks wait for the first one to prepare data."""
@@ -42,10 +46,20 @@ class World:
     """fp32 or bf16."""
     compile: str
     """model, max (model, with a search for kernels), block or none."""
+    local_size: int = 1
+    """Ranks of this node."""
+    beside: Any = None
+    """A process group of the CPUs for what happens beside training; None: there is one process."""
+    watch: Watch | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def at(self, what: str, step: int | None = None, waits: bool = False, long: bool = False) -> None:
+        """Note what this rank begins to do, for the others to read (watch.py)."""
+        if self.watch is not None:
+            self.watch.at(what, step, waits, long)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -57,10 +71,12 @@ class World:
         """True on every rank if `flag` is on one of them."""
         if self.size == 1:
             return flag
+        self.at("waiting for all ranks to answer a question", waits=True)
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item())
 
     def barrier(self) -> None:
         if self.size > 1:
+            self.at("waiting for all ranks to come this far", waits=True)
             dist.barrier()
 
     @contextmanager
@@ -76,7 +92,9 @@ class World:
         store = dist.distributed_c10d._get_default_store()
         word = f"adlm/main_first/{store.add(f'adlm/main_first/turns/{self.rank}', 1)}"
         if not self.is_main:
+            self.at("waiting for rank 0, which prepares or loads", waits=True)
             store.wait([word], PREPARING_TIMEOUT)
+        self.at("preparing or loading", long=True)
         try:
             yield
         finally:
@@ -105,23 +123,54 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     # Compiled gradients as autograd's own, outside autocast: what the forward pass kept in float32 stays in float32.
     if hasattr(torch._functorch.config, "backward_pass_autocast"):  # not in every version of torch
         torch._functorch.config.backward_pass_autocast = "off"
-    alone = size == 1 and cfg.strategy == "ddp"
+    alone = size == 1 and not cfg.is_sharded
     require(alone or device.type != "mps", "train.device=mps is for one process; use train.device=cpu, or no torchrun")
-    joins = (size > 1 or cfg.strategy == "fsdp") and not dist.is_initialized()
-    if joins:
-        for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-            os.environ.setdefault(key, value)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size)
     precision = cfg.precision if cfg.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
     compiling = {"auto": "model" if device.type == "cuda" else "none", "true": "model", "false": "none"}
     mode = compiling.get(cfg.compile, cfg.compile)
-    if cfg.strategy == "fsdp" and mode in ("model", "max"):
+    if cfg.is_sharded and mode in ("model", "max"):
         mode = "block"  # sharded blocks gather their weights outside the compiled graph
+    found = World(rank, size, device, precision, mode, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if alone or dist.is_initialized():
+        yield found
+        return
+    with process_group(found):
+        yield found
+
+
+@contextmanager
+def process_group(ranks: World) -> Iterator[None]:
+    """Meet the other ranks, watch them, and part at the end. Who loses them ends with one line and leaves the rest to
+    torchrun, which starts again with the ranks that are left."""
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(key, value)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # the agent: a rank that nobody minds would go on beside those that replace it
     try:
-        yield World(rank, size, device, precision, mode)
-    finally:
-        if joins:
-            dist.destroy_process_group()
+        backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size)
+        ranks.beside = dist.new_group(backend="gloo")
+        if ranks.size > 1:
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            ranks.watch = Watch(ranks.rank, ranks.size, store).start()
+        yield
+    except RuntimeError as error:
+        if ranks.size == 1 or not is_loss_of_ranks(error):
+            raise
+        # neither Python's end nor torch's may wait for ranks that are gone; nothing here is left to be written
+        atexit.register(os._exit, 1)
+        raise ConnectionError(
+            f"rank {ranks.rank} of {ranks.size} lost another one ({str(error).strip().splitlines()[0][:200]});"
+            " torchrun with --max-restarts=N starts again from the newest checkpoint"
+        ) from None
+    if ranks.watch is not None:
+        ranks.watch.stop()
+    dist.destroy_process_group()
+
+
+def is_loss_of_ranks(error: RuntimeError) -> bool:
+    """Whether an error is about the connection to other ranks. gloo's have no class of their own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)
 
 
 class TensorsOnly(nn.Module):
@@ -195,6 +244,11 @@ class Step(nn.Module):
         self.compiled = False
         self.graphed: GraphedModel | None = None
 
+    @property
+    def network(self) -> Network:
+        """The network in the model, which may be the model itself."""
+        return next(module for module in self.model.modules() if isinstance(module, Network))
+
     def forward(self, batch: Any) -> LossOutput:
         if self.compiled:
             # every batch scores another number of positions, which the compiler would find out by compiling twice
@@ -206,12 +260,11 @@ class Step(nn.Module):
 
 def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     """Compile, checkpoint activations, and wrap for more than one rank."""
-    model = step.model
+    model = step.network
     if cfg.residual == "bf16" and world.precision == "bf16":
         model.residual_dtype = torch.bfloat16
     if world.device.type == "cuda":
-        at_once = cfg.batch_size or cfg.global_batch_size // world.size
-        choose_attention(at_once, model.config, world.device)
+        choose_attention(cfg.at_once(world.size), model.config, world.device)
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
@@ -219,7 +272,6 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     if cfg.cuda_graphs:
         on = "train.cuda_graphs=true"  # what can be known without a device is in config.check_train
         require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
-        require(step.score is loss, f"{on} is for `adlm train`")
         step.graphed = GraphedModel(model)
     if step.compiled:
         torch._dynamo.reset()  # a run before this one in the same process has used up its quota of compiled forms
@@ -229,13 +281,14 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         how: dict[str, Any] = {"options": training_options(most=world.compile == "max"), "dynamic": False}
         for module in [b for s in stacks for b in s.blocks] if world.compile == "block" else [model]:
             module.compile(**how)
-    if cfg.strategy == "fsdp":
+    if cfg.is_sharded:
         from torch.distributed.fsdp import fully_shard
 
+        mesh = mesh_of(cfg, world)
         for stack in stacks:
             for block in stack.blocks:
-                fully_shard(block)
-        fully_shard(step)
+                fully_shard(block, mesh=mesh)
+        fully_shard(step, mesh=mesh)
         return step
     if world.size == 1:
         return step
@@ -245,6 +298,19 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     return DistributedDataParallel(
         step, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True
     )
+
+
+def mesh_of(cfg: TrainConfig, world: World) -> DeviceMesh:
+    """fsdp: shards over all ranks. hsdp: shards over the ranks of a node, copies of them over nodes."""
+    if cfg.strategy == "fsdp":
+        return init_device_mesh(world.device.type, (world.size,))
+    inside = world.local_size
+    require(
+        world.size % inside == 0,
+        f"train.strategy=hsdp needs the same number of ranks on every node; {world.size} are not a multiple of the"
+        f" {inside} of this one",
+    )
+    return init_device_mesh(world.device.type, (world.size // inside, inside), mesh_dim_names=("copies", "shards"))
 
 
 @contextmanager

@@ -23,15 +23,19 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import absolute_paths, claimed, path_of, writable_folder, write_atomically
+from adlm.models.lora import merged
 from adlm.schema import Config, DataConfig, ReasonConfig, as_yaml
 from adlm.tables import TOKENIZERS
-from adlm.training.checkpoint import Checkpoints, changes, check_same_run, note, tensors
-from adlm.training.metrics import LogWindow, RunLog
+from adlm.training.checkpoint import Checkpoints, changes, check_same_run, tensors
+from adlm.training.metrics import LogWindow, RunLog, read_metrics
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Interruption, Step, World
+from adlm.training.watch import note
 
 MAX_BAD_STEPS = 20
 """A run stops when this many updates in a row were skipped for a non-finite or exploding gradient."""
+LAST_PATIENCE = 10.0
+"""Seconds that a failing run of several ranks waits for its last checkpoint."""
 SampleHook = Callable[[dict[str, Tensor], Tokenizer, Config, int], str]
 """(EMA weights, tokenizer, settings, step) -> a text."""
 
@@ -71,7 +75,8 @@ class Run:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.checkpoints.finish_writing()
+        # with an exception under way a rank may be gone, and with it whoever would complete the checkpoint
+        self.checkpoints.finish_writing(patience=LAST_PATIENCE if exception[0] and self.ranks.size > 1 else None)
         self.interruption.__exit__(*exception)
         if self.log is not None:
             self.log.close()
@@ -85,7 +90,7 @@ class Run:
         plan: str,
         flops_per_token: float | None = None,
         data: Mapping[str, str] | None = None,
-        fixed: tuple[str, ...] = ("model", "noise", "objective"),
+        fixed: tuple[str, ...] = ("model", "lora", "noise", "objective"),
         free: tuple[str, ...] = (),
     ) -> None:
         """Make what updates `module`, and continue from the checkpoint that was found, if any.
@@ -110,7 +115,7 @@ class Run:
             if info.get("data", self.data).get("valid") != self.data.get("valid"):
                 changed += "; the validation data has changed: bounds before and after do not compare"
                 self.best, self.best_step = math.inf, None
-            plan = f"resuming {self.folder} at step {info['step']}{changed}"
+            plan = f"resuming {self.folder} at step {info['step']}{self.lost(info)}{changed}"
         self.log = RunLog(self.folder, cfg, self.resumed_step, active=ranks.is_main)
         self.was_finished = self.step >= cfg.train.steps
         if self.was_finished:
@@ -124,6 +129,29 @@ class Run:
             if module.compiled:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
         self.started = self.saved_at = time.monotonic()
+
+    def keep_adapter(self, facts: dict[str, Any]) -> None:
+        """Remember in checkpoints which model the adapters belong to; refuse to resume them on another one."""
+        if facts:
+            before = self.extra.setdefault("adapter", facts)
+            require(
+                before["base_sha256"] == facts["base_sha256"],
+                f"out={self.cfg.out!r} holds adapters of {before['base']!r}, whose weights are not those of"
+                f" checkpoint.init_from={self.cfg.checkpoint.init_from!r}; use another out=",
+            )
+
+    def lost(self, info: dict[str, Any]) -> str:
+        """What changed since the checkpoint: the number of ranks, and the work and time that a failure has cost where
+        torchrun has started the ranks again."""
+        before, now, said = info.get("ranks") or self.ranks.size, self.ranks.size, ""
+        if before != now:
+            said = f" with {now} rank{'s' * (now > 1)} in place of {before}"
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and "saved" in info:
+            done = max((event["step"] for event in read_metrics(self.folder)), default=self.step)
+            said += (
+                f"; lost {max(0, done - self.step)} steps, {time.time() - info['saved']:.1f} s since that checkpoint"
+            )
+        return said
 
     def restore(self, info: dict[str, Any]) -> None:
         """Tensors and counters of a checkpoint."""
@@ -141,11 +169,14 @@ class Run:
 
     # Per step
 
-    def update(self, rate: float, count: Tensor | float) -> None:
+    def update(self, rate: float, count: Tensor | float, tokens: float | None = None, examples: int = 0) -> None:
         """Update the weights, at this fraction of the peak learning rate, and answer what it is time for. `count`:
-        tokens of the step, of all ranks."""
+        tokens of the step that losses are divided by, of all ranks; `tokens`: tokens read, if these are others;
+        `examples`: of the step, if their number says more than that of tokens."""
         self.norm, self.learning_rate = self.updater(rate), rate * self.cfg.optim.lr
         self.window.count = self.window.count + count  # not in place: the window keeps what it was
+        self.window.tokens = self.window.tokens + (count if tokens is None else tokens)
+        self.window.examples += examples
         self.step += 1
         self.out_of_time = 0 < 60 * self.minutes <= time.monotonic() - self.started
         cfg, step = self.cfg.train, self.step
@@ -189,8 +220,9 @@ class Run:
     def show_sample(self, sample: SampleHook) -> None:
         """Record a text of the EMA weights, so that people see what the numbers mean."""
         assert self.log is not None
-        weights = self.ema.whole()
+        weights = merged(self.ema.whole(), self.cfg.lora)
         if self.ranks.is_main:
+            self.ranks.at("drawing a sample", self.step, long=True)
             try:
                 text = sample(weights, self.tokenizer, self.cfg, self.step)
             except (ValueError, torch.OutOfMemoryError) as error:  # a picture of the run, and not the run
@@ -215,6 +247,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint; beside training, unless the run ends: then a failure is raised and not only reported."""
+        self.ranks.at("saving a checkpoint", self.step)
         info = {
             "step": self.step,
             "best": None if math.isinf(self.best) else self.best,
@@ -222,6 +255,8 @@ class Run:
             "bound": self.bound,
             "ema_n": self.ema.n,
             "decay_all": self.decay_all,
+            "ranks": self.ranks.size,
+            "saved": time.time(),
             "window": self.window.state(),
             "tokenizer": self.tokenizer.fingerprint,
             "data": self.data,

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ from adlm.data.preparation import prepare, tokenizer_for
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.export import load_folder
+from adlm.io.paths import BOX, BOX_NAME
 from adlm.models import Network, build_model
+from adlm.models.lora import adapt, base_weights, weights_digest
 from adlm.models.network import count_flops
-from adlm.objectives import Objective, make_objective
+from adlm.objectives import CorruptedBatch, Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
-from adlm.training.batches import micro_batches, sequences_on
+from adlm.training.batches import batch_of, sequences_on
 from adlm.training.parallel import World
 
 IDENTITY = ("origin", "packing", "max_sequences")
@@ -67,10 +69,16 @@ def valid_data(cfg: Config) -> DataConfig:
 
 def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network:
     """The model with its initial weights: the seed's, or those of checkpoint.init_from unless a checkpoint of the run
-    itself is going to replace them (not `fresh`)."""
+    itself is going to replace them (not `fresh`). With lora.rank the latter stay as they are, and adapters are added,
+    which is all that a checkpoint holds."""
     torch.manual_seed(cfg.seed)
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
-    if cfg.checkpoint.init_from and fresh:
+    low_rank = cfg.lora.rank > 0
+    require(
+        not low_rank or cfg.checkpoint.init_from != "",
+        f"lora.rank={cfg.lora.rank} adapts a trained model: name it by checkpoint.init_from",
+    )
+    if cfg.checkpoint.init_from and (fresh or low_rank):
         given = f"checkpoint.init_from={cfg.checkpoint.init_from!r}"
         try:
             loaded = load_folder(Path(cfg.checkpoint.init_from))
@@ -83,26 +91,52 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network
             model.load_state_dict(loaded.model.state_dict())
         except RuntimeError as error:
             raise ValueError(f"{given} is another model: {str(error).splitlines()[1].strip()}") from None
+    if low_rank:
+        adapt(model, cfg.lora).freeze_bridge()
     return model
+
+
+def adapter_facts(cfg: Config, model: Network) -> dict[str, Any]:
+    """What an adapter says about itself: its settings, and the model it belongs to, by place and content; nothing
+    where all weights train."""
+    if not cfg.lora.rank:
+        return {}
+    base = Path(cfg.checkpoint.init_from).absolute()
+    place = BOX_NAME if base.resolve() == BOX.resolve() else str(base)
+    return asdict(cfg.lora) | {"base": place, "base_sha256": weights_digest(base_weights(model.state_dict()))}
 
 
 def objective_for(cfg: Config, data: Data) -> Objective:
     """The objective of the run, held to the model it trains."""
-    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed)
+    objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed, cfg.model)
     objective.check(cfg.objective, cfg.model)
     return objective
 
 
 def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float]:
-    """Fractions of the positions that training sends through the denoiser's and through the anchor network's head."""
+    """Fractions of the positions that training sends through the denoiser's and through the anchor network's head, on
+    average over the run."""
     n = min(COUNTED_SEQUENCES, len(blocks))
     indices = np.arange(n)
-    clean = sequences_on(torch.device("cpu"), blocks.rows(indices), blocks.attention_masks(indices), indices, n)
-    corrupted = objective.corrupt(clean, 0, 0.5)  # at both ends of a run gamma may be 0, and no head read for it
+    clean = sequences_on(torch.device("cpu"), batch_of(blocks, indices, indices), n)
+    until = objective.cfg.gamma_until
+    scored, anchors = fractions_of(objective.corrupt(clean, 0, until / 2))  # at both ends gamma may be 0
+    return scored, until * anchors
+
+
+def fractions_of(corrupted: CorruptedBatch) -> tuple[float, float]:
+    """Fractions of the positions of a batch that go through the denoiser's and the anchor network's head."""
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
         through[term.head] += len(term.positions_N)
     return through["denoiser"] / corrupted.count, through["anchor"] / corrupted.count
+
+
+def text_like(shape: tuple[int, ...], vocab_size: int) -> torch.Tensor:
+    """Tokens with frequencies like text's (1 / rank), so that there are as many anchors as in text."""
+    frequency = 1 / (torch.arange(vocab_size - 1, dtype=torch.float64) + 10)
+    n = torch.Size(shape).numel()
+    return torch.multinomial(frequency, n, replacement=True, generator=torch.Generator().manual_seed(0)).view(shape)
 
 
 def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
@@ -111,30 +145,25 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
     return count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors).training_per_token
 
 
-def parameter_count(model: Network) -> int:
-    return sum(p.numel() for p in model.parameters())
+def parameter_count(model: Network, trained: bool = False) -> int:
+    """Parameters of the model, or those that train."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
 def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, Any]:
     """What a run is going to be, and what of it cannot be meant: printed by --dry-run and at the start. `flops`: of one
     token."""
-    parameters = parameter_count(model)
+    parameters, trained = parameter_count(model), parameter_count(model, trained=True)
     sequences = cfg.train.steps * cfg.train.global_batch_size
     tokens = sequences * cfg.model.length
-    at_once = cfg.train.batch_size or cfg.train.global_batch_size // world.size
+    shards = {"ddp": 1, "fsdp": world.size, "hsdp": world.local_size}[cfg.train.strategy]
     bytes_per_value = 2 if world.precision == "bf16" else 4
-    # weights, gradients, two moments, EMA in float32; about 18 values per position, width and block kept for the
-    # backward pass (2 when recomputed); one chunk of logits
-    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
-    kept = 2 if cfg.train.checkpoint_activations else 18
-    state = 4 * parameters * (5 if cfg.optim.ema else 4)
-    if cfg.train.strategy == "fsdp":
-        state //= world.size
-    activations = at_once * cfg.model.length * cfg.model.hidden_size * blocks * kept * bytes_per_value
+    memory = memory_estimate(cfg, parameters, trained, cfg.train.at_once(world.size) * bytes_per_value, shards)
     facts: dict[str, Any] = {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
         "parameters": parameters,
+        **({"trained_parameters": trained} if trained < parameters else {}),
         "vocabulary": data.tokenizer.vocab_size,
         "train_sequences": len(data.train),
         "valid_sequences": len(data.valid),
@@ -143,13 +172,24 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
         "tokens": tokens,
         "epochs": round(sequences / len(data.train), 3),
         "processes": world.size,
-        "micro_batches": micro_batches(cfg.train, world),
+        "micro_batches": cfg.train.micro_batches(world.size),
         "training_flops": flops * tokens,
-        "memory_gib_estimate": round((state + activations) / 2**30, 2),
+        "memory_gib_estimate": round(memory, 2),
         "precision": world.precision,
         "device": str(world.device),
     }
     return facts | {"warnings": doubts(cfg, facts["epochs"], facts["memory_gib_estimate"], memory_gib(world.device))}
+
+
+def memory_estimate(cfg: Config, parameters: int, trained: int, sequence_bytes: int, shards: int) -> float:
+    """GiB of one device. Weights in float32, and of those that train gradients, two moments and EMA, divided into
+    shards; about 18 values per position, width and block kept for the backward pass (2 when recomputed); one chunk of
+    logits. `sequence_bytes`: sequences at once times the bytes of a value."""
+    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
+    kept = 2 if cfg.train.checkpoint_activations else 18
+    state = 4 * (parameters + trained * (4 if cfg.optim.ema else 3)) // shards
+    activations = sequence_bytes * cfg.model.length * cfg.model.hidden_size * blocks * kept
+    return (state + activations) / 2**30
 
 
 def doubts(cfg: Config, epochs: float, memory: float, available: float) -> list[str]:

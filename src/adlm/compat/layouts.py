@@ -1,0 +1,319 @@
+"""Layouts of released models: how each is recognised, what it is in our settings, and where its weights are.
+
+A layout is a function from a config.json to a `Released`; LAYOUTS is the one table of them. Our parameters are named
+with the names whose rows, one after another, they are: `qkv` is q, k and v; `mlp_in` is gate and up.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from adlm.compat.checkpoints import from_release, release_names, shape_of
+from adlm.compat.tensors import Tensors
+from adlm.errors import require
+from adlm.io.paths import check_object
+from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
+
+Names = dict[str, tuple[str, ...]]
+"""Our parameter -> the parameters of the file whose rows it consists of."""
+
+
+@dataclass
+class Released:
+    """A model of another project, in our terms."""
+
+    algo: str
+    model: ModelConfig
+    objective: ObjectiveConfig
+    names: Names
+    vocab_size: int
+    """Rows of its embedding."""
+    mask_id: int | None = None
+    """None: it has none, and the tokenizer's is one more token that it never reads. ANY_MASK: the tokenizer's."""
+    tokenizer: str = ""
+    """Where the folder holds no tokenizer.json: gpt2, gpt2-pad, or how its vocabulary files are to be read."""
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+
+
+# ---- Llama and what has its block ------------------------------------------------------------------------------------
+
+LLAMA_BLOCK: Names = {
+    "norm1.weight": ("input_layernorm.weight",),
+    "qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "q_norm.weight": ("self_attn.q_norm.weight",),
+    "k_norm.weight": ("self_attn.k_norm.weight",),
+    "attn_out.weight": ("self_attn.o_proj.weight",),
+    "norm2.weight": ("post_attention_layernorm.weight",),
+    "mlp_in.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp_out.weight": ("mlp.down_proj.weight",),
+}
+LLAMA_ENDS: Names = {
+    "embedding": ("model.embed_tokens.weight",),
+    "denoiser.norm.weight": ("model.norm.weight",),
+    "head.weight": ("lm_head.weight",),
+}
+LLAMA_SETTINGS: dict[str, type] = {
+    "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int, "intermediate_size": int,
+    "vocab_size": int,
+}  # fmt: skip
+LLAMA_OPTIONAL: dict[str, type] = {
+    "num_key_value_heads": int, "head_dim": int, "rms_norm_eps": float, "rope_theta": float,
+    "max_position_embeddings": int, "tie_word_embeddings": bool, "attention_bias": bool, "mlp_bias": bool,
+    "rope_scaling": dict, "rope_parameters": dict, "use_sliding_window": bool, "mask_token_id": int,
+}  # fmt: skip
+
+
+def block_names(cfg: ModelConfig, block: Names, ends: Names, blocks: str) -> Names:
+    """Names of all parameters of a model without anchors: of its ends and, `blocks` and a number before each, of its
+    blocks."""
+    has = {"qkv.bias": cfg.qkv_bias, "q_norm.weight": cfg.qk_norm, "k_norm.weight": cfg.qk_norm}
+    names = {ours: theirs for ours, theirs in ends.items() if not (cfg.tied and ours == "head.weight")}
+    for i in range(cfg.n_blocks):
+        for ours, theirs in block.items():
+            if has.get(ours, True):
+                names[f"denoiser.blocks.{i}.{ours}"] = tuple(f"{blocks}{i}.{name}" for name in theirs)
+    return names
+
+
+def llama_model(config: dict[str, Any], source: str, longest: int, **settings: Any) -> ModelConfig:
+    """The settings of a model of Llama's kind, of at most `longest` positions; `settings`: in what kinds differ."""
+    check_object(config, LLAMA_SETTINGS, LLAMA_OPTIONAL, source)
+    act = config.get("hidden_act", "silu")
+    require(act == "silu", f"{source}: hidden_act={act!r:.40} is not read, only silu")
+    rope = config.get("rope_parameters") or {}
+    scaling = {**(config.get("rope_scaling") or {}), **rope}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    require(kind == "default", f"{source}: positions are stretched (rope {kind!r:.40}), which is not read")
+    for key in ("mlp_bias", "use_sliding_window"):
+        require(not config.get(key), f"{source}: {key}=true is not read")
+    return ModelConfig(
+        hidden_size=config["hidden_size"],
+        n_heads=config["num_attention_heads"],
+        n_kv_heads=config.get("num_key_value_heads") or 0,
+        head_size=config.get("head_dim") or 0,
+        n_blocks=config["num_hidden_layers"],
+        n_denoiser_blocks=0,
+        length=min(longest, config.get("max_position_embeddings") or 2048),
+        dropout=0.0,
+        anchored=False,
+        adaln=False,
+        norm="rmsnorm",
+        norm_eps=config.get("rms_norm_eps") or 1e-6,
+        activation="swiglu",
+        bias=False,
+        rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        mlp_size=config["intermediate_size"],
+        tied=config.get("tie_word_embeddings", False) is True,
+        init="normal",
+        **settings,
+    )
+
+
+def causal(**settings: Any) -> "Reader":
+    """A causal model of Llama's kind."""
+
+    def read(config: dict[str, Any], tensors: Tensors) -> Released:
+        source = tensors.source
+        require(not config.get("attention_bias"), f"{source}: attention_bias=true is not read")
+        model = llama_model(config, source, LONGEST_CAUSAL, causal=True, **settings)
+        names = block_names(model, LLAMA_BLOCK, LLAMA_ENDS, "model.layers.")
+        objective = ObjectiveConfig("autoregressive", gamma=0.0, gamma_warmup=0.0)
+        return Released("ar", model, objective, names, config["vocab_size"], tokenizer=QWEN2)
+
+    return read
+
+
+def bidirectional(**settings: Any) -> "Reader":
+    """A masked diffusion model with the names of a causal one (Dream; Tiny-A2D)."""
+
+    def read(config: dict[str, Any], tensors: Tensors) -> Released:
+        # Tiny-A2D's two kinds have one config.json; the one of blocks says so in its name.
+        blocks = "bd3lm" in Path(tensors.source).name or "bd3lm" in Path(tensors.source).parent.name
+        own = {"block_length": A2D_BLOCK} if blocks else {}
+        model = llama_model(config, tensors.source, LONGEST_MASKED, **settings, **own)
+        names = block_names(model, LLAMA_BLOCK, LLAMA_ENDS, "model.layers.")
+        mask_id = config.get("mask_token_id", ANY_MASK)
+        return Released("mdlm", model, MASKED, names, config["vocab_size"], mask_id, QWEN2)
+
+    return read
+
+
+def llada(config: dict[str, Any], tensors: Tensors) -> Released:
+    """LLaDA: Llama's block under names of its own."""
+    source = tensors.source
+    check_object(config, LLADA_SETTINGS, {"n_kv_heads": int, "mlp_hidden_size": int, "mask_token_id": int}, source)
+    told = {"include_bias": False, "include_qkv_bias": False, "block_type": "llama", "activation_type": "silu"}
+    for key, value in told.items():
+        found = config.get(key, value)
+        require(not found if value is False else found == value, f"{source}: {key}={found!r:.40} is not read")
+    as_llama = {ours: config.get(theirs) for theirs, ours in LLADA_NAMES.items()}
+    model = llama_model(as_llama, source, LONGEST_MASKED)
+    names = block_names(model, LLADA_BLOCK, LLADA_ENDS, "model.transformer.blocks.")
+    rows = config.get("embedding_size") or config["vocab_size"]
+    return Released("mdlm", model, MASKED, names, rows, config.get("mask_token_id", 126336))
+
+
+LLADA_NAMES = {
+    "d_model": "hidden_size", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
+    "n_layers": "num_hidden_layers", "mlp_hidden_size": "intermediate_size", "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta", "max_sequence_length": "max_position_embeddings", "vocab_size": "vocab_size",
+    "weight_tying": "tie_word_embeddings",
+}  # fmt: skip
+LLADA_SETTINGS: dict[str, type] = {
+    "d_model": int, "n_heads": int, "n_layers": int, "vocab_size": int, "mlp_hidden_size": int,
+}  # fmt: skip
+LLADA_BLOCK: Names = {
+    "norm1.weight": ("attn_norm.weight",),
+    "qkv.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
+    "attn_out.weight": ("attn_out.weight",),
+    "norm2.weight": ("ff_norm.weight",),
+    "mlp_in.weight": ("ff_proj.weight", "up_proj.weight"),
+    "mlp_out.weight": ("ff_out.weight",),
+}
+LLADA_ENDS: Names = {
+    "embedding": ("model.transformer.wte.weight",),
+    "denoiser.norm.weight": ("model.transformer.ln_f.weight",),
+    "head.weight": ("model.transformer.ff_out.weight",),
+}
+
+# ---- the block of MDLM, SEDD and what was made of them ---------------------------------------------------------------
+
+EMBEDDING = "vocab_embed.embedding"
+PREFIXES = ("backbone.", "", "backbone.backbone.")
+
+
+def dit(tensors: Tensors, told: dict[str, Any], algo: str = "mdlm", **settings: Any) -> Released:
+    """A model of the published block: its shape is read off its weights, and `told` has to agree. `settings`: in what
+    the layouts differ."""
+    source = tensors.source
+    found = [p for p in PREFIXES if p + EMBEDDING in tensors.shapes]
+    require(bool(found), f"{source} holds no {EMBEDDING}: it is not a model of MDLM's or SEDD's layout")
+    inner = {"backbone." + n.removeprefix(found[0]): s for n, s in tensors.shapes.items() if n.startswith(found[0])}
+    time_conditioning = settings.pop("time_conditioning", False)
+    read = shape_of(source, inner, {"model": told, "time_conditioning": time_conditioning})
+    model = replace(read, causal=settings.pop("causal", False), **settings)
+    names = {}
+    for name in release_names(model):
+        ours = from_release(name, anchored=False)
+        if ours is not None:
+            names[ours] = (found[0] + name.removeprefix("backbone."),)
+    kinds = {"mdlm": MASKED, "sedd": ObjectiveConfig("score-entropy", gamma=0.0, gamma_warmup=0.0)}
+    rows = tensors.shapes[found[0] + EMBEDDING][0]
+    noise = NoiseConfig("linear") if model.time_input == "t" else NoiseConfig()
+    return Released(algo, model, kinds[algo], names, rows, rows - 1, "gpt2", noise)
+
+
+def mdlm(config: dict[str, Any], tensors: Tensors) -> Released:
+    """MDLM on the hub; its config.json has names of its own."""
+    names = {"model_length": "length", "hidden_dim": "hidden_size", "n_blocks": "n_blocks", "n_heads": "n_heads"}
+    told = {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
+    told["dropout"] = config.get("dropout")
+    return dit(tensors, told, time_conditioning=config.get("time_conditioning") is True)
+
+
+def bd3lm(config: dict[str, Any], tensors: Tensors) -> Released:
+    """BD3-LM on the hub: block diffusion, or with one block for all, MDLM."""
+    require(not config.get("causal"), f"{tensors.source}: the causal models of BD3-LM are not read (causal=true)")
+    found, K = mdlm(config, tensors), config.get("block_size")
+    require(type(K) is int and K > 0, f"{tensors.source}: block_size={K!r:.40} is no number of tokens")
+    if found.model.length > K:
+        found.model = replace(found.model, block_length=str(K))
+    return found
+
+
+def hydra(config: dict[str, Any], tensors: Tensors) -> Released:
+    """A tree of Hydra settings: SEDD (which has a graph), SDTT and DiDi-Instruct."""
+    tree = config["config"] if isinstance(config.get("config"), dict) else config
+    told = tree["model"] if isinstance(tree.get("model"), dict) else {}
+    graph, algo = tree.get("graph"), tree.get("algo")
+    if isinstance(graph, dict):
+        kind = graph.get("type")
+        require(kind == "absorb", f"{tensors.source}: graph.type={kind!r:.40} is not masked diffusion (absorb)")
+        return dit(tensors, told, "sedd", time_conditioning=True)
+    name = str(algo.get("name") if isinstance(algo, dict) else algo)
+    require(not name.startswith(("duo", "udlm")), f"{tensors.source}: {REFUSED['duo']}")
+    return dit(tensors, told, time_conditioning=tree.get("time_conditioning") is True)
+
+
+def gidd(config: dict[str, Any], tensors: Tensors) -> Released:
+    """GIDD without uniform noise: masked diffusion conditioned on t."""
+    unif = config.get("p_uniform", config.get("p_unif", 0.0))
+    named = re.search(r"p_unif-(\d+\.\d+)", tensors.source)
+    unif = float(named[1]) if named else unif
+    require(
+        unif == 0,
+        f"{tensors.source}: p_unif={unif} mixes masks with uniform noise, and only masked diffusion is built (0.0)",
+    )
+    told = config["model"] if isinstance(config.get("model"), dict) else config
+    found = dit(tensors, told, time_conditioning=True, time_input="t")
+    return replace(found, tokenizer="gpt2-pad")
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+MASKED = ObjectiveConfig("nelbo", gamma=0.0, gamma_warmup=0.0)
+ANY_MASK = -1
+"""The model has a mask, and the tokenizer knows which."""
+A2D_BLOCK = "32"
+QWEN2 = "qwen2"
+"""How vocabulary files of these models divide words, where there is no tokenizer.json."""
+LONGEST_CAUSAL, LONGEST_MASKED = 8192, 4096
+"""Positions, at most: caches and canvases have as many."""
+REFUSED = {
+    "duo": "Duo's noise is uniform, and only masked diffusion is built",
+    "fmlm": "FMLM is a continuous flow, and only masked diffusion is built",
+}
+"""model_type -> why it is not read."""
+Reader = Callable[[dict[str, Any], Tensors], Released]
+LAYOUTS: dict[str, Reader] = {
+    "llama": causal(),
+    "mistral": causal(),
+    "qwen2": causal(qkv_bias=True),
+    "qwen3": causal(qk_norm=True),
+    "dream": bidirectional(qkv_bias=True, shift=True),
+    "a2d-llama": bidirectional(),
+    "a2d-qwen2": bidirectional(qkv_bias=True),
+    "a2d-qwen3": bidirectional(qk_norm=True),
+    "llada": llada,
+    "mdlm": mdlm,
+    "bd3lm": bd3lm,
+    "gidd": gidd,
+    "hydra": hydra,
+}
+"""model_type of a config.json, in lower case -> how it is read; `kind_of` says what has none."""
+# Beside weights: what is recomputed, never used, or the same as another.
+IGNORED = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|sampling_eps_(min|max)|position_ids|lm_head\.weight|mask_index)$"
+)
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """The layout of a config.json: its model_type, or what its other settings give away."""
+    told = config.get("model_type")
+    if isinstance(told, str) and told:
+        return told.lower()
+    if "p_uniform" in config or "p_unif" in config:
+        return "gidd"
+    tree = config["config"] if isinstance(config.get("config"), dict) else config
+    return "hydra" if isinstance(tree.get("model"), dict) else "unknown"
+
+
+def refuse(config: Any, source: str) -> None:
+    """Refuse what no layout reads, before weights are opened."""
+    kind = kind_of(check_object(config, {}, {}, f"{source}/config.json"))
+    require(kind not in REFUSED, f"{source}: {REFUSED.get(kind)}")
+    require(kind in LAYOUTS, f"{source} is of the kind {kind!r:.60}, which is not read; known are {', '.join(LAYOUTS)}")
+
+
+def read_config(config: Any, tensors: Tensors) -> Released:
+    """What a config.json and its weights are, in our terms."""
+    settings = check_object(config, {}, {}, f"the config.json of {tensors.source}")
+    kind = kind_of(settings)
+    found = LAYOUTS[kind](settings, tensors)
+    known = {name for parts in found.names.values() for name in parts}
+    extra = sorted(name for name in tensors.shapes.keys() - known if not IGNORED.search(name))
+    require(not extra, f"{tensors.source} has {len(extra)} parameters that {kind} has not, such as {extra[:1]}")
+    return found

@@ -1,0 +1,247 @@
+"""The token automaton of a regular expression: which tokens may stand where, for a vocabulary of any size.
+
+`outlines-core` makes the automaton over bytes. Here its edges become tokens: from each state every token is spelled
+byte by byte. Tokens that the automaton cannot tell apart (from every state they lead to the same one) are one
+*letter*: there are far fewer letters than tokens, and everything downstream counts letters.
+
+A text may end before its sequence does. So there is one more state, END, that an accepting state enters by the
+end-of-text token, and that every token keeps: what stands after the end of a text is dropped, and not constrained.
+
+A regular expression can have an automaton of any size (a{1000}{1000}), and the library has no limit. It runs in a
+process of its own, with a limit on time and memory.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import decoders
+
+from adlm.data.tokenizers import Tokenizer, byte_characters
+from adlm.errors import missing_extra, require
+
+SECONDS, MEMORY = 4, 1 << 31
+MOST_WORK = 1_000_000_000
+"""States times bytes of the vocabulary."""
+MOST_EDGES = 3_000_000
+LONGEST = 100_000
+"""Characters of a regular expression."""
+PROGRAM = f"""
+import json, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+    resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
+except ImportError:
+    pass
+from outlines_core import Index, Vocabulary
+try:
+    index = Index(json.load(sys.stdin), Vocabulary(256, {{bytes([i]): [i] for i in range(256)}}))
+except ValueError as error:
+    print(json.dumps(str(error)))
+else:
+    edges = {{s: list(e.items()) for s, e in index.get_transitions().items()}}
+    start = index.get_next_state(index.get_initial_state(), ord(">"))
+    print(json.dumps([start, sorted(index.get_final_states()), edges]))
+"""
+
+
+@dataclass(frozen=True)
+class ByteAutomaton:
+    """Over bytes: the next state by state and byte; the last row is where nothing leads to a match any more."""
+
+    next_SB: NDArray[np.int32]
+    start: int
+    accepting_S: NDArray[np.bool_]
+
+
+@functools.lru_cache(maxsize=64)
+def byte_automaton(regex: str) -> ByteAutomaton:
+    """The automaton of a regular expression (the whole text must match) in the syntax of Rust's `regex`."""
+    require(len(regex) <= LONGEST, f"the regular expression has {len(regex)} characters, allowed are {LONGEST}")
+    try:
+        import outlines_core  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(missing_extra(error) or str(error)) from None
+    command = [sys.executable, "-I", "-c", PROGRAM]
+    # The end is told: else the first alternative that matches hides longer ones, and a|ab is a. The library cannot tell
+    # it of a text that may be empty, so that one character stands before.
+    anchored = f">(?:{regex})\\z"
+    try:
+        done = subprocess.run(command, input=json.dumps(anchored), capture_output=True, text=True, timeout=4 * SECONDS)
+    except subprocess.TimeoutExpired:
+        done = None
+    if done is None or done.returncode != 0 or not done.stdout:
+        raise ValueError(f"the regular expression {regex!r:.60} is too large: its automaton takes too long or too much")
+    found = json.loads(done.stdout)
+    if isinstance(found, str):
+        raise ValueError(f"not a regular expression that can be used: {regex!r:.60} ({found})")
+    start, final, edges = found
+    names = {name: i for i, name in enumerate(sorted({start, *final, *map(int, edges)}))}
+    dead = len(names)
+    next_SB = np.full((dead + 1, 256), dead, dtype=np.int32)
+    for name, leaving in edges.items():
+        for byte, target in leaving:
+            if byte < 256:  # the library marks the end of a text by one more
+                next_SB[names[int(name)], byte] = names[target]
+    accepting_S = np.zeros(dead + 1, dtype=bool)
+    accepting_S[[names[name] for name in final]] = True
+    return ByteAutomaton(next_SB, names[start], accepting_S)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenAutomaton:
+    """Edges (source, letter, target), sorted by source; every state has at least one, and leads to a match."""
+
+    start: int
+    accepting_S: NDArray[np.bool_]
+    """The last state is END, which is not among them: there a text has ended."""
+    source_E: NDArray[np.int64]
+    letter_E: NDArray[np.int64]
+    target_E: NDArray[np.int64]
+    letter_V: NDArray[np.int64]
+    """Letter of each token. Tokens that lead nowhere have the last but one."""
+    eos_id: int
+
+    @property
+    def end(self) -> int:
+        return len(self.accepting_S) - 1
+
+    @functools.cached_property
+    def every(self) -> int:
+        """The last letter, which stands for every token and keeps END; before it the one of tokens that lead nowhere,
+        before that the end-of-text token's."""
+        return int(self.letter_E.max())
+
+    @functools.cached_property
+    def first_S(self) -> NDArray[np.int64]:
+        """Where the edges of each state begin."""
+        return np.searchsorted(self.source_E, np.arange(len(self.accepting_S)))
+
+    @functools.cached_property
+    def order_V(self) -> NDArray[np.int64]:
+        """Tokens sorted by letter."""
+        return np.argsort(self.letter_V, kind="stable")
+
+    def follow(self, state: int, token: int) -> int | None:
+        """The state after a token; None where it leads nowhere."""
+        if state == self.end:
+            return state
+        a, b = np.searchsorted(self.source_E, [state, state + 1])
+        found = np.flatnonzero(self.letter_E[a:b] == self.letter_V[token])
+        return int(self.target_E[a + found[0]]) if len(found) else None
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """What each token adds to a text, empty for those that add nothing. A vocabulary whose tokens change with their
+    neighbours is refused."""
+    backend, found = tokenizer.backend, [b""] * tokenizer.vocab_size
+    decoder, vocab = backend.decoder, backend.get_vocab(with_added_tokens=False)
+    added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+    if isinstance(decoder, decoders.ByteLevel):
+        spelled = {character: byte for byte, character in enumerate(byte_characters())}
+        for token, i in vocab.items():
+            if all(character in spelled for character in token):
+                found[i] = bytes(spelled[character] for character in token)
+    elif decoder is None or isinstance(decoder, decoders.Fuse):
+        for token, i in vocab.items():
+            found[i] = token.encode()
+    else:
+        kind = type(decoder).__name__
+        raise ValueError(f"a constraint needs tokens that are pieces of text; {tokenizer.name!r} joins them by {kind}")
+    for i, content in added.items():
+        found[i] = content.encode()
+    for i in tokenizer.special_ids:
+        found[i] = b""
+    return found
+
+
+def lift(byte: ByteAutomaton, spelled: Sequence[bytes], eos_id: int) -> TokenAutomaton:
+    """The automaton over tokens, given the bytes of each; `eos_id` ends a text."""
+    S, lengths = len(byte.next_SB) - 1, np.array([len(b) for b in spelled])
+    require(S * int(lengths.sum()) <= MOST_WORK, f"the constraint is too large for this vocabulary ({S} states)")
+    tokens = np.flatnonzero(lengths > 0)
+    targets = spell(byte, [spelled[v] for v in tokens.tolist()])
+    # Tokens with the same targets everywhere are one letter: told apart by random sums of 64 bits.
+    random_S = np.random.default_rng(0).integers(0, 1 << 64, size=S, dtype=np.uint64)
+    key = np.zeros(len(tokens), dtype=np.uint64)
+    for s in range(S):
+        key += random_S[s] * targets(s).astype(np.uint64)
+    _, example, letter = np.unique(key, return_index=True, return_inverse=True)
+    targets = spell(byte, [spelled[v] for v in tokens[example].tolist()])
+    next_SC = np.stack([targets(s) for s in range(S)])
+    return assemble(next_SC, byte, letter, tokens, len(spelled), eos_id)
+
+
+def spell(byte: ByteAutomaton, spelled: Sequence[bytes]) -> Callable[[int], NDArray[np.int32]]:
+    """A function of a state: where each text leads from there."""
+    dead, lengths = len(byte.next_SB) - 1, np.array([len(b) for b in spelled])
+    order = np.argsort(-lengths, kind="stable")
+    columns = [
+        np.frombuffer(bytes(spelled[v][j] for v in order[: int((lengths > j).sum())].tolist()), dtype=np.uint8)
+        for j in range(int(lengths.max(initial=0)))
+    ]
+
+    def targets(state: int) -> NDArray[np.int32]:
+        found = np.full(len(spelled), dead, dtype=np.int32)
+        alive, now = np.arange(len(spelled)), np.full(len(spelled), state, dtype=np.int32)
+        for byte_n in columns:
+            going = np.searchsorted(alive, len(byte_n))  # the others have been spelled to their end
+            found[order[alive[going:]]] = now[going:]
+            alive = alive[:going]
+            now = byte.next_SB[now[:going], byte_n[alive]]
+            alive, now = alive[now != dead], now[now != dead]
+        found[order[alive]] = now
+        return found
+
+    return targets
+
+
+def assemble(
+    next_SC: NDArray[np.int32], byte: ByteAutomaton, letter: NDArray, tokens: NDArray, vocab_size: int, eos_id: int
+) -> TokenAutomaton:
+    """Keep what is reached from the start and leads to a match by whole tokens; number it anew."""
+    S, C = next_SC.shape
+    source, by = np.nonzero(next_SC < S)
+    target = next_SC[source, by]
+    live = byte.accepting_S[:S] & grown(np.arange(S) == byte.start, source, target)
+    kept = grown(live, target, source) & grown(np.arange(S) == byte.start, source, target)
+    require(bool(kept[byte.start]), "no text of this vocabulary matches the constraint")
+    inside = kept[source] & kept[target]
+    require(int(inside.sum()) <= MOST_EDGES, f"the constraint has {int(inside.sum())} edges, allowed are {MOST_EDGES}")
+    number = np.cumsum(kept) - 1
+    used = np.unique(by[inside])
+    rename = np.full(C, len(used) + 1)  # nowhere
+    rename[used] = np.arange(len(used))
+    end, eos, none, every = int(kept.sum()), len(used), len(used) + 1, len(used) + 2
+    accepting_S = np.append(byte.accepting_S[:S][kept], False)
+    last = np.flatnonzero(accepting_S)
+    edges = np.concatenate(
+        [
+            np.stack([number[source[inside]], rename[by[inside]], number[target[inside]]]),
+            np.stack([last, np.full_like(last, eos), np.full_like(last, end)]),
+            np.array([[end], [every], [end]]),
+        ],
+        axis=1,
+    )
+    edges = edges[:, np.argsort(edges[0], kind="stable")]
+    letter_V = np.full(vocab_size, none)
+    letter_V[tokens] = rename[letter]
+    letter_V[eos_id] = eos
+    return TokenAutomaton(int(number[byte.start]), accepting_S, edges[0], edges[1], edges[2], letter_V, eos_id)
+
+
+def grown(marked: NDArray[np.bool_], source: NDArray, target: NDArray) -> NDArray[np.bool_]:
+    """All states reached from the marked ones along edges."""
+    marked = marked.copy()
+    while True:
+        more = marked.copy()
+        more[target[marked[source]]] = True
+        if (more == marked).all():
+            return marked
+        marked = more

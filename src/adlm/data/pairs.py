@@ -1,0 +1,122 @@
+"""Prompts and their answers: JSON lines with `prompt` and `completion`, or with `messages`, a conversation.
+
+One sequence for each answer: [BOS] what stands before it, the answer, [EOS], padding. Only the answer and its end are
+learned and scored; where they begin is kept beside the sequences (blocks.py). A conversation with several answers
+gives several sequences, since an answer must not be read before what follows it. `prompt` and `completion` are
+tokenised as they are; a conversation is written by the template of the vocabulary (chat.py).
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from adlm.data import formats
+from adlm.data.chat import ROLES, Turn, answer_ids, prompt_ids, template_of
+from adlm.data.packing import PackedSequences, token_dtype
+from adlm.data.tokenizers import Tokenizer
+from adlm.errors import choose, require
+
+ROUND = 16
+"""Sequences of pairs are padded to a multiple of this."""
+AT_ONCE = 1024
+"""Sequences that are packed at a time."""
+
+
+class Pair(NamedTuple):
+    """A prompt, as text or as the conversation before an answer, and the answer."""
+
+    prompt: str | tuple[Turn, ...]
+    answer: str
+
+    @property
+    def text(self) -> str:
+        """The pair as a document, for a tokenizer that is trained on it."""
+        said = [self.prompt] if isinstance(self.prompt, str) else [turn.content for turn in self.prompt]
+        return "\n".join([*said, self.answer])
+
+
+def are_pairs(path: Path, text_key: str) -> bool:
+    """Whether a file holds pairs: JSON lines whose first object has their fields, and none called `text_key`."""
+    if not formats.plain_name(path).endswith((".jsonl", ".ndjson", ".json")):
+        return False
+    _, first = next(formats.records(path), (0, {}))
+    return text_key not in first and ("messages" in first or {"prompt", "completion"} <= first.keys())
+
+
+def read(path: Path) -> Iterator[Pair]:
+    """The pairs of a file, in order."""
+    for number, record in formats.records(path):
+        where = f"{path} record {number}"
+        if "messages" in record:
+            yield from answers_of(turns_of(record["messages"], where), where)
+            continue
+        for key in ("prompt", "completion"):
+            require(key in record, f"{where} has no field {key!r}: a pair has prompt and completion, or messages")
+        if isinstance(record["prompt"], list):
+            last = record["completion"]
+            turns = turns_of([*record["prompt"], *(last if isinstance(last, list) else [last])], where)
+            yield Pair(tuple(turns[:-1]), turns[-1].content)
+        else:
+            yield Pair(formats.field(record, "prompt", where), formats.field(record, "completion", where))
+
+
+def turns_of(messages: Any, where: str) -> list[Turn]:
+    """The messages of a conversation, each an object with `role` and `content`."""
+    require(isinstance(messages, list) and messages != [], f"{where}: messages must be a list of objects")
+    turns = []
+    for message in messages:
+        fits = isinstance(message, dict) and isinstance(message.get("role"), str)
+        require(fits, f"{where}: a message needs role and content, got {message!r:.60}")
+        role = choose(f"{where}: role", message["role"], ROLES)
+        turns.append(Turn(role, formats.field(message, "content", where)))
+    return turns
+
+
+def answers_of(turns: list[Turn], where: str) -> Iterator[Pair]:
+    """One pair for each message of the assistant that follows another message."""
+    found = [i for i, turn in enumerate(turns) if turn.role == "assistant" and i > 0]
+    require(found != [], f"{where}: messages hold no answer: none of role assistant follows another message")
+    for i in found:
+        yield Pair(tuple(turns[:i]), turns[i].content)
+
+
+def encode(pair: Pair, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt and of the answer. They are tokenised apart, as they are when the model is asked."""
+    if isinstance(pair.prompt, str):
+        return tokenizer.encode(pair.prompt), tokenizer.encode(pair.answer)
+    return prompt_ids(pair.prompt, tokenizer), answer_ids(pair.answer, tokenizer)
+
+
+def sequence(prompt: list[int], answer: list[int], length: int, bos: int, eos: int) -> tuple[list[int], int]:
+    """(tokens, where the answer begins). Too long a prompt loses its beginning; too long an answer its end, and with it
+    the end of text."""
+    answer = [*answer, eos][: length - 1]
+    kept = prompt[max(0, len(prompt) - (length - 1 - len(answer))) :]
+    return [bos, *kept, *answer], 1 + len(kept)
+
+
+def padded_length(pairs: Iterable[Pair], tokenizer: Tokenizer, length: int) -> int:
+    """Positions that the longest pair needs, up to a round number and at most `length`: padding costs as text does."""
+    found = (sequence(*encode(pair, tokenizer), length, tokenizer.bos_id, tokenizer.eos_id) for pair in pairs)
+    longest = max((len(tokens) for tokens, _ in found), default=1)
+    return min(length, -(-longest // ROUND) * ROUND)
+
+
+def pack(pairs: Iterable[Pair], tokenizer: Tokenizer, length: int, pad: int) -> Iterator[PackedSequences]:
+    """Sequences of pairs, padded on the right, with the place where each answer begins."""
+    items, dtype = iter(pairs), token_dtype(tokenizer.vocab_size)
+    while some := list(itertools.islice(items, AT_ONCE)):
+        rows = np.full((len(some), length), pad, dtype=dtype)
+        lengths, starts = np.zeros(len(some), dtype=np.int64), np.zeros(len(some), dtype=np.int64)
+        for i, pair in enumerate(some):
+            tokens, starts[i] = sequence(*encode(pair, tokenizer), length, tokenizer.bos_id, tokenizer.eos_id)
+            rows[i, : len(tokens)], lengths[i] = tokens, len(tokens)
+        yield PackedSequences(rows, lengths, starts)
+
+
+def packing_name(tokenizer: Tokenizer) -> str:
+    """How pairs are packed, for the fingerprint of prepared data."""
+    return f"pairs-{template_of(tokenizer).name}"

@@ -1,0 +1,105 @@
+"""Matrices in four bits, for small files: 32 values of a row share a scale, and each value is one of 16 levels.
+
+    x = scale * LEVELS[code]          4.5 bits a value: 4 for the code, 16 / 32 for the scale (float16)
+
+The levels are NF4's (Dettmers et al. 2023): quantiles of a normal distribution, which weights resemble. A group's scale
+is the one of several candidates, each refitted by least squares, that leaves the smallest error. Vectors and matrices
+whose rows are no multiple of 32 stay in bfloat16. A file of such weights has `NAME.codes` (two in a byte, low half
+first) and `NAME.scale` in the place of `NAME`; `expand` undoes it, so nothing but loading knows of it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+LEVELS = (
+    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
+)  # fmt: skip
+CODES, SCALE = ".codes", ".scale"
+CANDIDATES = torch.linspace(0.7, 1.15, 10).tolist()
+"""Scales tried, over the largest magnitude of the group."""
+ROWS = 4096
+"""Groups quantised at once: what bounds the memory."""
+
+
+def nearest(x_GN: Tensor, scale_G: Tensor) -> Tensor:
+    """The level nearest to each value."""
+    levels = torch.tensor(LEVELS, dtype=x_GN.dtype)
+    middles = (levels[1:] + levels[:-1]) / 2
+    return torch.bucketize(x_GN / scale_G[:, None], middles)
+
+
+def fit(x_GN: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scale of groups, by the candidate with the smallest squared error."""
+    levels = torch.tensor(LEVELS, dtype=x_GN.dtype)
+    largest_G = x_GN.abs().amax(1).clamp(min=1e-8)
+    best, scale_G, codes_GN = torch.full_like(largest_G, torch.inf), largest_G, nearest(x_GN, largest_G)
+    for candidate in CANDIDATES:
+        q_GN = levels[nearest(x_GN, candidate * largest_G)]
+        refit_G = (x_GN * q_GN).sum(1) / (q_GN * q_GN).sum(1).clamp(min=1e-12)
+        refit_G = torch.where(refit_G > 0, refit_G, largest_G).half().to(x_GN.dtype)  # as the file will hold it
+        tried_GN = nearest(x_GN, refit_G.clamp(min=1e-8))
+        error_G = (x_GN - refit_G[:, None] * levels[tried_GN]).square().sum(1)
+        better = error_G < best
+        best, scale_G = torch.where(better, error_G, best), torch.where(better, refit_G, scale_G)
+        codes_GN = torch.where(better[:, None], tried_GN, codes_GN)
+    return codes_GN, scale_G
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix [rows, columns] as codes [rows, columns / 2] and scales [rows, columns / 32]."""
+    rows, columns = x.shape
+    parts = [fit(part) for part in x.float().reshape(-1, GROUP).split(ROWS)]
+    codes, scale = (torch.cat(each) for each in zip(*parts))
+    pairs = codes.to(torch.uint8).reshape(rows, columns // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), scale.reshape(rows, columns // GROUP).half()
+
+
+def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The matrix of codes and scales."""
+    pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    values = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)[pairs.int()]
+    return (values * scale.float().repeat_interleave(GROUP, dim=1)).to(dtype)
+
+
+def shrink(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights for a small file."""
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if value.ndim == 2 and value.shape[1] % GROUP == 0 and value.is_floating_point():
+            found[name + CODES], found[name + SCALE] = quantise(value)
+        else:
+            found[name] = value.bfloat16() if value.is_floating_point() else value
+    return found
+
+
+def is_shrunk(names: Mapping[str, object]) -> bool:
+    return any(name.endswith(CODES) for name in names)
+
+
+def expand(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Weights of a small file, each under its own name."""
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if name.endswith(CODES):
+            own = name.removesuffix(CODES)
+            found[own] = dequantise(value, weights[own + SCALE], dtype)
+        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) + CODES in weights):
+            found[name] = value.to(dtype) if value.is_floating_point() else value
+    return found
+
+
+def expanded_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights that a small file with these shapes holds; entries that do not fit together keep their own
+    names, so that whoever compares them with a model's says what is wrong."""
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        own = name.removesuffix(CODES)
+        if own == name or len(shape) != 2 or shapes.get(own + SCALE) != (shape[0], 2 * shape[1] // GROUP):
+            continue
+        del found[name], found[own + SCALE]
+        found[own] = (shape[0], 2 * shape[1])
+    return found

@@ -1,0 +1,149 @@
+"""Reasoning runs on disk: the exported network with how it wants to be asked, its answers and its results."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.errors import require
+from adlm.io import export
+from adlm.io.load import is_released
+from adlm.io.paths import check_object, read_json, write_atomically
+from adlm.reasoning.answers import Accuracy, Answerer, Reply, score
+from adlm.reasoning.examples import Example
+from adlm.reasoning.methods import encode, plans_of
+from adlm.reasoning.networks import SAFELY, HuggingFaceNetwork, OwnNetwork
+from adlm.reasoning.questions import is_guessed
+from adlm.reasoning.tasks import task_of
+from adlm.schema import Config, ReasonConfig
+from adlm.training.parallel import World
+
+EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
+UNGUESSED = ", not guessed"
+"""Of a test set, the questions that the rule "the deeper candidate" gets wrong or cannot decide."""
+
+
+class LoadedRun(NamedTuple):
+    network: OwnNetwork | HuggingFaceNetwork
+    tokenizer: Tokenizer
+    reason: ReasonConfig
+    seed: int
+    stage: int
+    """The stage as which its questions are asked."""
+    max_new_tokens: int
+
+    def answerer(self, max_new_tokens: int = 0, batch_size: int = 0) -> Answerer:
+        """The network as its stage asks it; `max_new_tokens` 0: as it was trained."""
+        plan, limit = plans_of(self.reason)[self.stage], max_new_tokens or self.max_new_tokens
+        return Answerer(
+            self.network, self.tokenizer, task_of(self.reason), plan, limit, batch_size, self.reason.anchor_tokens
+        )
+
+
+def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
+    """run/export: the network in its own format, and reason.json, which says how it wants to be asked."""
+    folder = run / EXPORT
+    if isinstance(network, OwnNetwork):
+        own = replace(cfg, model=network.model.config)  # of a released base, not the section model
+        parameters = sum(p.numel() for p in network.parameters())
+        info = export.describe(own, tokenizer, parameters=parameters, step=facts["step"])
+        export.save_folder(folder, network.model.state_dict(), tokenizer, info)
+    else:
+        network.model.save_pretrained(folder)
+        tokenizer.save(folder / export.TOKENIZER)
+    settings = {"format": export.FORMAT, "reason": asdict(cfg.reason), "seed": cfg.seed, **facts}
+    write_atomically(folder / SETTINGS, json.dumps(settings, indent=1))
+
+
+def load_run(path: str, device: torch.device) -> LoadedRun:
+    """The exported network of a run folder (or of an export folder itself)."""
+    folder = Path(path) / EXPORT if (Path(path) / EXPORT).is_dir() else Path(path)
+    require((folder / SETTINGS).is_file(), f"{path} is not a finished reasoning run: {folder / SETTINGS} is missing")
+    fields = {"reason": dict, "seed": int, "stage": int, "max_new_tokens": int}
+    settings = check_object(read_json(folder / SETTINGS), fields, {}, str(folder / SETTINGS))
+    reason = export.section(ReasonConfig, settings["reason"], str(folder / SETTINGS))
+    stages = len(plans_of(reason))
+    require(0 <= settings["stage"] < stages, f"{folder / SETTINGS}: stage={settings['stage']} of {stages} stages")
+    if is_released(folder):
+        from transformers import AutoModelForCausalLM
+
+        tokenizer = load_tokenizer(str(folder / export.TOKENIZER))
+        network: Any = HuggingFaceNetwork(
+            AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **SAFELY).float()
+        )
+    else:
+        loaded = export.load_folder(folder)
+        network, tokenizer = OwnNetwork(loaded.model), loaded.tokenizer
+    return LoadedRun(
+        network.to(device).eval(), tokenizer, reason, settings["seed"], settings["stage"], settings["max_new_tokens"]
+    )
+
+
+def write_answers(run: Path, name: str, examples: list[Example], replies: list[Reply], answerer: Answerer) -> None:
+    """answers-<set>.jsonl: every question with what was written and whether that is right, to read, and to compare two
+    runs question by question."""
+    lines = []
+    for example, reply in zip(examples, replies):
+        line = {"question": example.question, "answer": example.answer, "written": reply.text}
+        anchors = {"anchors": answerer.anchor_words(reply)} if reply.slots else {}
+        lines.append(json.dumps(line | {"correct": reply.correct} | anchors, ensure_ascii=False) + "\n")
+    write_atomically(run / f"answers-{name}.jsonl", "".join(lines))
+
+
+def read_answers(run: str | Path) -> dict[str, dict[str, bool]]:
+    """Of every test set that a run has answered: which questions rightly. Answers of an earlier version do not say."""
+    found = {}
+    for path in sorted(Path(run).glob("answers-*.jsonl")):
+        try:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+            right = {line["question"]: line["correct"] for line in lines if "correct" in line}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} holds no answers ({error}); `adlm reason eval {run}` writes it anew") from None
+        if right:
+            found[path.stem.removeprefix("answers-")] = right
+    return found
+
+
+def ask_tests(
+    run: Path, answerer: Answerer, tests: dict[str, list[Example]], ranks: World, say: Callable[[str], None]
+) -> dict[str, dict[str, float | int]]:
+    """Ask test questions, keep the answers in the run's folder, and return the facts of every accuracy. Where a blind
+    rule answers some questions of a set, the others have an accuracy of their own."""
+    found: dict[str, Accuracy] = {}
+    for name, examples in tests.items():
+        answerer.check_room(encode(examples, answerer.tokenizer), f"test set {name}")
+        found[name], replies = answerer.answer(examples, ranks)
+        write_answers(run, name, examples, replies, answerer)
+        is_hard = [answerer.task.is_logic and not is_guessed(example) for example in examples]
+        if 0 < sum(is_hard) < len(examples):
+            found[name + UNGUESSED] = score([reply for reply, hard in zip(replies, is_hard) if hard])
+    for name, accuracy in found.items():
+        say(f"test {name}: {accuracy}")
+    return {name: accuracy.facts() for name, accuracy in found.items()}
+
+
+def write_results(run: Path, results: dict[str, Any]) -> None:
+    write_atomically(run / RESULTS, json.dumps(results, indent=1))
+
+
+def read_results(run: str | Path) -> dict[str, Any]:
+    """results.json, with the task as it is called today: earlier versions called every shape of ProsQA prosqa, and what
+    tells them apart is in the settings of the export."""
+    path = Path(run) / RESULTS
+    require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
+    fields = {"task": str, "method": str, "network": str, "stage": int, "finished": bool, "valid": dict, "tests": dict}
+    results = check_object(read_json(path), fields, {}, str(path))
+    scores = {"n": int, "accuracy": float, "low": float, "high": float, "tokens": float}
+    for name, found in {"valid": results["valid"], **results["tests"]}.items():
+        check_object(found, scores, {}, f"{path}: {name}")
+    settings = Path(run) / EXPORT / SETTINGS
+    if settings.is_file():
+        try:
+            results["task"] = export.section(ReasonConfig, read_json(settings)["reason"]).task
+        except (ValueError, KeyError, TypeError):
+            results["task"] += " (of another version)"
+    return results

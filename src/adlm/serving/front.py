@@ -1,0 +1,394 @@
+"""`adlm serve workers=N`: one process for each GPU behind one port.
+
+The front listens, guards every request as a server of one process does (server.py), and hands it to the worker that has
+least to do, over a socket of the file system. Workers are ordinary servers. What none has room for waits here, in one
+queue for all. Exact seeds make workers interchangeable: a request whose worker dies is sent to another one, as long as
+its client has got nothing of the answer yet; a stream that has begun ends with an error event. A worker that dies is
+started again.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h11
+from starlette.types import Receive, Scope, Send
+
+from adlm.io.processes import die_with_parent
+from adlm.schema import Config, ServeConfig
+from adlm.serving.bodies import Problem
+from adlm.serving.jobs import out_of_time, within
+from adlm.serving.metrics import ServerMetrics, merged
+from adlm.serving.server import RequestGuard, make_server
+
+log = logging.getLogger("adlm.serving")
+ATTEMPTS = 2
+"""Workers that a request may be sent to: one that kills every worker must not kill all of them."""
+LOOK = 0.1
+"""Seconds between two questions whether a worker is ready."""
+SLOWEST_RESTART = 30.0
+"""Seconds, at most, before a worker is started again that never became ready."""
+STOPPING = 10.0
+"""Seconds that workers get to end."""
+HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"proxy-connection", b"te", b"trailer"}
+"""Headers of one connection, and not of the message."""
+
+
+class WorkerGone(Exception):
+    """The worker ended before its answer did."""
+
+
+class AnswerHead(NamedTuple):
+    """The beginning of an answer."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+
+class WorkerProcess:
+    """A server of one process, and how much it has in hand."""
+
+    def __init__(self, number: int, cfg: Config, paths: list[str], folder: Path):
+        self.number, self.cfg, self.paths = number, cfg, paths
+        self.socket = folder / f"worker-{number}"
+        self.process: Any = None
+        self.ready = False
+        self.load = 0
+        """Sequences in hand."""
+        self.restarts = -1
+        self.is_over = False
+        self.on_ready: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        self.restarts += 1
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=serve_alone, args=(self.cfg, self.paths, str(self.socket)), name=f"adlm-worker-{self.number}"
+        )
+        self.process.start()
+
+    async def mind(self) -> None:
+        """Start the process, say when it is ready, and start it again whenever it dies."""
+        pause = 0.0
+        while not self.is_over:
+            await asyncio.sleep(pause)
+            began = time.monotonic()
+            await asyncio.to_thread(self.start)
+            while self.process.is_alive():
+                if not (self.ready or self.is_over) and await self.answers():
+                    self.ready, pause = True, 0.0
+                    log.info("worker %d: ready after %.1f s", self.number, time.monotonic() - began)
+                    self.on_ready()
+                await asyncio.sleep(LOOK)
+            if not self.ready:
+                pause = min(SLOWEST_RESTART, max(1.0, 2 * pause))
+            self.ready = False
+            if not self.is_over:
+                log.warning("worker %d: %s; starting it again", self.number, ending(self.process.exitcode))
+
+    async def answers(self) -> bool:
+        """Whether its models are loaded."""
+        with contextlib.suppress(OSError, WorkerGone, asyncio.TimeoutError):
+            async with asyncio.timeout(2):
+                async for part in exchange(self.socket, "GET", b"/readyz", [(b"host", b"localhost")], b""):
+                    return isinstance(part, AnswerHead) and part.status == 200
+        return False
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End the process for good."""
+        self.is_over, self.ready = True, False
+        if self.process is not None and self.process.is_alive():
+            os.kill(self.process.pid, number)
+
+
+def ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by signal {-code}"
+    return f"ended with status {code}"
+
+
+def serve_alone(cfg: Config, paths: list[str], place: str) -> None:
+    """A worker: an ordinary server on a socket of the file system. It ignores Ctrl-C, which is the front's, and ends
+    with it."""
+    from adlm.serving import serve_models
+
+    os.setsid()
+    die_with_parent()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(place)
+    listener.listen(2048)
+    serve_models(cfg, paths, listener)
+
+
+async def exchange(
+    place: Path, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+) -> AsyncGenerator[AnswerHead | bytes, None]:
+    """Ask a worker: the head of its answer, then the parts of the body as they come."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(place))
+    except OSError as error:
+        raise WorkerGone(str(error)) from None
+    connection = h11.Connection(h11.CLIENT)
+    own = [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+    kept = [(name, value) for name, value in headers if name not in HOP and name not in (b"content-length", b"expect")]
+    try:
+        writer.write(connection.send(h11.Request(method=method, target=target, headers=kept + own)) or b"")
+        writer.write(connection.send(h11.Data(data=body)) or b"")
+        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        await writer.drain()
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(65536))
+            elif isinstance(event, h11.Response):
+                answered = [(name, value) for name, value in event.headers.raw_items() if name.lower() not in HOP]
+                yield AnswerHead(event.status_code, [(name.lower(), value) for name, value in answered])
+            elif isinstance(event, h11.Data):
+                yield bytes(event.data)
+            elif isinstance(event, h11.EndOfMessage):
+                return
+            elif isinstance(event, h11.ConnectionClosed):
+                raise WorkerGone("it closed the connection")
+    except (OSError, h11.RemoteProtocolError) as error:
+        raise WorkerGone(str(error)) from None
+    finally:
+        writer.close()
+
+
+def sequences_of(body: bytes) -> int:
+    """How many sequences a body asks for, as far as it says so; the worker checks it."""
+    try:
+        found = json.loads(body)
+        n, prompt = found.get("n") or 1, found.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        return max(1, int(n)) * prompts
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return 1
+
+
+class Front:
+    """What the guard and the server need (they know a `Service`), the workers, and the queue of all."""
+
+    def __init__(self, cfg: ServeConfig, workers: list[WorkerProcess]):
+        self.cfg, self.workers, self.metrics = cfg, workers, ServerMetrics()
+        self.draining = False
+        self.active: set[Any] = set()
+        self.waiting: deque[tuple[int, asyncio.Future[WorkerProcess]]] = deque()
+        count = {"adlm_workers": lambda: len(workers), "adlm_workers_ready": lambda: sum(w.ready for w in workers)}
+        count["adlm_worker_restarts"] = lambda: sum(max(0, w.restarts) for w in workers)
+        helps = ("Worker processes.", "Of them those that take requests.", "How often one was started again.")
+        for (name, read), help in zip(count.items(), helps):
+            self.metrics.gauge(name, help, (), lambda read=read: [((), read())])
+        self.metrics.gauge(
+            "adlm_front_queue", "Sequences that wait for a worker.", (), lambda: [((), sum(n for n, _ in self.waiting))]
+        )
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and any(w.ready for w in self.workers)
+
+    def close(self, scope: Scope) -> None:
+        """Nothing is left of a request that has ended."""
+
+    def cut_off(self) -> None:
+        """Tell everybody who still waits that the server goes away: those in the queue, and, by the end of the
+        workers, those whose request is in hand."""
+        for _, future in self.waiting:
+            if not future.done():
+                future.set_exception(self.lost())
+        for worker in self.workers:
+            worker.stop(signal.SIGKILL if worker.load else signal.SIGTERM)
+
+    def lost(self) -> Problem:
+        """The answer to a request whose worker is gone."""
+        if self.draining:
+            return Problem(503, "the server shut down before this request was finished", "shutting_down")
+        message = "the worker that had this request died; send it again"
+        return Problem(503, message, "worker_died", headers={"Retry-After": "1"})
+
+    # The queue
+
+    def free_worker(self, sequences: int) -> WorkerProcess | None:
+        """The worker with least to do that has room; one with nothing to do has room for anything."""
+        able = [w for w in self.workers if w.ready and (not w.load or w.load + sequences <= self.cfg.slots)]
+        return min(able, key=lambda w: (w.load, w.restarts), default=None)
+
+    async def acquire(self, sequences: int, again: bool) -> WorkerProcess:
+        """A worker, when it is this request's turn. `again`: it has waited before, and lost its worker."""
+        if not any(w.ready for w in self.workers):
+            if again:
+                raise self.lost()
+            raise Problem(503, "no worker is ready", "not_ready", headers={"Retry-After": "5"})
+        worker = None if self.waiting and not again else self.free_worker(sequences)
+        if worker is None:
+            if not again and sum(n for n, _ in self.waiting) + sequences > self.cfg.queue:
+                message = f"the queue is full (serve.queue={self.cfg.queue}); try again later"
+                raise Problem(429, message, "queue_full", headers={"Retry-After": "1"})
+            place: tuple[int, asyncio.Future[WorkerProcess]] = (sequences, asyncio.get_running_loop().create_future())
+            self.waiting.appendleft(place) if again else self.waiting.append(place)
+            try:
+                return await place[1]
+            except asyncio.CancelledError:
+                if place in self.waiting:
+                    self.waiting.remove(place)
+                elif not place[1].cancelled() and place[1].exception() is None:
+                    self.release(place[1].result(), sequences)
+                raise
+        worker.load += sequences
+        return worker
+
+    def release(self, worker: WorkerProcess, sequences: int) -> None:
+        worker.load -= sequences
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Give workers to who has waited longest."""
+        while self.waiting:
+            sequences, future = self.waiting[0]
+            worker = self.free_worker(sequences)
+            if worker is None:
+                return
+            self.waiting.popleft()
+            if not future.done():
+                worker.load += sequences
+                future.set_result(worker)
+
+    # Requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer about this server, or hand the request to a worker."""
+        if scope["type"] == "lifespan":
+            await self.live(receive, send)
+            return
+        body = (await receive()).get("body", b"")
+        path = scope["path"]
+        try:
+            if path == "/healthz":
+                await respond(send, AnswerHead(200, [(b"content-type", b"text/plain; charset=utf-8")]), b"ok\n")
+            elif path == "/readyz":
+                ready = self.ready
+                head = AnswerHead(200 if ready else 503, [(b"content-type", b"text/plain; charset=utf-8")])
+                await respond(send, head, b"ready\n" if ready else b"not ready\n")
+            elif path == "/metrics":
+                head = AnswerHead(200, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+                await respond(send, head, (await self.all_metrics(scope)).encode())
+            else:
+                await self.forward(scope, body, send)
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+
+    async def forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Hand a request to a worker, and to another one if that dies before anything was sent."""
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        sequences = sequences_of(body) if scope["method"] == "POST" else 0
+        end = asyncio.get_running_loop().time() + self.cfg.timeout
+        for attempt in range(ATTEMPTS):
+            worker = await within(self.cfg.timeout, end, self.acquire(sequences, again=attempt > 0))
+            began = False
+            try:
+                async with contextlib.aclosing(
+                    exchange(worker.socket, scope["method"], target, scope["headers"], body)
+                ) as parts:
+                    head = None
+                    async for part in parts:
+                        if isinstance(part, AnswerHead):
+                            head = part
+                            continue
+                        if not began:  # a head without a body could still be another worker's
+                            assert head is not None
+                            await send_head(send, head)
+                            began = True
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    assert head is not None
+                    if not began:
+                        await send_head(send, head)
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    return
+            except WorkerGone as error:
+                log.warning("worker %d lost a request to %s: %s", worker.number, scope["path"], error)
+                if began:
+                    await self.end_stream(head, send)
+                    return
+                worker.ready = worker.ready and worker.process.is_alive()
+            finally:
+                self.release(worker, sequences)
+            if asyncio.get_running_loop().time() > end:
+                raise out_of_time(self.cfg.timeout)
+        raise self.lost()
+
+    async def end_stream(self, head: AnswerHead | None, send: Send) -> None:
+        """The end of an answer that has begun: an error event, where it is a stream of events; else the connection is
+        closed before its end, which no client takes for a whole answer."""
+        if head is not None and dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+            event = b"event: error\ndata: " + bytes(self.lost().response().body) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+            return
+        raise WorkerGone("an answer was cut short")
+
+    async def all_metrics(self, scope: Scope) -> str:
+        """The front's own, and the sums of the workers'."""
+        texts = []
+        for worker in [w for w in self.workers if w.ready]:
+            with contextlib.suppress(WorkerGone):
+                parts = [p async for p in exchange(worker.socket, "GET", b"/metrics", scope["headers"], b"")]
+                texts.append(b"".join(p for p in parts if isinstance(p, bytes)).decode())
+        return merged(self.metrics.text(), texts)
+
+    async def live(self, receive: Receive, send: Send) -> None:
+        """Mind the workers from the start to the end of the server."""
+        await receive()
+        for worker in self.workers:
+            worker.on_ready = self.dispatch
+        tasks = [asyncio.create_task(worker.mind()) for worker in self.workers]
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self.stop_workers)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def stop_workers(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+        end = time.monotonic() + STOPPING
+        for worker in [w for w in self.workers if w.process is not None]:
+            worker.process.join(max(0.0, end - time.monotonic()))
+            worker.stop(signal.SIGKILL)
+
+
+async def send_head(send: Send, head: AnswerHead) -> None:
+    await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
+
+
+async def respond(send: Send, head: AnswerHead, body: bytes) -> None:
+    await send_head(send, head)
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def run_front(cfg: Config, paths: list[str], listener: socket.socket, devices: list[str], key: str) -> int:
+    """Serve with one worker for each of `devices` until told to stop; returns how many requests were answered."""
+    with tempfile.TemporaryDirectory(prefix="adlm-") as folder:
+        workers = [
+            WorkerProcess(i, replace(cfg, train=replace(cfg.train, device=device)), paths, Path(folder))
+            for i, device in enumerate(devices)
+        ]
+        front = Front(cfg.serve, workers)
+        guard = RequestGuard(front, front, key)  # type: ignore[arg-type]
+        server = make_server(guard, front)  # type: ignore[arg-type]
+        server.run(sockets=[listener])
+        front.stop_workers()
+        return server.server_state.total_requests

@@ -1,0 +1,325 @@
+"""`adlm train --dry-run gpus=64 gpu=h200`: what a run would be on GPUs that are not here.
+
+A step has three parts.
+  arithmetic   FLOPs of the method over what a GPU has been seen to reach, and a time for every parameter (update, EMA,
+               casts). Both constants are fitted to steps that `adlm bench train` has measured on one card.
+  traffic      bytes that every GPU sends, over the given bandwidths. Collectives are hierarchical, as NCCL's are:
+               inside a node first, then every GPU of a node carries its part to the other nodes.
+  overlap      gradients travel while the backward pass of the last micro-batch computes, gathered weights while any
+               pass does; what does not fit into that time is waited for.
+Memory is `setup.memory_estimate`, time lost by failures failures.py. Every assumption is printed with the result.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from adlm.errors import choose, require
+from adlm.io.paths import path_of
+from adlm.models import build_model
+from adlm.models.backends import PEAK_FLOPS
+from adlm.models.network import count_flops
+from adlm.objectives import Sequences, make_objective
+from adlm.schema import ClusterConfig, Config, TrainConfig
+from adlm.schema_commands import GPT2_VOCABULARY
+from adlm.training.failures import best_interval, expected_seconds
+from adlm.training.setup import fractions_of, memory_estimate, parameter_count, text_like
+
+PER_NODE = 8
+"""GPUs of a node."""
+HOST_BYTES_PER_SECOND = 10e9
+"""From a GPU to its host's memory, where a checkpoint is copied while training waits."""
+RESTART_SECONDS = 240.0
+"""From a failure to the next step: noticed, met again, loaded, compiled."""
+LATENCY = 5e-6
+"""Seconds of a collective that no bandwidth shortens, for each doubling of the ranks."""
+BUCKET = 25 * 2**20
+"""Bytes of gradients that DDP sends at once."""
+
+
+class Measured(NamedTuple):
+    """One optimizer step of `adlm bench train`."""
+
+    flops: float
+    parameters: float
+    seconds: float
+
+
+# docs/results.md: model=small train.residual=bf16, 16 and 64 sequences of 1024 tokens
+MEASURED = {
+    "h200": (Measured(20.363e12, 293.189e6, 52.03e-3), Measured(81.378e12, 293.189e6, 187.4e-3)),
+}
+
+
+class Card(NamedTuple):
+    """What a step costs on one GPU."""
+
+    name: str
+    seconds_per_flop: float
+    seconds_per_parameter: float
+    source: str
+
+    def compute(self, flops: float) -> float:
+        return self.seconds_per_flop * flops
+
+    def step(self, flops: float, parameters: float) -> float:
+        """Seconds of a step in one process."""
+        return self.compute(flops) + self.seconds_per_parameter * parameters
+
+
+def fit(steps: Sequence[Measured]) -> tuple[float, float]:
+    """Seconds per FLOP and per parameter: the least squares of relative errors. Steps of one size fix only their sum,
+    so then everything counts as arithmetic."""
+    rows = [(s.flops / s.seconds, s.parameters / s.seconds) for s in steps]
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(r[i] for r in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-6 * aa * bb:
+        x, y = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if x > 0 and y >= 0:
+            return x, y
+    return a / aa, 0.0
+
+
+def card(gpu: str) -> Card:
+    """A GPU by name, or by the file that `adlm bench train ... out=FILE` has written on it."""
+    if path_of(gpu).is_file():
+        steps = read_bench(path_of(gpu))
+        return Card(Path(gpu).stem, *fit(steps), f"fitted to {len(steps)} steps of {gpu}")
+    name = choose("cluster.gpu", gpu.lower(), [known.lower() for known in PEAK_FLOPS])
+    per_flop, per_parameter = fit(MEASURED.get(name, MEASURED["h200"]))
+    if name in MEASURED:
+        return Card(name, per_flop, per_parameter, f"fitted to {len(MEASURED[name])} steps in docs/results.md")
+    ratio = PEAK_FLOPS["H200"] / PEAK_FLOPS[name.upper()]
+    source = "an H200's constants, scaled by the peak FLOP/s: never measured; gpu=FILE of `adlm bench train` is better"
+    return Card(name, per_flop * ratio, per_parameter * ratio, source)
+
+
+def read_bench(path: Path) -> list[Measured]:
+    """Steps in a file of `adlm bench train ... out=FILE`."""
+    found = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entries = [entry["ours"] for entry in json.loads(line)["rows"].values() if "ours" in entry]
+            found += [Measured(e["flops"], e["parameters"], e["ms"] / 1e3) for e in entries if "flops" in e]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"cluster.gpu={str(path)!r} is not a file of `adlm bench train ... out=FILE`") from None
+    require(bool(found), f"cluster.gpu={str(path)!r} holds no measured training step")
+    return found
+
+
+class Links(NamedTuple):
+    """Bytes per second that one GPU sends to the others of its node, and to other nodes."""
+
+    inside: float
+    between: float
+
+    @classmethod
+    def read(cls, text: str) -> "Links":
+        parts = text.split(",")
+        try:
+            inside, between = (float(part) * 1e9 for part in parts)
+        except ValueError:
+            raise ValueError(
+                f"cluster.links={text!r} must be two numbers, GB/s of one GPU inside a node and between nodes: 450,50"
+            ) from None
+        require(inside > 0 and between > 0, f"cluster.links={text!r}: both must be above 0")
+        return cls(inside, between)
+
+
+class Traffic(NamedTuple):
+    """What one GPU sends in a step."""
+
+    inside: float
+    """Bytes to the others of its node."""
+    between: float
+    """Bytes to other nodes."""
+    collectives: int
+
+    def seconds(self, links: Links, ranks: int) -> float:
+        latency = LATENCY * math.log2(ranks) * self.collectives if ranks > 1 else 0.0
+        return self.inside / links.inside + self.between / links.between + latency
+
+    def __add__(self, other: Any) -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(self, other)))
+
+
+def gather(size: float, inside: int, nodes: int, collectives: int = 1) -> Traffic:
+    """All-gather or reduce-scatter of `size` bytes over all ranks; an all-reduce is one of each. Every GPU has to get
+    what it lacks; what other nodes have comes in once, an equal part through every GPU."""
+    return Traffic(size * (inside - 1) / inside, size * (nodes - 1) / nodes / inside, collectives)
+
+
+def traffic(strategy: str, size: float, ranks: int, blocks: int, micro_batches: int) -> tuple[Traffic, Traffic]:
+    """(what may travel while any pass computes, what may travel only during the last backward pass) for weights of
+    `size` bytes in float32."""
+    inside = min(ranks, PER_NODE)
+    nodes = ranks // inside
+    none = Traffic(0, 0, 0)
+    if strategy == "ddp":
+        # one all-reduce of each bucket
+        return none, gather(size, inside, nodes, math.ceil(size / BUCKET)) + gather(size, inside, nodes, 0)
+    over = (inside, nodes) if strategy == "fsdp" else (inside, 1)
+    weights = gather(size, *over, blocks)
+    gathered = none
+    for _ in range(2 * micro_batches):  # before the forward and again before the backward pass
+        gathered += weights
+    gradients = gather(size, *over, blocks)
+    if strategy == "hsdp":
+        gradients += gather(size / inside, 1, nodes, blocks) + gather(size / inside, 1, nodes, 0)
+    return gathered, gradients
+
+
+class Predicted(NamedTuple):
+    strategy: str
+    step_ms: float
+    waiting_ms: float
+    """Of a step, for others."""
+    tokens_per_s: float
+    mfu: float | None
+    memory_gib: float
+    sent_gib: float
+    """By one GPU in a step."""
+    sent_between_gib: float
+    """Of that, to other nodes."""
+    checkpoint_every: int
+    """Steps, by Young and Daly."""
+    hours: float
+    """Of the whole run, failures and saving included."""
+    failures: float
+    """Expected in that time."""
+    gpu_hours: float
+    cost: float | None
+
+
+def predict(cfg: Config, strategy: str, on: Card) -> Predicted:
+    """One line of the table."""
+    c, t, n = cfg.cluster, cfg.train, cfg.cluster.gpus
+    parameters, flops_per_token = demands(cfg)
+    alone = TrainConfig(global_batch_size=t.global_batch_size, batch_size=per_pass(cfg))
+    tokens = t.global_batch_size * cfg.model.length
+    most = -(-t.global_batch_size // n) * cfg.model.length * flops_per_token  # of the ranks that have one sequence more
+    micro_batches = alone.micro_batches(n)
+    arithmetic = on.compute(most)
+    size, links = 4.0 * parameters, Links.read(c.links)
+    blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
+    anytime, late = traffic(strategy, size, n, blocks, micro_batches)
+    wait_anytime = max(0.0, anytime.seconds(links, n) - arithmetic)
+    wait_late = max(0.0, late.seconds(links, n) - arithmetic * 2 / 3 / micro_batches)
+    waiting = wait_anytime + wait_late
+    step = on.step(most, parameters) + waiting
+    shards = {"ddp": 1, "fsdp": n, "hsdp": min(n, PER_NODE)}[strategy]
+    memory = memory_estimate(cfg, parameters, parameters, 2 * alone.at_once(n), shards)
+    saved = 4 * parameters * (4 if cfg.optim.ema else 3) / shards
+    delta, M = saved / HOST_BYTES_PER_SECOND, c.mtbf * 3600 / n
+    tau = best_interval(delta, M)
+    every = max(1, round(tau / step))
+    work = step * t.steps
+    seconds = expected_seconds(work, every * step, delta, RESTART_SECONDS, M)
+    sent = anytime + late
+    peak = PEAK_FLOPS.get(on.name.upper())
+    return Predicted(
+        strategy, 1e3 * step, 1e3 * waiting, tokens / step,
+        flops_per_token * tokens / step / n / peak if peak else None, memory,
+        (sent.inside + sent.between) / 2**30, sent.between / 2**30, every, seconds / 3600, seconds / M,
+        seconds / 3600 * n, seconds / 3600 * n * c.price if c.price else None,
+    )  # fmt: skip
+
+
+def per_pass(cfg: Config) -> int:
+    """Sequences per forward pass as set, or 0: what was derived from the ranks of this machine does not count."""
+    return cfg.train.batch_size if cfg.train.batch_size != cfg.train.global_batch_size else 0
+
+
+def demands(cfg: Config) -> tuple[int, float]:
+    """Parameters, and FLOPs of a token, without the data: text-like tokens stand for it."""
+    vocabulary = GPT2_VOCABULARY
+    with torch.device("meta"):
+        model = build_model(cfg.model, vocabulary, vocabulary - 1)
+    objective = make_objective(cfg.objective, cfg.noise, vocabulary - 1, cfg.seed)
+    tokens_BL = text_like((16, cfg.model.length), vocabulary)
+    clean = Sequences(tokens_BL, torch.arange(len(tokens_BL)), len(tokens_BL), None)
+    scored, anchors = fractions_of(objective.corrupt(clean, cfg.train.steps // 2, 0.5))
+    flops = count_flops(cfg.model, vocabulary, cfg.model.length, scored, anchors).training_per_token
+    return parameter_count(model), flops
+
+
+def run_prediction(cfg: Config) -> dict[str, Any]:
+    """Print and return the predictions of all strategies, with what they assume."""
+    c = cfg.cluster
+    check(c, cfg.train)
+    on = card(c.gpu)
+    rows = [predict(cfg, strategy, on) for strategy in ("ddp", "fsdp", "hsdp")]
+    said = assumptions(cfg, on)
+    show(cfg, rows, said)
+    return {"gpus": c.gpus, "gpu": on.name, "predicted": [row._asdict() for row in rows], "assumptions": said}
+
+
+def check(c: ClusterConfig, t: TrainConfig) -> None:
+    nodes = -(-c.gpus // PER_NODE)
+    require(
+        c.gpus <= PER_NODE or c.gpus % PER_NODE == 0,
+        f"cluster.gpus={c.gpus} must be at most {PER_NODE}, or a multiple of it: nodes of {PER_NODE} are predicted"
+        f" ({nodes * PER_NODE} would be)",
+    )
+    require(
+        t.global_batch_size >= c.gpus,
+        f"train.global_batch_size={t.global_batch_size} leaves nothing to do for some of cluster.gpus={c.gpus}; as many"
+        f" tokens in larger batches: train.global_batch_size={c.gpus} train.steps="
+        f"{max(1, t.steps * t.global_batch_size // c.gpus)}",
+    )
+
+
+def assumptions(cfg: Config, on: Card) -> list[str]:
+    """What the numbers rest on, one line each."""
+    c, links = cfg.cluster, Links.read(cfg.cluster.links)
+    efficiency = PEAK_FLOPS.get(on.name.upper(), 0) * on.seconds_per_flop
+    reached = f" ({1 / efficiency:.0%} of its peak)" if efficiency else ""
+    said = [
+        f"one {on.name}: {1e-12 / on.seconds_per_flop:,.0f} TFLOP/s{reached} and"
+        f" {1e12 * on.seconds_per_parameter:.1f} ps per parameter, {on.source}",
+        f"nodes of {PER_NODE}; a GPU sends {links.inside / 1e9:g} GB/s inside its node and {links.between / 1e9:g} GB/s"
+        f" to others (cluster.links); a collective takes {LATENCY * 1e6:g} us more for each doubling of the ranks",
+        "gradients overlap with the last backward pass, gathered weights with any; weights and gradients are float32",
+        f"vocabulary of {GPT2_VOCABULARY:,}, text-like tokens; data is read as fast as it is needed",
+        f"a GPU fails every {c.mtbf:,.0f} hours on average (cluster.mtbf), one failure stops the run; a restart takes"
+        f" {RESTART_SECONDS:g} s, saving {HOST_BYTES_PER_SECOND / 1e9:g} GB/s of each GPU's part",
+    ]
+    if cfg.train.global_batch_size // c.gpus < 16:
+        said.append("fewer than 16 sequences for a GPU: never measured, and the host may be slower than the GPU")
+    return said
+
+
+def show(cfg: Config, rows: list[Predicted], said: list[str]) -> None:
+    c, t = cfg.cluster, cfg.train
+    tokens = t.steps * t.global_batch_size * cfg.model.length
+    title = f"predicted, not measured: {c.gpus:,} x {Path(c.gpu).stem}, {tokens / 1e9:,.1f}B tokens"
+    table = Table("", *(row.strategy for row in rows), title=title, title_justify="left", box=None)
+    lines: dict[str, list[str]] = {
+        "ms per step": [f"{r.step_ms:,.1f}" for r in rows],
+        "  of it waiting for others": [f"{r.waiting_ms:,.1f}" for r in rows],
+        "tokens/s": [f"{r.tokens_per_s:,.0f}" for r in rows],
+        "MFU": [f"{r.mfu:.2f}" if r.mfu else "" for r in rows],
+        "memory per GPU, GiB": [f"{r.memory_gib:,.1f}" for r in rows],
+        "sent by a GPU per step, GiB": [f"{r.sent_gib:,.2f}" for r in rows],
+        "  of it to other nodes": [f"{r.sent_between_gib:,.2f}" for r in rows],
+        "checkpoint.every (Young/Daly)": [f"{r.checkpoint_every:,}" for r in rows],
+        "failures expected": [f"{r.failures:,.2f}" for r in rows],
+        "hours": [f"{r.hours:,.2f}" for r in rows],
+        "GPU hours": [f"{r.gpu_hours:,.0f}" for r in rows],
+    }
+    if c.price:
+        lines[f"cost at {c.price:g} per GPU hour"] = [f"{r.cost:,.0f}" for r in rows if r.cost is not None]
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, values in lines.items():
+        table.add_row(name, *values)
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)
+    print("Assumed:\n" + "\n".join(f"- {line}" for line in said))

@@ -1,0 +1,81 @@
+"""`adlm adapt`: a causal model becomes a block-diffusion model that starts as what it was."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import random_tokens
+
+from adlm import cli
+from adlm.io.load import load_checkpoint
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+DATA = (f"data.path={GOLDEN / 'train.txt'}", f"data.valid_path={GOLDEN / 'valid.txt'}", "data.num_proc=1")
+LITTLE = ("train.device=cpu", "train.num_threads=1", "train.valid_every=0", "train.global_batch_size=8")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapting")
+    line = ["train", "data=file", *DATA, *LITTLE, "data.tokenizer=text8", "recipe=published", "algo=ar"]
+    line += ["model.hidden_size=16", "model.n_heads=2", "model.n_blocks=3", "model.length=32", "train.steps=2"]
+    assert cli.main([*line, f"data.cache_dir={folder / 'cache'}", f"out={folder / 'ar'}"]) == 0
+    return folder
+
+
+def adapt(base, name, *more):
+    words = ("data=file", *DATA, f"data.cache_dir={base / 'cache'}", *LITTLE, "train.steps=2", "optim.warmup=1")
+    return cli.main(["adapt", str(base / "ar"), *words, f"out={base / name}", *more])
+
+
+def measured(base, place, capsys, *more):
+    line = ["ppl", str(place), "data=file", f"data.path={GOLDEN / 'valid.txt'}", "data.num_proc=1", "eval.draws=1"]
+    line += [f"data.cache_dir={base / 'cache'}", "train.device=cpu", "train.num_threads=1", "--json"]
+    assert cli.main([*line, f"out={base / 'results'}", *more]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_blocks_of_one_token_are_the_causal_model_before_training(base, capsys):
+    assert adapt(base, "any") == 0
+    before = measured(base, base / "ar", capsys)
+    start = measured(base, base / "any/start", capsys, "eval.block_length=1,4,0")
+    assert start["K=1"]["nats_per_token"] == pytest.approx(before["exact"]["nats_per_token"], rel=1e-5)
+    assert start["K=1"]["bits_per_byte"] == pytest.approx(before["exact"]["bits_per_byte"], rel=1e-5)
+    assert all(math.isfinite(start[K]["nats_per_token"]) for K in ("K=4", "K=32"))
+    own = measured(base, base / "any", capsys)
+    assert [name for name in own if name.startswith("K=")] == ["K=16"], "the first number of model.block_length"
+    model = load_checkpoint(base / "any/start").model
+    others = torch.arange(model.vocab_size) != model.mask_id
+    torch.testing.assert_close(model.embedding[model.mask_id], model.embedding[others].mean(0))
+
+
+def test_an_anchored_model_has_the_same_blocks(base):
+    assert adapt(base, "anchored", "algo=adlm") == 0
+    causal, model = (load_checkpoint(base / name).model for name in ("ar", "anchored/start"))
+    assert (model.config.n_blocks, model.config.n_denoiser_blocks) == (2, 1)
+    x = random_tokens(2, 32, model.mask_id)
+    noisy = torch.full_like(x, model.mask_id)
+    states = model(torch.cat((noisy, x), 1), block_B=torch.tensor([1, 1])).denoiser_BLD
+    torch.testing.assert_close(states[:, 1:], causal(x).denoiser_BLD[:, :-1], rtol=1e-4, atol=1e-5)
+    assert load_checkpoint(base / "anchored").info["algo"] == "adlm"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("model.n_blocks=5",), "another network than the base's"),
+        (("recipe=fast",), "recipe cannot be set here"),
+        (("model.block_length=4,x",), "model.block_length='4,x' must be whole numbers"),
+    ],
+)
+def test_what_cannot_be_adapted_is_said_in_one_line(base, capsys, more, said):
+    assert adapt(base, "refused", *more) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_diffusion_model_is_refused(base, capsys):
+    assert adapt(base, "any") == 0  # finished: nothing is trained again
+    assert cli.main(["adapt", str(base / "any"), "data=file", *DATA, *LITTLE, f"out={base / 'twice'}"]) == 1
+    assert "is a diffusion model already" in capsys.readouterr().err

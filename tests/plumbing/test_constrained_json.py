@@ -1,0 +1,194 @@
+"""JSON schemas of many kinds: every text that is generated under one is valid, by an independent validator."""
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+from exports import export
+from tiny import tiny_model
+
+pytest.importorskip("outlines_core", reason="needs the extra `constrain` (outlines-core)")
+
+from adlm.constrain.json_schema import schema_of, schema_regex
+from adlm.constrain.patterns import integers, number_between, string_pattern
+
+WORDS = ["name", "age", "id", "tags", "price", "city", "is_active", "größe", "a b", "created"]
+FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "email", "hostname", "uri"]
+PATTERNS = [
+    "^[A-Z]{2}[0-9]{1,3}$",
+    r"^\d{3}-\d{2}$",
+    "^(?:red|green|blue)$",
+    "^[a-z_]+$",
+    r"^v\d\.\d$",
+    "^[ -~]{1,3}$",
+    "^.{1,2}$",
+]
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict:
+    """One of a public style: what people write for tools and forms."""
+    kinds = ["string", "text", "pattern", "format", "integer", "range", "number", "boolean", "null", "enum", "const"]
+    kinds += ["object", "object", "array", "anyOf", "nullable", "tuple", "map", "ref"] if depth else []
+    kind = rng.choice(kinds)
+
+    def inner() -> dict:
+        return random_schema(rng, depth - 1)
+
+    low = rng.randint(0, 2)
+    if kind == "text":
+        return {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 3)}
+    if kind == "pattern":
+        return {"type": "string", "pattern": rng.choice(PATTERNS)}
+    if kind == "format":
+        return {"type": "string", "format": rng.choice(FORMATS)}
+    if kind == "range":
+        a, b = sorted(rng.sample(range(-150, 1200), 2))
+        bounds = [
+            {"minimum": a, "maximum": b},
+            {"exclusiveMinimum": a},
+            {"maximum": b},
+            {"exclusiveMaximum": b + 1, "minimum": a},
+        ]
+        return {"type": rng.choice(["integer", "number"]), **rng.choice(bounds)}
+    if kind == "enum":
+        return {
+            "enum": rng.sample(
+                ["red", "x y", 'q"uo\\te', 3, -1.5, None, True, [1, "a"], {"k": []}, "é"], rng.randint(1, 4)
+            )
+        }
+    if kind == "const":
+        return {"const": rng.choice(["fixed", 7, None, {"deep": [1, {"x": "y"}]}])}
+    if kind == "object":
+        names = rng.sample(WORDS, rng.randint(1, 3))
+        required = [n for n in names if rng.random() < 0.6]
+        more = {"additionalProperties": False} if rng.random() < 0.5 else {}
+        return {"type": "object", "properties": {n: inner() for n in names}, "required": required, **more}
+    if kind == "array":
+        return {"type": "array", "items": inner(), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    if kind == "anyOf":
+        return {"anyOf": [inner() for _ in range(2)]}
+    if kind == "nullable":
+        return {"type": [rng.choice(["string", "integer", "boolean"]), "null"]}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": [inner(), inner()], "items": False, "minItems": rng.randint(0, 2)}
+    if kind == "map":
+        return {"type": "object", "additionalProperties": random_schema(rng, 0), "maxProperties": 2}
+    if kind == "ref":
+        return {"$ref": "#/$defs/thing"}
+    return {"type": kind}
+
+
+def rooted(rng: random.Random) -> dict:
+    schema = {
+        "type": "object",
+        "properties": {"it": random_schema(rng)},
+        "required": ["it"],
+        "additionalProperties": False,
+    }
+    schema["$defs"] = {"thing": random_schema(rng, 0)}
+    return schema
+
+
+def valid(schema, text: str) -> None:
+    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(text))
+
+
+@pytest.fixture(scope="module", params=["bytes", "box"])
+def lm(request, tmp_path_factory):
+    """Random weights: a model that has never seen JSON."""
+    import adlm
+
+    if request.param == "box":
+        box = adlm.load()
+        box.model = tiny_model(box.model.vocab_size, box.tokenizer.mask_id, length=160).eval()
+        box.length = 160
+        return box
+    return adlm.load(export(tmp_path_factory.mktemp("json") / "export", length=160), "cpu")
+
+
+def check(lm, numbers) -> None:
+    for number in numbers:
+        schema = rooted(random.Random(number))
+        sampler = ["mdlm", "remdm-cap", "confidence"][number % 3]
+        form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}} if number % 2 else schema
+        (text,) = lm.generate(response_format=form, length=150, steps=3, sampler=sampler, seed=number, n=1)
+        valid(schema, text.text)
+
+
+def test_texts_are_valid_json_of_their_schema(lm):
+    check(lm, range(12))
+
+
+@pytest.mark.slow
+def test_two_hundred_schemas(lm):
+    check(lm, range(200))
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems is not supported"),
+        ({"type": "integer", "multipleOf": 3}, "multipleOf is not supported here"),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, ".a.not is not supported here"),
+        ({"type": "string", "format": "color"}, "format 'color' is not one of"),
+        ({"type": "string", "pattern": "a(?=b)"}, "is not supported from"),
+        ({"type": "string", "pattern": "^a$", "maxLength": 3}, "pattern beside maxLength is not supported"),
+        ({"properties": {"me": {"$ref": "#"}}}, "is not found"),
+        ({"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, "refers to itself"),
+        ({"allOf": [{}, {}]}, "allOf of several schemas"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf needs options of different types"),
+        ({"type": "colour"}, "has type 'colour'; known are"),
+        (False, "is no schema that any text matches"),
+        ({"type": "object", "required": ["a"]}, "required names 'a', which is no property"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "has no integer between its bounds"),
+        ({"enum": [1], "type": "string"}, "has no value of type 'string'"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(schema, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        schema_regex(schema)
+
+
+@pytest.mark.parametrize(
+    "given", ["{", 3, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "x"}}]
+)
+def test_a_format_that_is_none_is_refused(given):
+    with pytest.raises(ValueError, match="response_format: "):
+        schema_of(given)
+
+
+def test_integers_between_bounds_are_exactly_those():
+    rng = random.Random(0)
+    for _ in range(60):
+        low, high = sorted(rng.choices(range(-130, 1200), k=2))
+        for a, b in ((low, high), (None, high), (low, None)):
+            regex = re.compile(integers(a, b))
+            for n in range(-140, 1300):
+                inside = (a is None or a <= n) and (b is None or n <= b)
+                assert (regex.fullmatch(str(n)) is not None) == inside, (a, b, n)
+
+
+def test_numbers_between_bounds_are_inside():
+    rng = random.Random(0)
+    for _ in range(40):
+        low, high = sorted(rng.choices(range(-20, 40), k=2))
+        above, below = rng.random() < 0.5, rng.random() < 0.5
+        try:
+            regex = re.compile(number_between(low, above, high, below, ""))
+        except ValueError:
+            assert low == high
+            continue
+        for n in range(-2200, 4200):
+            x = n / 100
+            inside = (low < x or (low == x and not above)) and (x < high or (x == high and not below))
+            for text in {f"{x:.2f}", f"{x:g}"}:
+                assert inside or regex.fullmatch(text) is None, (low, above, high, below, text)
+                assert not inside or x == 0 or regex.fullmatch(text), (low, above, high, below, text)
+
+
+def test_patterns_never_leave_their_string():
+    for pattern in [*PATTERNS, "[^a]+", ".+", r"\W\S", "a|b", "x"]:
+        regex = string_pattern(pattern, "")
+        assert "&&" in regex or not (re.fullmatch(regex, '"') or re.fullmatch(regex, "\\"))

@@ -1,0 +1,98 @@
+"""ProsQA by infilling: the layout of a sequence, what is noised, what is an anchor; training through the main loop."""
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from adlm import config
+from adlm.objectives import Sequences
+from adlm.objectives.anchors import describe_rule
+from adlm.reasoning.infilling import Infilling
+from adlm.schema import ObjectiveConfig
+from adlm.tables import ANCHOR_RULES
+
+SMALL = (
+    "task=prosqa-terse", "model=nano", "model.hidden_size=32", "model.n_heads=2", "model.n_blocks=2",
+    "model.n_denoiser_blocks=1", "reason.n_train=40", "reason.n_valid=8", "reason.n_test=4", "train.device=cpu",
+    "train.global_batch_size=16", "train.log_every=4", "train.valid_every=0", "train.sample_every=0", "optim.warmup=0",
+)  # fmt: skip
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def task():
+    return Infilling.of(config.load([*SMALL, "algo=adlm"], run_folder=False))
+
+
+def settings(task, *more):
+    cfg = config.load([*SMALL, "objective.anchor_rule=given", "algo=adlm", *more], run_folder=False)
+    return replace(cfg, model=replace(cfg.model, length=task.layout.length))
+
+
+def test_a_sequence_is_path_answer_and_question(task):
+    layout, tokenizer = task.layout, task.tokenizer
+    for example, row in zip(task.train, layout.rows(task.train, tokenizer)):
+        nodes = len(example.anchors)
+        path = [tokenizer.decode([int(token)]).strip() for token in row[:nodes]]
+        assert path == [anchor.strip() for anchor in example.anchors]
+        assert (row[nodes : layout.path] == tokenizer.eos_id).all()
+        assert tokenizer.decode(row[layout.path : layout.filled].tolist()).strip() == example.answer
+        question = tokenizer.decode(row[layout.filled :].tolist(), skip_special=True).strip()
+        assert question == example.question
+    with pytest.raises(ValueError, match="no room for"):
+        replace(layout, length=layout.length - 60).rows(task.train, tokenizer)
+
+
+@pytest.mark.parametrize("algo", ["adlm", "mdlm-matched"])
+def test_the_question_is_given_and_the_path_is_anchored(task, algo):
+    cfg = settings(task, f"algo={algo}", "objective.gamma=1", "objective.gamma_warmup=0", "objective.gamma_until=1")
+    data = task.data(cfg, None)
+    objective = task.objective(cfg, data)
+    indices = np.arange(32)
+    tokens_BL = torch.from_numpy(data.train.rows(indices))
+    mask_BL = torch.from_numpy(data.train.attention_masks(indices))
+    assert (mask_BL.sum(1) == task.layout.filled).all()
+    batch = objective.corrupt(Sequences(tokens_BL, torch.from_numpy(indices), 32, mask_BL), 0, 0.5)
+    masked_BL = batch.tokens_BL == task.tokenizer.mask_id
+    assert masked_BL.any() and not masked_BL[:, task.layout.filled :].any()
+    assert batch.count == 32 * task.layout.filled
+    bound = batch.terms["nelbo"]
+    assert torch.equal(bound.positions_N, masked_BL.flatten().nonzero().squeeze(1))
+    if algo == "adlm":
+        columns = batch.terms["anchor"].positions_N % task.layout.length
+        assert set(columns.tolist()) == set(range(task.layout.path))
+        assert torch.equal(batch.terms["anchor"].targets_N, tokens_BL.flatten()[batch.terms["anchor"].positions_N])
+    else:
+        assert set(batch.terms) == {"nelbo"}
+
+
+def test_plain_text_has_no_given_anchors():
+    cfg = ObjectiveConfig(anchor_rule="given")
+    assert "task" in describe_rule(cfg)
+    with pytest.raises(ValueError, match=r"anchor_rule=given is for tasks"):
+        ANCHOR_RULES.load("given")(torch.zeros(1, 2, dtype=torch.long), cfg)
+
+
+def test_the_benchmark_compares_three_ways_at_equal_flops(tmp_path, capsys):
+    main = runpy.run_path(str(BENCHMARKS / "reasoning_diffusion.py"))["main"]
+    off = ("train.cuda_graphs=false", "train.compile=false", "train.batch_size=16", "optim.warmup=0")
+    small = [word for word in SMALL if not word.startswith(("task=", "model=", "train.valid", "train.sample"))]
+    main(["prepare", f"folder={tmp_path}", "size=nano", *small, *off])
+    line = ["run", f"folder={tmp_path}", f"out={tmp_path / 'runs'}", f"report={tmp_path}", "reads=64", "seeds=1"]
+    main(line)
+    found = json.loads((tmp_path / "diffusion.json").read_text())
+    assert set(found) == {"adlm-1", "mdlm-matched-1", "acot-1"}
+    assert set(found["adlm-1"]["tests"]) == {
+        f"{name}, {sampler}" for name in ("generated", "prosqa-terse-balanced") for sampler in ("mdlm", "confidence")
+    }
+    assert found["adlm-1"]["reads"] == 64 and found["adlm-1"]["tests"]["generated, mdlm"]["n"] == 4
+    assert "slot_1" in found["adlm-1"]["tests"]["generated, mdlm"]
+    before = (tmp_path / "runs" / "adlm-1" / "metrics.jsonl").read_text()
+    main(line)  # everything is there
+    assert (tmp_path / "runs" / "adlm-1" / "metrics.jsonl").read_text() == before
+    assert "mdlm-matched-1" in capsys.readouterr().out
