@@ -94,7 +94,11 @@ def start_ray(workers: int) -> None:
 
     if not ray.is_initialized():
         here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers or None, "include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
+        except Exception as error:  # Ray has no class for it
+            where = os.environ.get("RAY_ADDRESS") or "this machine"
+            raise ValueError(f"data.engine=ray: no Ray at {where}: {str(error).splitlines()[0][:200]}") from None
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
