@@ -5,6 +5,7 @@ Every test also fails on an error in the console, a blocked resource or a reques
 
 import contextlib
 import json
+import re
 import shutil
 import threading
 import time
@@ -515,6 +516,15 @@ def test_required_and_banned_words_are_sent(visit):
     page = visit()
     generate(page, seed=1, required="bird, mat", banned="dog", length=32)
     assert "bird" in written(page).replace("|", "") and "mat" in written(page).replace("|", "")
+
+
+@pytest.mark.parametrize(("match", "allowed"), [("/[xyz]{4}/", "[xyz]{4}"), ("bird, fish", "(bird|fish)")])
+def test_holes_must_match_what_is_asked_for(visit, match, allowed):
+    pytest.importorskip("outlines_core", reason="the extra 'constrain'")
+    page = visit()
+    page.fill("#text", "the old [MASK:4] sat")
+    generate(page, seed=1, match=match)
+    assert re.fullmatch(f"the old ?{allowed} sat", written(page)), written(page)
 
 
 def test_a_link_restores_the_form_and_runs_on_request(visit, server):
