@@ -794,7 +794,7 @@ def test_a_run_that_waits_is_told_its_place_in_the_queue(visit, folder, monkeypa
 
     from adlm.api import load
 
-    monkeypatch.setattr("adlm.serving.jobs.SLOT_TURN", 1e9)  # nobody makes room
+    monkeypatch.setattr("adlm.serving.jobs.TURN", 1e9)  # nobody makes room
     with serving({"tiny": load(folder, "cpu")}, slots=1) as small, contextlib.ExitStack() as streams:
         page = visit(url=small.url)
         page.evaluate("""() => {
