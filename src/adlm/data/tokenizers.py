@@ -103,17 +103,6 @@ class Tokenizer:
         sizes |= {i: len(token.content.encode()) for i, token in self.backend.get_added_tokens_decoder().items()}
         return {i: n for i, n in sizes.items() if i not in self.special_ids}
 
-    def bytes_of(self, i: int) -> bytes:
-        """The bytes that id `i` stands for; of a vocabulary that has bytes, perhaps a part of a character."""
-        name = self.backend.id_to_token(i) or ""
-        if i in self.special_ids or i in self.backend.get_added_tokens_decoder():
-            return name.encode()
-        if isinstance(self.backend.decoder, decoders.ByteLevel):
-            return bytes(_bytes_of_characters()[c] for c in name)
-        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
-            return bytes.fromhex(byte[1])
-        return self.token(i).encode()
-
     def token(self, i: int) -> str:
         """The piece of text that id `i` stands for when it stands alone."""
         return self.decode([i])
@@ -215,11 +204,6 @@ def byte_characters() -> list[str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
-
-
-@functools.cache
-def _bytes_of_characters() -> dict[str, int]:
-    return {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def train_bpe(documents: Iterable[str], size: int, prefix_space: bool = False) -> Tokenizer:

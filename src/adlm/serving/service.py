@@ -5,7 +5,9 @@ The same settings and seed give the text of `adlm sample` and `lm.generate`, sin
 """
 
 import asyncio
+import functools
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +16,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Scope
+from tokenizers import decoders
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts
 from adlm.config.keys import PER_REQUEST
+from adlm.constrain.automaton import token_bytes
 from adlm.engine import Request, block_of, most_evaluations
 from adlm.engine.request import HOLE, HOLES, Limit, check_canvas, parse_template
 from adlm.errors import require
@@ -71,7 +75,6 @@ class Served:
         self.longest_token = max(len(token) for token in lm.tokenizer.backend.get_vocab(with_added_tokens=False))
         """Characters that a token can stand for, at most."""
         self.samplers = [name for name in sorted(SAMPLERS) if self.can_use(name)]
-        self.known_bytes: dict[int, bytes] = {}
 
     def can_use(self, sampler: str) -> bool:
         """Whether a sampler can draw from this model; one of another package that cannot be loaded is left out."""
@@ -112,14 +115,21 @@ class Served:
         return self.bytes_of(token).decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        if token not in self.known_bytes:
-            tok = self.lm.tokenizer
-            found = b"" if token in tok.special_ids and token != tok.mask_id else tok.bytes_of(token)
-            if found and type(tok.backend.decoder).__name__ == "WordPiece":
-                whole = tok.backend.id_to_token(token) or ""
-                found = (whole.removeprefix("##") if whole.startswith("##") else " " + whole).encode()
-            self.known_bytes[token] = found
-        return self.known_bytes[token]
+        """The bytes a token adds, perhaps a part of a character."""
+        tok = self.lm.tokenizer
+        name, decoder = tok.backend.id_to_token(token) or "", tok.backend.decoder
+        if token in tok.special_ids:
+            return name.encode() if token == tok.mask_id else b""
+        if isinstance(decoder, decoders.ByteLevel):
+            return self.spelled[token]
+        if isinstance(decoder, decoders.WordPiece):
+            return (name.removeprefix("##") if name.startswith("##") else " " + name).encode()
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # of a vocabulary that falls back to bytes
+        return bytes.fromhex(byte[1]) if byte else tok.token(token).encode()
+
+    @functools.cached_property
+    def spelled(self) -> list[bytes]:
+        return token_bytes(self.lm.tokenizer)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text that each token adds; where several make a character, it is the last one's."""

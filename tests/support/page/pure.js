@@ -4,7 +4,7 @@ async () => {
     const link = await import("/static/link.js");
     const t = await import("/static/template.js");
     const { thin, ticks, tickStep } = await import("/static/plot.js");
-    const { DEFAULTS, bodyFor, unknownName } = await import("/static/state.js");
+    const { DEFAULTS, bodyFor, constraint, unknownName } = await import("/static/state.js");
     const { pace } = await import("/static/player.js");
     const { expectedFrames, makeTape, totalSteps } = await import("/static/frames.js");
     const { level, timeLevel } = await import("/static/cells.js");
@@ -51,6 +51,8 @@ async () => {
         "body: template has no length": !("length" in bodyFor({ ...DEFAULTS, text: "a[MASK:2]", length: 9 })),
         "body: tokens only for their own model": same(bodyFor({ ...settings, tokens, template: "x[MASK:2]" }).tokens, tokens)
             && bodyFor({ ...settings, tokens, template: "x[MASK:2]" }, 1).template === "x[MASK:2]",
+        "holes must match": same(constraint("/[0-9]{4}/"), { regex: "[0-9]{4}" }) && same(constraint("yes, no"), { choices: ["yes", "no"] })
+            && same(constraint(" "), {}) && bodyFor({ ...DEFAULTS, match: "/a/" }).regex === "a",
         "names the server does not have": unknownName({ model: "a", sampler: "s" }, [{ id: "a", samplers: ["s"] }]) === ""
             && unknownName({ model: "b", sampler: "s" }, [{ id: "a", samplers: ["s"] }]) === "the model b"
             && unknownName({ model: "a", sampler: "t" }, [{ id: "a", samplers: ["s"] }]) === "the sampler t for a",

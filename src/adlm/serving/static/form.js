@@ -2,7 +2,7 @@
 import { DEFAULTS, SAMPLER_NOTES, fitToModel } from "./state.js";
 
 const NUMBERS = ["steps", "seed", "length", "temperature", "top_p", "steps2"];
-const TEXTS = ["text", "required", "banned", "model", "sampler", "model2", "sampler2"];
+const TEXTS = ["text", "required", "banned", "match", "model", "sampler", "model2", "sampler2"];
 
 const option = (value, text = value) => Object.assign(document.createElement("option"), { value, textContent: text });
 

@@ -4,7 +4,7 @@ import { HOLE } from "./holes.js";
 
 export const DEFAULTS = Object.freeze({
   model: "", sampler: "", steps: 64, seed: 1, length: 0, temperature: 1, top_p: 0.9,
-  text: "", tokens: null, template: "", required: "", banned: "",
+  text: "", tokens: null, template: "", required: "", banned: "", match: "",
   compare: false, race: false, model2: "", sampler2: "", steps2: 64,
 });
 
@@ -30,6 +30,13 @@ export const words = (text) => text.split(",").map((word) => word.trim()).filter
 const LEFT_TO_RIGHT = "autoregressive";
 const LENGTH = 128; // of the first text: within seconds on a CPU
 const LENGTH_ON_A_PHONE = 64; // masks must not fill the screen
+
+/** What holes must become: a regular expression between slashes, or one of some texts. */
+export function constraint(match) {
+  const regex = /^\s*\/(.+)\/\s*$/.exec(match);
+  if (regex) return { regex: regex[1] };
+  return words(match).length ? { choices: words(match) } : {};
+}
 
 export const hasHoles = (settings) => Boolean(settings.tokens || settings.template || HOLE.test(settings.text));
 
@@ -62,7 +69,7 @@ export function bodyFor(settings, lane = 0) {
     const list = words(settings[name]);
     if (list.length) body[name] = list;
   }
-  return body;
+  return { ...body, ...constraint(settings.match) };
 }
 
 /** Settings a model can follow: its samplers, its length; what it has no say in is kept. */
