@@ -19,7 +19,7 @@ from adlm.data.tokenizers import raw_bytes
 from adlm.schema import DataConfig
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", autouse=True)
