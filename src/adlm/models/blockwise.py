@@ -45,10 +45,11 @@ def reading_positions(block_B: Tensor, L: int, shift: bool) -> Tensor:
 
 
 def training_mask(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[Tensor, Mask]:
-    """Rotary positions and mask of [noisy ; clean]. `tiled`: for flex_attention (None: on a GPU, where L allows)."""
+    """Rotary positions and mask of [noisy ; clean]. `tiled`: for flex_attention (None: in training on a GPU, where L
+    allows; a compiled pass without gradients ended in an illegal memory access there, torch 2.11)."""
     position_M = torch.arange(L, device=block_B.device).repeat(2)
     if tiled is None:
-        tiled = block_B.is_cuda and L % TILE == 0
+        tiled = block_B.is_cuda and L % TILE == 0 and torch.is_grad_enabled()
     if tiled:
         return position_M, tiled_mask(block_B, L)
     at_M = torch.arange(2 * L, device=block_B.device)
