@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -150,6 +151,7 @@ def test_max_new_tokens_counts_what_is_drawn(lm):
 def test_keywords_are_typed_as_the_schema_says():
     """`step=4` is an error in an editor, since signatures name every setting; this holds the two lists together."""
     own = {"max_new_tokens": int, "banned": adlm.api.language_model.Words, "required": adlm.api.language_model.Words}
+    own |= {"choices": Sequence[str], "response_format": str | Mapping[str, Any]}  # texts, on the command line
     expected = get_type_hints(SamplingConfig) | own
     assert get_type_hints(GenerateSettings) == expected
     assert get_type_hints(StreamSettings) == {name: kind for name, kind in expected.items() if name != "n"}
