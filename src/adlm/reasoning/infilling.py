@@ -93,7 +93,7 @@ class TaskRows(Blocks):
 
     def __init__(self, examples: list[Example], layout: InfillLayout, tokenizer: Tokenizer):
         self.folder, self.tokens = Path("task"), layout.rows(examples, tokenizer)
-        self.lengths = np.full(len(examples), layout.filled)
+        self.lengths, self.starts = np.full(len(examples), layout.filled), None
         self.manifest: dict[str, Any] = {
             "rows": len(examples),
             "length": layout.length,

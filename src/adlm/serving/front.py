@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import h11
 from starlette.types import Receive, Scope, Send
 
-from adlm.io.processes import die_with_parent
+from adlm.io.processes import KILL, die_with_parent
 from adlm.schema import Config, ServeConfig
 from adlm.serving.bodies import Problem
 from adlm.serving.jobs import out_of_time, within
@@ -124,7 +124,7 @@ def serve_alone(cfg: Config, paths: list[str], place: str) -> None:
     with it."""
     from adlm.serving import serve_models
 
-    os.setsid()
+    getattr(os, "setsid")()  # noqa: B009  # workers need sockets of the file system, which Windows lacks too
     die_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -210,7 +210,7 @@ class Front:
             if not future.done():
                 future.set_exception(self.lost())
         for worker in self.workers:
-            worker.stop(signal.SIGKILL if worker.load else signal.SIGTERM)
+            worker.stop(KILL if worker.load else signal.SIGTERM)
 
     def lost(self) -> Problem:
         """The answer to a request whose worker is gone."""
@@ -367,7 +367,7 @@ class Front:
         end = time.monotonic() + STOPPING
         for worker in [w for w in self.workers if w.process is not None]:
             worker.process.join(max(0.0, end - time.monotonic()))
-            worker.stop(signal.SIGKILL)
+            worker.stop(KILL)
 
 
 async def send_head(send: Send, head: AnswerHead) -> None:
