@@ -241,6 +241,7 @@ def test_three_ranks_share_eight_sequences(alone, strategy):
     assert_same_curve(launch(alone, 3, name, f"train.strategy={strategy}", "train.batch_size=2"), alone / "alone")
 
 
+@pytest.mark.slow
 def test_checkpoints_at_a_url_are_resumed_by_ranks_that_share_no_disk(alone, tmp_path):
     """Two ranks write to a URL; another one, with a folder of its own that is empty, resumes from there."""
     url = f"file://{tmp_path}/checkpoints"

@@ -20,7 +20,7 @@ from runs import ON_A_CPU, overrides
 
 from adlm import cli, config
 from adlm.data.blocks import sha256
-from adlm.data.tokenizers import check_regex
+from adlm.data.tokenizer_checks import check_regex
 from adlm.schema import CheckpointConfig
 from adlm.training.checkpoint import Checkpoints, problem_of, read_weights, seal
 from adlm.training.parallel import World

@@ -50,6 +50,7 @@ def samples(file: Path) -> list[dict]:
     return [{k: v for k, v in sample.items() if k not in ("seconds", "spent")} for sample in found]
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_the_file_of_one_and_a_rerun_what_a_dead_one_left(model, tmp_path):
     how = (model, "sampling.n=9", "sampling.batch_size=2", "sampling.steps=6", "sampling.seed=3")
     one, two, dead = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "dead"))

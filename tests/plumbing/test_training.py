@@ -535,6 +535,7 @@ def test_speed_leaves_out_what_is_no_training(monkeypatch):
     for i in range(10):
         window.add({"nelbo": torch.tensor(100.0)})
         window.count = window.count + torch.tensor(100.0)
+        window.tokens = window.tokens + torch.tensor(100.0)
         if i == 5:
             window.restart()
     values = window.read(torch.tensor(1.0), 0.1, optim.GradientGuard(0.0, torch.device("cpu")))
@@ -632,7 +633,7 @@ def test_a_run_folder_is_for_one_run_at_a_time(tmp_path):
     assert loop.train(run_config(tmp_path, train__steps=done + 2)).finished
 
 
-def test_preparing_data_can_be_interrupted(tmp_path, monkeypatch):
+def test_preparing_data_can_be_interrupted(tmp_path):
     """It may take hours; a signal that waited for the first step to end would look lost."""
     prepare = loop.setup.prepare_data
 
@@ -640,11 +641,10 @@ def test_preparing_data_can_be_interrupted(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         return prepare(*what)
 
-    monkeypatch.setattr(loop.setup, "prepare_data", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            loop.train(run_config(tmp_path))
+            loop.train(run_config(tmp_path), course=loop.Course(interrupted))
     finally:
         signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "run").exists()

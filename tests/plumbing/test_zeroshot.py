@@ -11,7 +11,6 @@ from runs import run_config
 from adlm import cli
 from adlm.data.corpora import defaults
 from adlm.data.tokenizers import load_tokenizer
-from adlm.evaluation import zeroshot
 from adlm.evaluation.published import PAPER, comparable, published
 from adlm.evaluation.zeroshot import SETS, prepare_fitting
 from adlm.io.export import Loaded
@@ -109,7 +108,7 @@ def test_the_papers_values_stand_beside_a_model_like_its_own_only():
 
 
 def test_paper_column_is_printed_for_a_comparable_model(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(zeroshot, "comparable", lambda loaded: True)
+    monkeypatch.setattr("adlm.evaluation.published.comparable", lambda loaded: True)
     assert run(trained, write_sets(tmp_path / "root"), "lambada") == 0
     assert "44.32" in capsys.readouterr().out
     assert json.loads((trained / "zeroshot.json").read_text())["sets"]["lambada"]["paper_perplexity"] == 44.32
