@@ -158,18 +158,6 @@ def test_who_continues_a_text_finds_it_read(model, monkeypatch):
     assert not read
 
 
-@pytest.mark.parametrize("shift", [False, True])
-def test_clean_text_is_shared_between_block_lengths_if_it_is_causal(shift, monkeypatch):
-    model, prompt = blocks_model("shifted" if shift else "plain"), tuple(range(1, 10))
-    engine = Engine(model, slots=2)
-    tokens(engine, [make(0, prompt, K=4)])
-    read, look = [], engine.evaluator.blocks.look_in_blocks
-    monkeypatch.setattr(engine.evaluator.blocks, "look_in_blocks", lambda *a: (read.append(1), look(*a))[1])
-    other = make(1, prompt, K=3)
-    assert tokens(engine, [other]) == tokens(Engine(model), [other])
-    assert len(read) == (0 if shift else 1)
-
-
 class Padded(Graphs):
     """Static shapes without a GPU: the functions themselves, run twice as a capture does."""
 

@@ -1,7 +1,7 @@
 """Generation in blocks: K positions at a time, left to right, each block given everything before it as clean text.
 
-A position attends to everything up to the end of its own block; clean text of a model with shifted outputs only up to
-itself. So the keys and values of finished blocks never change, and the cache is exact. Keys and values lie in the cache where their
+A position attends to everything up to the end of its own block, whether that block is clean or still has masks. So the
+keys and values of finished blocks never change, and the cache is exact. Keys and values lie in the cache where their
 position is: those of the block in work are written at every reading and count for nothing beyond it.
 
 A reading takes n positions of every slot from the first one that is not cached: the finished block that nobody has read
@@ -31,7 +31,7 @@ from adlm.models.blockwise import cached_mask
 from adlm.models.transformer import LayerCache
 
 # Rows of BlockReading.rows
-FIRST, BLOCK, EDGE, START = range(4)
+FIRST, BLOCK, EDGE = range(3)
 FUSED = 512
 """Positions of a network call up to which a second block of each slot costs next to nothing."""
 KEYS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # static shapes: positions that are attended to
@@ -96,8 +96,8 @@ class BlockReading(NamedTuple):
     n: int
     keys: int
     rows: NDArray[np.int64]
-    """[4, B]: first position; block length; which of the states is kept as the edge (0: the edge there is, l: that of
-    position first + l - 1); where the block in work begins, and clean text ends."""
+    """[3, B]: first position; block length; which of the states is kept as the edge (0: the edge there is, l: that of
+    position first + l - 1)."""
 
     def places(self, slot_N: NDArray[np.int64], position_N: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where in the flattened states [B, 1 + n] that of a position of a slot is."""
@@ -114,10 +114,9 @@ class Held:
     tokens: Sequence[int] = field(default_factory=list)
     """That text, as far as the host knows it."""
 
-    def common(self, block: int, tokens: Sequence[int], causal: bool) -> int:
-        """Positions from the start, in whole blocks, that hold what `tokens` would. What causal clean text holds does
-        not depend on the block length."""
-        if block != self.block and not causal:
+    def common(self, block: int, tokens: Sequence[int]) -> int:
+        """Positions from the start, in whole blocks, that hold what `tokens` would."""
+        if block != self.block:
             return 0
         size = min(self.filled, len(self.tokens), len(tokens))
         same = next((l for l in range(size) if self.tokens[l] != tokens[l]), size)
@@ -164,12 +163,12 @@ class BlockReader:
         n = max(1, *(self.reach(i, start) - held[i].filled for i, start in starts.items()))
         if B * n > FUSED:
             n = max(held[i].block for i in starts)
-        rows = np.zeros((4, B), dtype=np.int64)
-        rows[BLOCK], rows[START] = [h.block for h in held[:B]], self.length
-        # Slots without a part in it read the start of what they hold, once more: clean text.
+        rows = np.zeros((3, B), dtype=np.int64)
+        rows[BLOCK] = [h.block for h in held[:B]]
+        # Slots without a part in it read the start of what they hold, once more.
         for i, start in starts.items():
             rows[FIRST, i] = min(held[i].filled, self.length - n)
-            rows[EDGE, i], rows[START, i] = start - rows[FIRST, i], start
+            rows[EDGE, i] = start - rows[FIRST, i]
         drawing = [i for i, start in starts.items() if held[i].filled + n >= self.reach(i, start)]
         for i, start in starts.items():
             held[i].filled = start
@@ -213,7 +212,7 @@ class BlockReader:
         """What the n positions of each slot see, as attention adds it, and for each of the heads that share keys where
         `attend` takes them as queries of one head: made once, for all layers."""
         position_Bn = rows[FIRST].unsqueeze(-1) + torch.arange(n, device=self.device)
-        seen_B1nk = cached_mask(position_Bn, rows[BLOCK], keys, causal_B=self.shift * rows[START])
+        seen_B1nk = cached_mask(position_Bn, rows[BLOCK], keys)
         added = torch.zeros(seen_B1nk.shape, dtype=self.cache.denoiser[0].k_BNLH.dtype, device=self.device)
         added.masked_fill_(~seen_B1nk, -torch.inf)
         groups = self.network.config.n_heads // self.network.config.kv_heads
@@ -224,7 +223,7 @@ class BlockReader:
         """Make the cache of slot i hold `tokens`, whole blocks that stand on its canvas, but for the last block: that
         is read with the first block to be drawn. What some slot holds already is copied."""
         wanted = max(0, len(tokens) - block)
-        common = [h.common(block, tokens[:wanted], bool(self.shift)) for h in self.held]
+        common = [h.common(block, tokens[:wanted]) for h in self.held]
         source = int(np.argmax(common))
         shared = common[source]
         if common[i] < shared:
@@ -234,7 +233,7 @@ class BlockReader:
         if shared < wanted:
             n = wanted - shared
             n = min(-(-n // CHUNK) * CHUNK, self.length - shared) if self.graphs.on else n
-            rows = torch.tensor([[shared], [block], [0], [wanted]], device=self.canvas_SL.device)
+            rows = torch.tensor([[shared], [block], [0]], device=self.canvas_SL.device)
             self.look_in_blocks(rows[:2, :0], rows, i, n, self.keys(shared + n))
 
     def forget(self, i: int) -> None:

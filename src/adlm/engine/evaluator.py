@@ -204,7 +204,7 @@ class Evaluator:
         for B in reversed(sizes):
             mask = numbers(self.spare, 0, columns=MASK_SIZES[0])
             for n in self.blocks.sizes(block, B) if block else ():
-                rows, keys = numbers(0, block, 0, 0, columns=B), self.blocks.keys(n)
+                rows, keys = numbers(0, block, 0, columns=B), self.blocks.keys(n)
                 draw_from(self.blocks.read(mask, rows, 0, n, keys)[0])
             sigma_B, slots = torch.zeros(B, device=self.device).double(), numbers(self.spare, 0, columns=B)
             for most in () if block else FEW:
