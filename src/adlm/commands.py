@@ -157,7 +157,7 @@ COMMANDS: dict[str, Command] = {
         "adlm.bench:run_bench",
         "train | sample: how fast this machine is, beside a reference implementation of the same",
         rest=True,
-        out="file that the JSON line is appended to (empty: only printed)",
+        out="file that a JSON line for each batch size is appended to (empty: only printed)",
         reads=("bench", "algo", "seed", "model", "noise", "objective", "optim", "train", "sampling"),
     ),
     "zeroshot": Command(

@@ -29,13 +29,16 @@ SPEED = {"train": "ms", "sample": "ms_per_step"}
 
 
 def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
-    """`adlm bench train | sample`: the table goes to stderr, the JSON line to stdout and to the file `out`."""
+    """`adlm bench train | sample`: the table goes to stderr, one JSON line to stdout. The file `out` gets a line for each
+    batch size as soon as that is measured, so that what ends early loses nothing."""
     require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
     name = choose("benchmark", args[0], tuple(BENCHMARKS))
     device = pick_device(cfg.train.device)
     require(device.type != "mps", "adlm bench measures CUDA devices and CPUs; use train.device=cpu")
     batches = [read_size(word) for word in cfg.bench.batches.split(",")]
     out = writable_file("out", Path(cfg.out)) if cfg.out else None
+    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    about = {"benchmark": name, "device": on, "torch": torch.__version__, "command": command_line()}
     results = {}
     for batch in batches:
         entry: dict[str, Any] = {}
@@ -45,13 +48,12 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
         if all(SPEED[name] in entry.get(which, ()) for which in ("dense", "ours")):
             entry["speedup"] = entry["dense"][SPEED[name]] / entry["ours"][SPEED[name]]
         results[str(batch)] = entry
-    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    line = {"benchmark": name, "device": on, "torch": torch.__version__, "command": command_line(), "rows": results}
+        if out:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**about, "rows": {str(batch): entry}}) + "\n")
     Console(stderr=True).print(table(name, on, results))
+    line = {**about, "rows": results}
     print(json.dumps(line))
-    if out:
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
     return line
 
 
