@@ -13,7 +13,7 @@ from tiny import MODERN, TINY, random_tokens, tiny_model
 from adlm import config, tables
 from adlm.config.keys import group_choices
 from adlm.engine import Engine, Request
-from adlm.engine.prepare import compile_blocks, fold
+from adlm.engine.prepare import PackedLinear, can_pack, compile_blocks, fold, prepare
 from adlm.models import build_model, layers, transformer
 from adlm.models.bridge import Bridge
 from adlm.models.layers import Norm, normalise
@@ -427,6 +427,24 @@ def test_the_compiled_inference_form_computes_the_same(variant, monkeypatch):
                 got, right = (m(tokens, sigma, **places).denoiser_BLD for m in (compiled, plain))
                 torch.testing.assert_close(got, right)
                 torch.testing.assert_close(right, model(tokens, sigma, **places).denoiser_BLD, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch has no oneDNN for x86")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_that_are_laid_out_for_a_cpu_compute_the_same(variant):
+    """In float32, of blocks and heads, all of them; the model itself keeps its weights."""
+    model = tiny_model(**VARIANTS[variant])
+    packed, _ = prepare(model, torch.device("cpu"), "auto")
+    left = [name for name, m in packed.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert all("modulation" in name or "time_embedding" in name for name in left)
+    assert isinstance(packed.head, PackedLinear) and isinstance(model.head, torch.nn.Linear)
+    sigma = torch.tensor([0.1, 0.7, 3.0])
+    for length in (1, 12):
+        tokens = random_tokens(3, length, 11)
+        with torch.inference_mode():
+            torch.testing.assert_close(packed.logits(tokens, sigma), model.logits(tokens, sigma), rtol=1e-4, atol=1e-5)
+    double, _ = prepare(tiny_model(dtype=torch.float64, **VARIANTS[variant]), torch.device("cpu"), "auto")
+    assert isinstance(double.head, torch.nn.Linear), "other precisions stay as they are"
 
 
 def test_the_stream_keeps_its_precision():

@@ -29,8 +29,8 @@ SPEED = {"train": "ms", "sample": "ms_per_step"}
 
 
 def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
-    """`adlm bench train | sample`: the table goes to stderr, one JSON line to stdout. The file `out` gets a line for each
-    batch size as soon as that is measured, so that what ends early loses nothing."""
+    """`adlm bench train | sample`: the table goes to stderr, one JSON line to stdout. The file `out` gets a line for
+    each batch size as soon as that is measured, so that what ends early loses nothing."""
     require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
     name = choose("benchmark", args[0], tuple(BENCHMARKS))
     device = pick_device(cfg.train.device)

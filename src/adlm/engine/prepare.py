@@ -2,10 +2,12 @@
 
 The bridge has its inference form; norms and modulations of a network without time conditioning are part of the
 weights. In bf16 weights are converted once (autocast would convert them at every step), heads are padded to a width
-that matrix units like, and the residual stream is bf16 too. Values change only by rounding.
+that matrix units like, and the residual stream is bf16 too. In float32 on a CPU, oneDNN lays the weights out for its
+products once. Values change only by rounding.
 """
 
 import copy
+import platform
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -43,6 +45,8 @@ def prepare(model: Network, device: torch.device, precision: str) -> tuple[Netwo
         pad_heads(low)
         to_bfloat16(low)
         low.residual_dtype = torch.bfloat16
+    elif device.type == "cpu" and can_pack():
+        pack(low)
     return low, bf16
 
 
@@ -114,13 +118,13 @@ class ConstantLinear(nn.Linear):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
 
 
-class ActivatedLinear(ConstantLinear):
+class ActivatedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str):
-        super().__init__(weight, bias)
-        self.activation = activation
+        super().__init__()
+        self.linear, self.activation = ConstantLinear(weight, bias), activation
 
     def forward(self, input: Tensor) -> Tensor:
-        return activate(super().forward(input), self.activation)
+        return activate(self.linear(input), self.activation)
 
 
 class GeluLinear(ConstantLinear):
@@ -160,6 +164,36 @@ def pad_heads(model: Network) -> None:
         head = getattr(model, name)
         if head is not None and head.out_features % ALIGNED:
             setattr(model, name, PaddedLinear(head))
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight oneDNN has laid out for its products: with few rows two to three times as fast on a
+    CPU as torch's own, which lays it out at every call, or reads it as it is."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous())
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.out_features = linear.out_features
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+
+
+def can_pack() -> bool:
+    """Whether this torch has oneDNN's products; tried on x86 only."""
+    known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return known and torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+
+
+def pack(model: Network) -> None:
+    """The float32 matrices of blocks and heads in oneDNN's layout."""
+    for owner_name, owner in list(model.named_modules()):
+        for name, linear in list(owner.named_children()):
+            inside = ".blocks." in f"{owner_name}." and name != "modulation"
+            plain = type(linear) in (nn.Linear, ConstantLinear) and linear.weight.dtype == torch.float32
+            if plain and (inside or name in ("head", "anchor_head")):
+                setattr(owner, name, PackedLinear(linear))  # type: ignore[arg-type]
 
 
 class Constant(nn.Module):
