@@ -45,7 +45,7 @@ LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.tensor"
 LIBRARIES += ("rich.progress", "rich.table", "safetensors.torch", "fastapi", "starlette.testclient", "uvicorn")
 OPTIMIZED = 1  # a flag of the code of functions, which the bodies of modules and classes lack
 # The size of the model that `adlm demo` trains; a file for the corpus, so that preparing it takes no time.
-DEMO = ("experiment=demo", "data=file", "data.tokenizer=bpe-300", "train.valid_rows=4", "train.device=cpu")
+DEMO = ("experiment=demo", "data=file", "data.tokenizer=bpe-300", "train.valid_sequences=4", "train.device=cpu")
 LONGEST = 120.0  # seconds of a walk
 
 
@@ -220,7 +220,7 @@ def walk_generate(folder: Path) -> Walk:
 def walk_ppl(folder: Path) -> Walk:
     with Recorder() as recorder:
         recorder.start()
-        data = (f"data.cache_dir={folder / 'model'}", "eval.rows=4", "train.device=cpu")
+        data = (f"data.cache_dir={folder / 'model'}", "eval.sequences=4", "train.device=cpu")
         finished("ppl", folder / "model-run", *data, f"out={folder / 'ppl.json'}")
         return recorder.read()
 

@@ -3,9 +3,11 @@
 Letters as in layers.py. The published block and a modern one are the same class under different options.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -184,6 +186,13 @@ class Features(NamedTuple):
     """The same after the final norm (and modulation), in the stream's precision: the input of a linear head."""
 
 
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU memory is taken page by page, when it is first written: a long cache costs what it holds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
@@ -214,8 +223,7 @@ class Stack(nn.Module):
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         shape = (batch, self.kv_heads, length, self.head_width)
-        like = {"dtype": dtype, "device": device}
-        return [LayerCache(torch.zeros(shape, **like), torch.zeros(shape, **like)) for _ in self.blocks]
+        return [LayerCache(*(untouched_zeros(shape, dtype, device) for _ in "kv")) for _ in self.blocks]
 
     def forward(
         self,
