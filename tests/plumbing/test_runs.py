@@ -250,6 +250,7 @@ def test_a_signal_saves_first_and_the_status_names_it(tmp_path, finished, name, 
     line = ["train", *overrides(tmp_path, **SMALL)]
 
     def train() -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which is respected
         stop_at(3, lambda: os.kill(os.getpid(), getattr(signal, name)))
         return cli.main(line)
 
@@ -273,6 +274,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path):
         status = 1
         try:
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             stop_at(3, wait)
             status = cli.main(line)
         finally:
