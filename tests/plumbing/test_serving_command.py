@@ -72,6 +72,8 @@ def test_models_are_named_after_their_folders():
         "demo": "runs/demo", "demo-2": "x/demo/", "adlm-medium": "my/adlm-medium.ckpt", "a": "runs/a/export",
         "demo-3": "runs/demo",
     }  # fmt: skip
+    named = ["smollm2", "kuleshov-group/mdlm-owt@main", "box", "my/SmolLM2-135M.Q4_1.gguf"]
+    assert list(names(named)) == ["smollm2", "mdlm-owt", "box", "SmolLM2-135M.Q4_1"]
 
 
 def test_without_a_checkpoint_the_box_then_the_demo_then_advice(tmp_path, monkeypatch, capsys):

@@ -222,8 +222,8 @@ class Stack(nn.Module):
             return self.time_embedding(sigma_B)
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
-        shape = (batch, self.kv_heads, length, self.head_width)
-        return [LayerCache(*(untouched_zeros(shape, dtype, device) for _ in "kv")) for _ in self.blocks]
+        like = ((batch, self.kv_heads, length, self.head_width), dtype, device)
+        return [LayerCache(untouched_zeros(*like), untouched_zeros(*like)) for _ in self.blocks]
 
     def forward(
         self,

@@ -129,13 +129,17 @@ def leave(service: "Service") -> None:
 
 
 def names(paths: list[str]) -> dict[str, str]:
-    """Id -> path of each model: the last part of the path that says something, made unique."""
-    from adlm.io.load import locate
+    """Id -> path of each model: the last part of the path that says something, made unique. A model that is named and
+    not a path (smollm2, owner/model@revision) keeps its name."""
+    from adlm.io.load import BOX_NAME, locate
+    from adlm.io.paths import path_of
 
     found: dict[str, str] = {}
     for path in paths:
-        parts = [p for p in locate(path).resolve().parts if p not in ("export", "checkpoints")]
-        name = base = Path(parts[-1]).stem if path.endswith(".ckpt") else parts[-1]
+        named = path not in ("", BOX_NAME) and not path_of(path).exists()
+        place = Path(path.partition("@")[0]) if named else locate(path).resolve()
+        parts = [p for p in place.parts if p not in ("export", "checkpoints")]
+        name = base = Path(parts[-1]).stem if path.endswith((".ckpt", ".gguf")) else parts[-1]
         number = 1
         while name in found:
             number += 1
