@@ -7,6 +7,9 @@ BIN    := $(VENV)/bin
 UV     := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python \
           -c requirements.lock --build-constraint requirements.lock $(if $(PIP_FIND_LINKS),--no-verify-hashes)
 export OMP_NUM_THREADS ?= 1
+# Compiled modules are kept, also where the environment says otherwise: the tests start some hundred processes, and each
+# would compile torch's sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-slow lint format lock dist clean
 .DEFAULT_GOAL := help

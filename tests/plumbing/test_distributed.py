@@ -108,6 +108,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_what_fails_on_the_first_rank_fails_on_all(alone, tmp_path):
     """The first rank alone completes a checkpoint; the others must not wait for it in vain."""
     (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
@@ -278,6 +279,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_shows_its_stack(alone, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     said = run(2, str(tmp_path / "hangs.py"), "train", *overrides(alone, out=alone / "hung"))

@@ -69,6 +69,7 @@ def test_two_ranks_draw_the_file_of_one_and_a_rerun_what_a_dead_one_left(model, 
     assert samples(dead) == samples(one) and not list(tmp_path.glob("*.part*"))
 
 
+@pytest.mark.slow
 def test_several_ranks_need_a_file(model):
     done = adlm("sample", model, ranks=2)
     assert done.returncode != 0 and "2 processes draw into one file: give out=FILE.jsonl" in done.stderr
