@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,7 @@ def test_saved_on_two_ranks_resumed_on_one_and_on_four(alone, ranks, strategy):
 
 FAILS_ONCE = """
 import sys
+import time
 from adlm import cli
 from adlm.training import checkpoint
 
@@ -185,6 +187,17 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def wait_for_port(port: int, process: subprocess.Popen) -> None:
+    """Until the agent listens: the first one that does is the host of the meeting, which must not die."""
+    for _ in range(600):
+        assert process.poll() is None, process.communicate()[1]
+        with socket.socket() as caller:
+            if caller.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the agent does not listen")
+
+
 def cut_off(run: Path, step: int) -> None:
     """Remove the checkpoints after `step`: the run resumes there."""
     for folder in (run / "checkpoints").glob("step-*"):
@@ -200,8 +213,10 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(alone):
     changes = {"train__steps": 400, "checkpoint__every": 20, "checkpoint__keep": 100, "train__valid_every": 0}
     line = ["-m", "adlm", "train", *overrides(alone, out=alone / "elastic", **changes)]
     port = free_port()
-    agents = [agent(port, "1:2", *line) for _ in range(2)]
+    agents = [agent(port, "1:2", *line)]
     try:
+        wait_for_port(port, agents[0])
+        agents.append(agent(port, "1:2", *line))
         wait_for_step(alone / "elastic", 130, agents[0])
         agents[1].kill()  # and not its rank, which Linux kills then
         said = agents[0].communicate(timeout=900)[1]
