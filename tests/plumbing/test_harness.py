@@ -164,6 +164,7 @@ def test_without_a_gpu_the_harness_default_device_is_the_cpu(folder, capsys):
     assert capsys.readouterr().err == "adlm: note: no CUDA device is available for cuda:0; running on the CPU\n"
 
 
+@pytest.mark.slow
 def test_local_tasks_run_offline_from_the_command_line(folder, tmp_path):
     data = tmp_path / "data.jsonl"
     lines = [{"question": f"number {i}", "choices": ["a", "bc"], "label": i % 2} for i in range(4)]

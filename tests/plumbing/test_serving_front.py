@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from served import LONG, readable_model, wait_until
 from adlm.api import load
 from adlm.schema import ServeConfig
 from adlm.serving.bodies import Problem
-from adlm.serving.front import Front, sequences_of
+from adlm.serving.front import AnswerHead, Front, WorkerGone, sequences_of
 from adlm.serving.metrics import merged
 
 pytestmark = pytest.mark.timeout(900)
@@ -211,3 +212,37 @@ def test_metrics_of_workers_are_summed():
     both = merged(own, [other + 'adlm_tokens_total{model="a"} 5\n', other + 'adlm_tokens_total{model="a"} 6\n'])
     assert both.count("# TYPE adlm_tokens_total") == 1
     assert "adlm_requests_total 3\n" in both and 'adlm_tokens_total{model="a"} 11\n' in both
+
+
+def test_a_request_is_not_sent_again_to_a_worker_that_lost_it(monkeypatch):
+    """A process that is killed closes its connections before it counts as dead, and has the least to do by then."""
+    dying, other = (
+        SimpleNamespace(
+            number=i, socket=i, ready=True, load=2 * i, restarts=0, process=SimpleNamespace(is_alive=lambda: True)
+        )
+        for i in range(2)
+    )
+    asked, sent = [], []
+
+    async def exchange(place, *rest):
+        asked.append(place)
+        if place == dying.socket:
+            raise WorkerGone("it closed the connection")
+        yield AnswerHead(200, [])
+        yield b"text"
+
+    async def send(message):
+        sent.append(message)
+
+    monkeypatch.setattr("adlm.serving.front.exchange", exchange)
+    front = Front(ServeConfig(slots=8), [dying, other])
+    scope = {
+        "raw_path": b"/v1/completions",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "method": "POST",
+        "headers": [],
+    }
+    asyncio.run(front.forward(scope, b"{}", send))
+    assert asked == [dying.socket, other.socket] and sent[0]["status"] == 200
+    assert (dying.load, other.load, dying.ready) == (0, 2, False)

@@ -84,15 +84,17 @@ class WorkerProcess:
         pause = 0.0
         while not self.is_over:
             await asyncio.sleep(pause)
-            began = time.monotonic()
+            began, loaded = time.monotonic(), False
             await asyncio.to_thread(self.start)
             while self.process.is_alive():
                 if not (self.ready or self.is_over) and await self.answers():
                     self.ready, pause = True, 0.0
-                    log.info("worker %d: ready after %.1f s", self.number, time.monotonic() - began)
+                    if not loaded:
+                        log.info("worker %d: ready after %.1f s", self.number, time.monotonic() - began)
+                    loaded = True
                     self.on_ready()
                 await asyncio.sleep(LOOK)
-            if not self.ready:
+            if not loaded:
                 pause = min(SLOWEST_RESTART, max(1.0, 2 * pause))
             self.ready = False
             if not self.is_over:
@@ -322,7 +324,9 @@ class Front:
                 if began:
                     await self.end_stream(head, send)
                     return
-                worker.ready = worker.ready and worker.process.is_alive()
+                # Whether it lives cannot be asked yet: a process that is killed closes its connections first. Until it
+                # answers again, nobody is sent to it.
+                worker.ready = False
             finally:
                 self.release(worker, sequences)
             if asyncio.get_running_loop().time() > end:
