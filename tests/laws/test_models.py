@@ -447,6 +447,14 @@ def test_weights_that_are_laid_out_for_a_cpu_compute_the_same(variant):
     assert isinstance(double.head, torch.nn.Linear), "other precisions stay as they are"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_cache_on_a_cpu_starts_as_zeros_that_can_be_written(dtype):
+    zeros = transformer.untouched_zeros((2, 3, 4), dtype, torch.device("cpu"))
+    assert zeros.dtype == dtype and torch.equal(zeros, torch.zeros(2, 3, 4, dtype=dtype))
+    zeros[1, 2, 3] = 1.5
+    assert zeros.sum() == 1.5
+
+
 def test_the_stream_keeps_its_precision():
     model, seen = tiny_model().requires_grad_(False), []
     model.residual_dtype = torch.bfloat16
