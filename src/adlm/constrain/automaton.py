@@ -25,7 +25,9 @@ from tokenizers import decoders
 from adlm.data.tokenizers import Tokenizer, byte_characters
 from adlm.errors import missing_extra, require
 
-SECONDS, MEMORY = 4, 1 << 31
+SECONDS, MEMORY = 10, 1 << 29
+"""Most of an automaton that is being made. Memory is what stops a large one, on every machine at the same size; the
+seconds leave a slow or busy machine room: JSON of any kind takes 1.5 s of CPU time and 290 MB."""
 MOST_WORK = 1_000_000_000
 """States times bytes of the vocabulary."""
 MOST_EDGES = 3_000_000
