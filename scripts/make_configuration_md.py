@@ -14,7 +14,7 @@ from typing import get_type_hints
 
 from adlm.compat.command_lines import GROUP_NAMES, IGNORED_PREFIXES, RELEASE_DEFAULTS, TRANSLATIONS
 from adlm.config.keys import Key, group_choices, group_help, keys
-from adlm.migration import REMOVED, RENAMED, VALUES
+from adlm.migration import JOINED, REMOVED, RENAMED, VALUES
 from adlm.schema import Config
 from adlm.tables import GROUPS
 
@@ -112,7 +112,8 @@ def release() -> list[str]:
 
 
 def earlier() -> list[str]:
-    lines = [(f"`{old}`", f"`{new}`") for old, new in sorted(RENAMED.items())]
+    names = RENAMED | {old: joined.key for joined in JOINED for old in joined.old}
+    lines = [(f"`{old}`", f"`{new}`") for old, new in sorted(names.items())]
     lines += [(f"`{key}={old}`", f"`{key}={new}`") for (key, old), new in sorted(VALUES.items())]
     gone = ", ".join(f"`{key}`" for key in sorted(set(REMOVED) - set(RENAMED)))
     return [

@@ -5,9 +5,14 @@ value asked for nothing, and refused where a model or run really used it. `adlm.
 settings come in, and nothing below it knows old names.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from adlm.errors import require
+from adlm.schema import ModelConfig
+
+TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 RENAMED = {
     "data.max_rows": "data.max_sequences",
@@ -91,6 +96,40 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
+
+@dataclass(frozen=True)
+class Joined:
+    """Old keys that said together what one key says today."""
+
+    key: str
+    default: Any
+    """Of this key today, which says what the defaults of the old ones said."""
+    join: Callable[[dict[str, Any]], Any]
+    """Values of the old keys -> today's value."""
+    split: Callable[[Any], dict[str, Any]]
+    """Today's value -> those of the old keys that say the same: what they are where they are not given."""
+
+    @property
+    def old(self) -> set[str]:
+        return self.split(self.default).keys() - {self.key}
+
+
+def _join_conditioning(old: dict[str, Any]) -> str:
+    adaln, timed = _is_true(old, "model.adaln"), _is_true(old, "model.time_conditioning")
+    require(adaln or not timed, "model.time_conditioning=true needs model.adaln=true (today: model.conditioning=sigma)")
+    return "none" if not adaln else old["model.time_input"] if timed else "constant"
+
+
+def _split_conditioning(value: str) -> dict[str, Any]:
+    return {
+        "model.adaln": value != "none",
+        "model.time_conditioning": value in ("sigma", "t"),
+        "model.time_input": "t" if value == "t" else "sigma",
+    }
+
+
+JOINED = (Joined("model.conditioning", ModelConfig.conditioning, _join_conditioning, _split_conditioning),)
+
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
 TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
     (2, 6, 8, 4, True, True): "prosqa-2hop",
@@ -99,12 +138,15 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
 
 
-def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[str, Any]:
+def migrate(
+    settings: dict[str, Any], source: str, groups: Callable[[], Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
 
-    `saved=False`: they were typed on a command line, as texts. Where an old name and today's are both given, today's
-    counts.
+    `groups`: they were typed on a command line, as texts, and change what the groups of that line say, which this
+    returns. Where an old name and today's are both given, today's counts.
     """
+    saved = groups is None
     deep = [key for key, value in settings.items() if any(isinstance(v, list | dict) for v in _items(value))]
     require(not deep, f"{source}: {', '.join(deep)[:200]} must be single values")
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
@@ -117,6 +159,8 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
     if settings.get("reason.task") == "prosqa" and shape in TASK_OF_SHAPE:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}
         settings["reason.task"] = TASK_OF_SHAPE[shape]
+    for joined in JOINED:
+        settings = _with_joined(settings, joined, source, groups)
     current: dict[str, Any] = {}
     for old, value in settings.items():
         if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old]):
@@ -127,6 +171,35 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
+
+
+def today_of(key: str) -> str:
+    """Today's name of a key of an earlier version; empty: it has none, or its name is today's."""
+    return RENAMED.get(key) or next((joined.key for joined in JOINED if key in joined.old), "")
+
+
+def _with_joined(
+    settings: dict[str, Any], joined: Joined, source: str, groups: Callable[[], Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """The settings with today's key in the place of the old ones."""
+    key = joined.key
+    if not joined.old & settings.keys():
+        return settings
+    found = {name: value for name, value in settings.items() if name not in joined.old}
+    old = joined.split(groups()[key] if groups else joined.default)
+    if key not in found or key in old:
+        try:
+            found[key] = joined.join(old | {name: value for name, value in settings.items() if name in old})
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+    return found
+
+
+def _is_true(settings: Mapping[str, Any], key: str) -> bool:
+    """A value that is true or false, or its text on a command line."""
+    text = str(settings[key]).lower()
+    require(text in TRUTH, f"{key}={settings[key]!s:.60} is not true or false")
+    return TRUTH[text]
 
 
 def _items(value: Any) -> list[Any]:

@@ -120,7 +120,7 @@ def test_models_without_an_anchor_network_are_refused(tmp_path, capsys):
     plain = export(tmp_path / "plain", anchored=False)
     assert cli.main(["anchors", str(plain), "text"]) == 1
     assert "has no anchor network" in capsys.readouterr().err
-    causal = export(tmp_path / "a2r", causal=True, adaln=False)
+    causal = export(tmp_path / "a2r", causal=True, conditioning="none")
     assert cli.main(["anchors", str(causal), "text"]) == 1
     assert "is causal" in capsys.readouterr().err
 

@@ -37,7 +37,7 @@ SAMPLED = sorted(SAMPLERS.entries)
 
 
 def blocks_model(kind: str = "shifted", **options) -> Network:
-    own = {"block_length": TRAINED, "adaln": False, "dtype": torch.float64} | KINDS[kind] | options
+    own = {"block_length": TRAINED, "conditioning": "none", "dtype": torch.float64} | KINDS[kind] | options
     return tiny_model(**own).requires_grad_(False)
 
 

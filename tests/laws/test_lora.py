@@ -12,7 +12,7 @@ from adlm.schema import LoraConfig, NoiseConfig, ObjectiveConfig
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 KINDS = [
-    {}, {"bridge": "none"}, {"anchored": False, "time_conditioning": True}, MODERN,
+    {}, {"bridge": "none"}, {"anchored": False, "conditioning": "sigma"}, MODERN,
     {"anchored": False, "causal": True, **MODERN},
 ]  # fmt: skip
 

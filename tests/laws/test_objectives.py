@@ -125,7 +125,7 @@ def test_many_discrete_steps_approach_continuous_time_from_above():
 FAST_VARIANTS = {
     "published": {},
     "modern": MODERN,
-    "time": {"time_conditioning": True},
+    "time": {"conditioning": "sigma"},
     "none": {"bridge": "none"},
 }
 
@@ -371,7 +371,7 @@ def test_density_of_times_is_an_option_of_training_and_never_of_the_bound():
 
 
 def test_autoregressive_loss_is_the_sum_of_log_probabilities():
-    model = tiny_model(dtype=torch.float64, causal=True, adaln=False, anchored=False)
+    model = tiny_model(dtype=torch.float64, causal=True, conditioning="none", anchored=False)
     x0 = random_tokens(3, 12, 10)
     objective = make_objective(ObjectiveConfig(name="autoregressive", gamma=0.0), NoiseConfig(), 10, seed=0)
     output = loss(model, objective.corrupt(sequences_of(x0), 0, 1.0))
@@ -381,7 +381,7 @@ def test_autoregressive_loss_is_the_sum_of_log_probabilities():
 
 
 def test_a2r_scores_anchors_where_the_target_is_one():
-    model = tiny_model(dtype=torch.float64, causal=True, adaln=False)
+    model = tiny_model(dtype=torch.float64, causal=True, conditioning="none")
     x0 = random_tokens(3, 12, 10)
     cfg = ObjectiveConfig(name="autoregressive", gamma=0.5, gamma_warmup=0, tau=2)
     objective = make_objective(cfg, NoiseConfig(), 10, seed=0)
@@ -439,5 +439,5 @@ def test_a_time_conditioned_model_gets_a_finite_noise_level(name):
     objective = make_objective(ObjectiveConfig(name=name, T=2), NoiseConfig(name="linear"), 10, seed=1)
     batch = objective.corrupt(Sequences(random_tokens(8, 12, 10), torch.arange(8), 8), 0, 0.5)
     assert batch.sigma_B is not None and batch.sigma_B.isfinite().all()
-    model = tiny_model(time_conditioning=True, anchored=False)
+    model = tiny_model(conditioning="sigma", anchored=False)
     assert loss(model, batch).total.isfinite()

@@ -34,7 +34,7 @@ def test_readme_training_line():
     assert (cfg.train.steps, cfg.train.global_batch_size, cfg.train.batch_size) == (1_000_000, 64, 64)
     assert (cfg.train.valid_every, cfg.train.log_every) == (10_000, 1000)
     assert (cfg.data.name, cfg.data.tokenizer, cfg.data.wrap, cfg.data.valid_name) == ("openwebtext", "gpt2", True, "")
-    assert (cfg.model.hidden_size, cfg.model.length, cfg.model.time_conditioning) == (768, 1024, False)
+    assert (cfg.model.hidden_size, cfg.model.length, cfg.model.conditioning) == (768, 1024, "constant")
     assert (cfg.out, cfg.checkpoint.resume, cfg.track.wandb) == ("outputs/adlm", True, False)
     assert cfg.sampling.steps == 1000
     assert cfg.data.packing == "release"
@@ -81,13 +81,13 @@ def test_sedd_ar_and_d3pm_scripts():
     sedd = parse(
         "main", "mode=sample_eval parameterization=sedd backbone=dit time_conditioning=true sampling.predictor=analytic"
     )
-    assert (sedd.algo, sedd.model.time_conditioning, sedd.sampling.sampler) == ("sedd", True, "score")
+    assert (sedd.algo, sedd.model.conditioning, sedd.sampling.sampler) == ("sedd", "sigma", "score")
     ar = parse(
         "main",
         "loader.batch_size=16 loader.eval_batch_size=16 model=small-ar backbone=ar data=lm1b wandb.name=ar-lm1b "
         "parameterization=ar model.length=128 sampling.steps=1000 time_conditioning=True",
     )
-    assert (ar.algo, ar.model.causal, ar.model.time_conditioning, ar.data.wrap) == ("ar", True, False, False)
+    assert (ar.algo, ar.model.causal, ar.model.conditioning, ar.data.wrap) == ("ar", True, "none", False)
     assert (ar.train.batch_size, ar.model.length) == (16, 128)
     d3pm = parse("main", "model=small data=lm1b parameterization=d3pm model.length=128 time_conditioning=True T=1000")
     assert (d3pm.algo, d3pm.objective.T, d3pm.data.tokenizer) == ("d3pm", 1000, "bert-base-uncased")

@@ -81,7 +81,7 @@ def test_later_groups_and_the_command_line_win():
     assert (fast.optim.name, fast.optim.schedule, fast.model.bridge) == ("muon", "linear", "none")
     assert config.load(["recipe=fast", "optim=adamw"]).optim.name == "adamw"
     assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
-    assert config.load(["algo=adlm-time", "recipe=fast"]).model.adaln is True
+    assert config.load(["algo=adlm-time", "recipe=fast"]).model.conditioning == "sigma"
     assert (fast.objective.anchor_rule, fast.objective.anchor_fraction) == ("all", 0.25)
     for choice in (["recipe=fast", "algo=a2r"], ["experiment=box"], ["recipe=published"]):  # as they were measured
         objective = config.load(choice).objective
@@ -186,7 +186,7 @@ BAD = [
     ("sampling=remdm-loop sampling.t_off=0.6", "sampling.t_off=0.6 must lie below sampling.t_on=0.55"),
     ("model.n_heads=7", "model.n_heads=7 must split model.hidden_size=768"),
     ("model.n_denoiser_blocks=0", "model.anchored=false"),
-    ("model.time_conditioning=true model.adaln=false", "needs model.adaln=true"),
+    ("model.time_conditioning=true model.adaln=false", "model.time_conditioning=true needs model.adaln=true"),
     ("model.bridge=linaer", "did you mean 'linear'?"),
     ("model.length=1", "model.length=1 must be at least 4"),
     ("model.causal=true", "objective.name=autoregressive"),
@@ -268,11 +268,47 @@ def test_names_of_earlier_versions_are_read_and_said(capsys, tmp_path):
     assert [s.steps for s in config.load_sweep(["eval.steps=8,16"])[1]] == [8, 16]
 
 
+@pytest.mark.parametrize(
+    ("typed", "key", "value"),
+    [
+        ("model.adaln=false", "model.conditioning", "none"),
+        ("recipe=fast model.adaln=true", "model.conditioning", "constant"),
+        ("algo=sedd model.adaln=true", "model.conditioning", "sigma"),
+        ("algo=mdlm model.time_conditioning=yes", "model.conditioning", "sigma"),
+        ("algo=sedd model.time_conditioning=false", "model.conditioning", "constant"),
+        ("recipe=fast model.time_conditioning=false", "model.conditioning", "none"),
+        ("recipe=fast time_conditioning=false", "model.conditioning", "none"),
+        ("algo=d3pm time_conditioning=false", "model.conditioning", "constant"),
+        ("algo=mdlm model.time_conditioning=true model.time_input=t", "model.conditioning", "t"),
+        ("model.adaln=true model.conditioning=none", "model.conditioning", "none"),
+    ],
+)
+def test_old_keys_that_are_one_today_change_what_the_groups_say(typed, key, value):
+    assert config.flatten(config.load(typed.split()))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("saved", "key", "value"),
+    [
+        ({"model": {"adaln": False, "time_conditioning": False}}, "model.conditioning", "none"),
+        ({"model": {"adaln": True, "time_conditioning": False, "time_input": "t"}}, "model.conditioning", "constant"),
+        ({"model": {"time_conditioning": True}}, "model.conditioning", "sigma"),
+        ({"model": {"adaln": True, "time_conditioning": True, "time_input": "t"}}, "model.conditioning", "t"),
+    ],
+)
+def test_old_keys_that_are_one_today_are_read_from_files(saved, key, value):
+    assert config.flatten(config.from_tree(saved, "here"))[key] == value
+
+
 def test_every_old_name_leads_to_a_key():
-    from adlm.migration import REMOVED, RENAMED, VALUES
+    from adlm.migration import JOINED, REMOVED, RENAMED, VALUES
 
     assert set(RENAMED.values()) <= set(keys())
-    assert not set(keys()) & {*RENAMED, *REMOVED}
+    assert not set(keys()) & {*RENAMED, *REMOVED}.union(*(joined.old for joined in JOINED))
+    for joined in JOINED:
+        assert joined.default == keys()[joined.key].default
+        for value in keys()[joined.key].choices or ():
+            assert joined.join(joined.split(value)) == value
     assert {key for key, _ in VALUES} <= set(keys())
 
 

@@ -148,11 +148,11 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("time_conditioning", [False, True])
+@pytest.mark.parametrize("conditioning", ["constant", "sigma"])
 @pytest.mark.parametrize("compile", ["true", "block"])
-def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(compile, time_conditioning):
+def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(compile, conditioning):
     """Sizes and precision of real training: the compiler chooses other kernels there, and one was wrong."""
-    cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0, time_conditioning=time_conditioning)
+    cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0, conditioning=conditioning)
     torch.manual_seed(0)
     model = build_model(cfg, 1001, 1000).cuda().train()
     for parameter in model.parameters():

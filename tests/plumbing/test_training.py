@@ -423,7 +423,7 @@ def test_gradients_are_scaled_down_and_never_up(size, largest, left):
 @pytest.mark.parametrize("everything", [False, True])
 def test_weight_decay_is_for_matrices(name, everything):
     """Without a gradient a weight moves by its decay alone: norms, biases and modulations stay."""
-    model = tiny_model(time_conditioning=True)
+    model = tiny_model(conditioning="sigma")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     cfg = OptimConfig(name=name, lr=0.1, muon_lr=0.1, weight_decay=0.5, ema=0.0)
     update = optim.Updater(cfg, model, decay_all=everything)
@@ -460,7 +460,7 @@ def test_a_run_of_an_earlier_version_goes_on_decaying_everything(tmp_path):
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_modulation():
-    model = tiny_model(time_conditioning=True)
+    model = tiny_model(conditioning="sigma")
     adamw, muon = optim.build_optimizers(OptimConfig(name="muon"), model)
     names = {id(p): name for name, p in model.named_parameters()}
     taken = {names[id(p)] for p in optim.parameters_of([muon])}

@@ -114,7 +114,12 @@ def _out(given: Given) -> list[str]:
 def _time_conditioning(given: Given) -> list[str]:
     # The release's AR network takes no noise level whatever this says.
     causal = "ar" in (given.get("parameterization"), given.get("backbone")) or given.get("algo") in ("ar", "a2r")
-    return [] if causal else [f"model.time_conditioning={given['time_conditioning']}"]
+    if causal:
+        return []
+    if _true(given["time_conditioning"]):
+        return ["model.conditioning=sigma"]
+    timed = {"sedd", "d3pm", "adlm-time", "mdlm-time"} & {given.get("parameterization"), given.get("algo")}
+    return ["model.conditioning=constant"] if timed else []  # others have no noise level to begin with
 
 
 def _refuse(old: str, why: str, harmless: Sequence[str] = ()) -> Translation:
@@ -148,7 +153,11 @@ TRANSLATIONS: tuple[Translation, ...] = (
     ),
     _values("backbone", {"dit": [], "ar": ["algo=ar"]}, "`algo=ar`; `dit` keeps the algorithm"),
     _rename("T", "objective.T"),
-    Translation(("time_conditioning",), "`model.time_conditioning` (nothing for `ar`)", _time_conditioning),
+    Translation(
+        ("time_conditioning",),
+        "`model.conditioning=sigma` (true) or `constant` (false); nothing for `ar`",
+        _time_conditioning,
+    ),
     _rename("training.ema", "optim.ema"),
     _rename("training.sampling_eps", "objective.sampling_eps"),
     _ignore("training.antithetic_sampling", "times are always stratified over the global batch"),
@@ -341,12 +350,12 @@ OBJECTIVES = {"subs": "nelbo", "sedd": "score-entropy", "d3pm": "d3pm", "ar": "a
 
 def check_expressible(m: ModelConfig, noise: NoiseConfig, objective: ObjectiveConfig) -> None:
     """The release has one block, two shapes of model and one anchor loss: anything else has no name there."""
-    keys = ("n_kv_heads", "head_size", "mlp_size", "norm_eps", "qkv_bias", "rope_base", "tied", "shift", "time_input")
+    keys = ("n_kv_heads", "head_size", "mlp_size", "norm_eps", "qkv_bias", "rope_base", "tied", "shift")
     keys += ("norm", "activation", "qk_norm", "bias", "mlp_ratio")
     published: dict[str, Any] = {key: getattr(ModelConfig, key) for key in keys}
     if m.anchored:
         published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
-    published["adaln"] = not m.causal
+    published["conditioning"] = "none" if m.causal else "sigma" if m.is_time_conditioned else "constant"
     trained: dict[str, Any] = {} if m.causal else {"time_density": 1.0}
     if m.anchored and max(objective.gamma, objective.gamma_end) > 0:
         trained |= {"anchor_rule": "count", "anchor_positions": "all", "anchor_fraction": 1.0, "gamma_end": -1.0}
@@ -376,7 +385,7 @@ def release_settings(m: ModelConfig, n: NoiseConfig, o: ObjectiveConfig) -> dict
         "diffusion": "absorbing_state",
         "backbone": "ar" if m.causal else "dit",
         "parameterization": kind,
-        "time_conditioning": m.time_conditioning,
+        "time_conditioning": m.is_time_conditioned,
         "T": o.T,
         "subs_masking": False,
         "enable_anchor_loss": m.anchored and o.gamma > 0,

@@ -159,7 +159,8 @@ def load_folder(
         raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.freeze_bridge()
-    return Loaded(model, tokenizer, noise, objective, info)
+    today = {"model": asdict(cfg), "noise": asdict(noise), "objective": asdict(objective)}
+    return Loaded(model, tokenizer, noise, objective, info | today)
 
 
 def check_digest(path: Path, info: dict[str, Any]) -> None:
@@ -210,6 +211,7 @@ def with_adapters(
     model = base.model.to(dtype=dtype)
     noise, objective = section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"])
     facts = {name: value for name, value in info.items() if name not in ("adapter", WEIGHTS_DIGEST)}
+    facts |= {"model": asdict(model.config), "noise": asdict(noise), "objective": asdict(objective)}
     return Loaded(model, base.tokenizer, noise, objective, facts)
 
 

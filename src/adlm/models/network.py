@@ -258,9 +258,9 @@ def initialise(model: Network) -> None:
         if isinstance(module, Block):
             for out in (module.attn_out, module.mlp_out):
                 # not under adaLN, whose gates start at zero: zero times zero would never receive a gradient
-                if cfg.zero_init and not cfg.adaln:
+                if cfg.zero_init and not cfg.has_adaln:
                     nn.init.zeros_(out.weight)
-                elif cfg.init == "normal" and not cfg.adaln:
+                elif cfg.init == "normal" and not cfg.has_adaln:
                     nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * depth))
         if isinstance(module, Block | Stack) and module.modulation is not None:
             nn.init.zeros_(module.modulation.weight)
