@@ -26,6 +26,7 @@ RENAMED = {
     "eval.steps": "sampling.steps",
     "eval.temperatures": "sampling.temperature",
     "eval.top_ps": "sampling.top_p",
+    "model.mlp_ratio": "model.mlp_size",  # see `_with_mlp_size`
     "objective.anchor_share": "objective.anchor_fraction",
     "objective.time_density_a": "objective.time_density",
     "optim.final": "optim.min_lr_ratio",
@@ -161,6 +162,7 @@ def migrate(
         settings["reason.task"] = TASK_OF_SHAPE[shape]
     for joined in JOINED:
         settings = _with_joined(settings, joined, source, groups)
+    settings = _with_mlp_size(settings, source, groups)
     current: dict[str, Any] = {}
     for old, value in settings.items():
         if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old]):
@@ -193,6 +195,30 @@ def _with_joined(
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
     return found
+
+
+def _with_mlp_size(
+    settings: dict[str, Any], source: str, groups: Callable[[], Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """The settings with the width of the MLP in the place of its ratio to the width of the model. A command line that
+    does not say that width is refused: it may follow from a text."""
+    if "model.mlp_ratio" not in settings:
+        return settings
+    found = {key: value for key, value in settings.items() if key != "model.mlp_ratio"}
+    ratio, said = settings["model.mlp_ratio"], f"{source}: model.mlp_ratio={settings['model.mlp_ratio']!s:.60}"
+    if not _same(found.get("model.mlp_size", 0), 0):
+        return found
+    if _same(ratio, 4):
+        return found | {"model.mlp_size": 0}
+    known = groups is None or settings.keys() & {"model.hidden_size", "model", "task", "experiment"}
+    require(bool(known), f"{said} is now model.mlp_size={ratio} * model.hidden_size: give that number")
+    width = settings.get("model.hidden_size", groups()["model.hidden_size"] if groups else ModelConfig.hidden_size)
+    try:
+        size = int(ratio) * int(width)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{said} is no whole number of model.hidden_size={width!s:.60}") from None
+    require(size > 0, f"{said} must be at least 1")
+    return found | {"model.mlp_size": size}
 
 
 def _is_true(settings: Mapping[str, Any], key: str) -> bool:

@@ -75,10 +75,8 @@ class ModelConfig:
     causal ones. Causal models read so by themselves."""
     zero_init: bool = False
     """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
-    mlp_ratio: Count = 4
-    """Width of the MLP over hidden_size."""
     mlp_size: WholeNumber = 0
-    """Width of the MLP where it is no multiple; 0: mlp_ratio * hidden_size."""
+    """Width of the MLP; 0: 4 * hidden_size."""
     init: Annotated[str, Choices(("torch", "normal"))] = "torch"
     """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
 
@@ -100,7 +98,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        return self.mlp_size or self.mlp_ratio * self.hidden_size
+        return self.mlp_size or 4 * self.hidden_size
 
     @property
     def mlp_rows(self) -> int:

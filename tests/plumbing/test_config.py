@@ -187,6 +187,8 @@ BAD = [
     ("model.n_heads=7", "model.n_heads=7 must split model.hidden_size=768"),
     ("model.n_denoiser_blocks=0", "model.anchored=false"),
     ("model.time_conditioning=true model.adaln=false", "model.time_conditioning=true needs model.adaln=true"),
+    ("model.mlp_ratio=2", "model.mlp_ratio=2 is now model.mlp_size=2 * model.hidden_size: give that number"),
+    ("model.mlp_ratio=2.5 model=nano", "model.mlp_ratio=2.5 is no whole number"),
     ("model.bridge=linaer", "did you mean 'linear'?"),
     ("model.length=1", "model.length=1 must be at least 4"),
     ("model.causal=true", "objective.name=autoregressive"),
@@ -281,6 +283,9 @@ def test_names_of_earlier_versions_are_read_and_said(capsys, tmp_path):
         ("algo=d3pm time_conditioning=false", "model.conditioning", "constant"),
         ("algo=mdlm model.time_conditioning=true model.time_input=t", "model.conditioning", "t"),
         ("model.adaln=true model.conditioning=none", "model.conditioning", "none"),
+        ("model=nano model.mlp_ratio=2", "model.mlp_size", 256),
+        ("model.hidden_size=48 model.mlp_ratio=2", "model.mlp_size", 96),
+        ("task=prosqa-2hop algo=ar model.mlp_ratio=4", "model.mlp_size", 0),
     ],
 )
 def test_old_keys_that_are_one_today_change_what_the_groups_say(typed, key, value):
@@ -293,6 +298,9 @@ def test_old_keys_that_are_one_today_change_what_the_groups_say(typed, key, valu
         ({"model": {"adaln": False, "time_conditioning": False}}, "model.conditioning", "none"),
         ({"model": {"adaln": True, "time_conditioning": False, "time_input": "t"}}, "model.conditioning", "constant"),
         ({"model": {"time_conditioning": True}}, "model.conditioning", "sigma"),
+        ({"model": {"mlp_ratio": 4, "hidden_size": 48}}, "model.mlp_size", 0),
+        ({"model": {"mlp_ratio": 1, "hidden_size": 64, "mlp_size": 0}}, "model.mlp_size", 64),
+        ({"model": {"mlp_ratio": 3, "hidden_size": 64, "mlp_size": 100}}, "model.mlp_size", 100),
         ({"model": {"adaln": True, "time_conditioning": True, "time_input": "t"}}, "model.conditioning", "t"),
     ],
 )

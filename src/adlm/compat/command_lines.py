@@ -351,7 +351,7 @@ OBJECTIVES = {"subs": "nelbo", "sedd": "score-entropy", "d3pm": "d3pm", "ar": "a
 def check_expressible(m: ModelConfig, noise: NoiseConfig, objective: ObjectiveConfig) -> None:
     """The release has one block, two shapes of model and one anchor loss: anything else has no name there."""
     keys = ("n_kv_heads", "head_size", "mlp_size", "norm_eps", "qkv_bias", "rope_base", "tied", "shift")
-    keys += ("norm", "activation", "qk_norm", "bias", "mlp_ratio")
+    keys += ("norm", "activation", "qk_norm", "bias")
     published: dict[str, Any] = {key: getattr(ModelConfig, key) for key in keys}
     if m.anchored:
         published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}

@@ -100,6 +100,7 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
             notes.append(f"{key} is now {now}")
         elif key not in today:
             notes.append(f"{key}={value} ignored: the key is gone")
+    today = {key: str(value) for key, value in today.items()}
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"adlm: note: {note}", file=sys.stderr)

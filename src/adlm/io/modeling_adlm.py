@@ -37,7 +37,7 @@ DEFAULTS = {
     "length": 1024, "dropout": 0.0, "anchored": False, "bridge": "linear", "causal": False,
     "conditioning": "none", "cond_dim": 128, "norm": "layernorm", "qk_norm": False,
     "norm_eps": 0.0, "activation": "gelu", "bias": True, "qkv_bias": False, "rope_base": 10000.0, "tied": False,
-    "shift": False, "mlp_ratio": 4, "mlp_size": 0,
+    "shift": False, "mlp_size": 0,
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class AdlmBlock(nn.Module):
         D, N = m["hidden_size"], m["n_heads"]
         self.K, self.H = m["n_kv_heads"] or N, m["head_size"] or D // N
         self.N, self.m = N, m
-        F_ = m["mlp_size"] or m["mlp_ratio"] * D
+        F_ = m["mlp_size"] or 4 * D
         self.norm1, self.norm2 = AdlmNorm(D, m), AdlmNorm(D, m)
         self.qkv = nn.Linear(D, (N + 2 * self.K) * self.H, bias=m["qkv_bias"])
         self.attn_out = nn.Linear(N * self.H, D, bias=False)
