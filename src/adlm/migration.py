@@ -129,7 +129,20 @@ def _split_conditioning(value: str) -> dict[str, Any]:
     }
 
 
-JOINED = (Joined("model.conditioning", ModelConfig.conditioning, _join_conditioning, _split_conditioning),)
+def _join_init(old: dict[str, Any]) -> str:
+    """Loaded weights do not depend on it, so any two values are read. Zeros beside torch were never run."""
+    zero = _is_true(old, "model.zero_init") and old["model.init"] == "normal"
+    return "normal-zero" if zero else old["model.init"]
+
+
+def _split_init(value: str) -> dict[str, Any]:
+    return {"model.init": value.removesuffix("-zero"), "model.zero_init": value == "normal-zero"}
+
+
+JOINED = (
+    Joined("model.conditioning", ModelConfig.conditioning, _join_conditioning, _split_conditioning),
+    Joined("model.init", ModelConfig.init, _join_init, _split_init),
+)
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
 TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {

@@ -73,12 +73,12 @@ class ModelConfig:
     shift: bool = False
     """The prediction for position i is read at position i-1 (for position 0, at 0), as in diffusion models made of
     causal ones. Causal models read so by themselves."""
-    zero_init: bool = False
-    """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
     mlp_size: WholeNumber = 0
     """Width of the MLP; 0: 4 * hidden_size."""
-    init: Annotated[str, Choices(("torch", "normal"))] = "torch"
-    """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
+    init: Annotated[str, Choices(("torch", "normal", "normal-zero"))] = "torch"
+    """How weights start: torch (uniform +-1/sqrt(fan-in), heads at zero, as published), normal (standard deviation
+    0.02) or normal-zero (the same, but output projections of attention and MLP at zero; under adaLN gates are zero
+    instead)."""
 
     @property
     def has_adaln(self) -> bool:

@@ -536,13 +536,12 @@ def test_no_block_is_born_dead(algo, recipe):
     assert not still, still
 
 
-def test_zero_init_is_zero_whatever_the_other_weights_start_as():
-    for init in ("normal", "torch"):
-        model = build_model(replace(TINY, **MODERN, init=init), 11, 10)
-        block = model.denoiser.blocks[0]
-        assert block.attn_out.weight.abs().max() == 0 and block.mlp_out.weight.abs().max() == 0
-        assert block.qkv.weight.abs().max() > 0
-        gated = build_model(replace(TINY, **MODERN | {"conditioning": "constant"}, init=init), 11, 10).denoiser.blocks[
-            0
-        ]
-        assert gated.modulation.weight.abs().max() == 0 and gated.attn_out.weight.abs().max() > 0
+@pytest.mark.parametrize("init", ["torch", "normal", "normal-zero"])
+def test_blocks_start_at_the_identity_if_asked(init):
+    block = build_model(replace(TINY, **MODERN | {"init": init}), 11, 10).denoiser.blocks[0]
+    zero = [out.weight.abs().max() == 0 for out in (block.attn_out, block.mlp_out)]
+    assert zero == [init == "normal-zero"] * 2
+    assert block.qkv.weight.abs().max() > 0
+    gated = replace(TINY, **MODERN | {"init": init, "conditioning": "constant"})
+    block = build_model(gated, 11, 10).denoiser.blocks[0]
+    assert block.modulation.weight.abs().max() == 0 and block.attn_out.weight.abs().max() > 0
