@@ -44,8 +44,8 @@ adlm train --help                         # the keys of a command
   or `runs/<experiment>`. The others say in their `--help` what they write.
 - `train.batch_size=0` becomes the sequences per rank. `algo=mdlm-matched` and `ar-matched` give one stack all
   `n_blocks + n_denoiser_blocks` blocks.
-- `objective.gamma` rises from 0 over the first `objective.gamma_warmup` of the run and then stays, or moves on a straight line to
-  `objective.gamma_end`. The anchor loss is a sum over anchors divided by all tokens, so a rule with fewer anchors has a smaller loss
+- `objective.gamma` rises from 0 over the first `objective.gamma_warmup` of the run and then stays, until
+  `objective.gamma_until`. The anchor loss is a sum over anchors divided by all tokens, so a rule with fewer anchors has a smaller loss
   at the same `objective.gamma`.
 - Nothing changes directory, and no folder is made before a command writes to it. The settings of a run are in its `config.yaml`.
 - From Python, `adlm.config.load(["model=nano", "data=ptb"])` returns the same tree as plain dataclasses (`adlm/schema.py`).

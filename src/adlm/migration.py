@@ -65,6 +65,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
+    "objective.gamma_end": (-1.0,),
     "objective.hard": (),  # a threshold of anchor_rule=loss alone
     "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
     "objective.time_density_b": (),  # see `migrate`
@@ -96,6 +97,10 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
+
+TRAINING_ONLY = {"objective.gamma_end"}
+"""Keys of REMOVED that said how a run goes on, and never what its model computes: such a model is loaded, and such a
+run is not resumed."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +158,16 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
 
 
 def migrate(
-    settings: dict[str, Any], source: str, groups: Callable[[], Mapping[str, Any]] | None = None
+    settings: dict[str, Any],
+    source: str,
+    groups: Callable[[], Mapping[str, Any]] | None = None,
+    resumes: bool = False,
 ) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
 
     `groups`: they were typed on a command line, as texts, and change what the groups of that line say, which this
-    returns. Where an old name and today's are both given, today's counts.
+    returns. `resumes`: they are those of a run that goes on. Where an old name and today's are both given, today's
+    counts.
     """
     saved = groups is None
     deep = [key for key, value in settings.items() if any(isinstance(v, list | dict) for v in _items(value))]
@@ -178,7 +187,8 @@ def migrate(
     settings = _with_mlp_size(settings, source, groups)
     current: dict[str, Any] = {}
     for old, value in settings.items():
-        if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old]):
+        idle = old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old])
+        if idle or (saved and not resumes and old in TRAINING_ONLY):
             continue
         key = RENAMED.get(old, old)
         gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)

@@ -68,8 +68,6 @@ class ObjectiveConfig:
     """Weight of the anchor term (0: plain NELBO through both stages)."""
     gamma_warmup: Fraction = 3e-3
     """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
-    gamma_end: Annotated[float, Range(low=0, also=-1)] = -1.0
-    """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
     gamma_until: PositiveFraction = 1.0
     """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
@@ -94,10 +92,6 @@ class ObjectiveConfig:
     def check(self, model: ModelConfig) -> None:
         """Refuse values that do not fit each other or the model. An objective of another package is loaded, and asked:
         it states its own rules."""
-        require(
-            self.gamma_end < 0 or self.gamma_warmup < 1,
-            "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
-        )
         if self.name not in tables.OBJECTIVES.entries:
             return tables.OBJECTIVES.load(self.name, "objective.name").check(self, model)
         require(

@@ -211,7 +211,7 @@ def test_the_smallest_time_survives_without_anchors(exported, tmp_path, kind):
         ("adlm", "objective", {"anchor_rule": "all"}),
         ("adlm", "objective", {"anchor_positions": "masked"}),
         ("adlm", "objective", {"anchor_fraction": 0.5}),
-        ("adlm", "objective", {"gamma_end": 0.0}),
+        ("adlm", "objective", {"gamma_until": 0.5}),
         ("adlm", "objective", {"gamma_warmup": 0.0}),
         ("mdlm", "objective", {"time_density": 2.0}),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from adlm import config
 from adlm.config.keys import group_choices, group_help, keys
+from adlm.migration import migrate
 from adlm.rules import Choices, Location, Range
 from adlm.schema import Config, as_yaml
 from adlm.tables import GROUPS
@@ -196,8 +197,7 @@ BAD = [
     ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
     ("algo=d3pm objective.T=0", "set objective.T"),
     ("objective.T=1000", "needs objective.T=0"),
-    ("objective.gamma_end=-2", "objective.gamma_end=-2.0 must be at least 0, or -1"),
-    ("objective.gamma_end=0 objective.gamma_warmup=1", "leaves nothing of the run for objective.gamma_end"),
+    ("objective.gamma_end=0", "objective.gamma_end=0 is not supported any more"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),
     ("noise.sigma_min=30", "noise.sigma_max"),
     ("train.length_warmup=3", "train.length_warmup=3 must divide model.length=1024"),
@@ -315,8 +315,16 @@ def test_old_keys_that_are_one_today_are_read_from_files(saved, key, value):
     assert config.flatten(config.from_tree(saved, "here"))[key] == value
 
 
+def test_a_key_of_training_that_is_gone_hinders_resuming_and_nothing_else():
+    for settings in ({"objective.gamma_end": 0.0},):
+        assert migrate(settings, "here").keys() <= keys().keys()
+        with pytest.raises(ValueError, match=rf"here: {min(settings)}=.* is not supported any more"):
+            migrate(settings, "here", resumes=True)
+    assert migrate({"objective.gamma_end": -1}, "here", resumes=True) == {}
+
+
 def test_every_old_name_leads_to_a_key():
-    from adlm.migration import JOINED, REMOVED, RENAMED, VALUES
+    from adlm.migration import JOINED, REMOVED, RENAMED, TRAINING_ONLY, VALUES
 
     assert set(RENAMED.values()) <= set(keys())
     assert not set(keys()) & {*RENAMED, *REMOVED}.union(*(joined.old for joined in JOINED))
@@ -324,7 +332,7 @@ def test_every_old_name_leads_to_a_key():
         assert joined.default == keys()[joined.key].default
         for value in keys()[joined.key].choices or ():
             assert joined.join(joined.split(value)) == value
-    assert {key for key, _ in VALUES} <= set(keys())
+    assert {key for key, _ in VALUES} <= set(keys()) and set(REMOVED) >= TRAINING_ONLY
 
 
 def test_part_of_the_settings_can_be_read_alone():

@@ -125,7 +125,7 @@ class Dies(Exception):
 MOVING = {
     "objective__gamma": 0.5,
     "objective__gamma_warmup": 0.25,
-    "objective__gamma_end": 0.1,
+    "objective__gamma_until": 0.75,
 }
 
 

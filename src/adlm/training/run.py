@@ -104,7 +104,7 @@ class Run:
         self.ema = Ema(module, cfg.optim.ema)
         self.guard = GradientGuard(cfg.train.spike_factor, ranks.device)
         self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
-        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step)
+        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step, resumes=True)
         if info is not None:
             self.decay_all = info.get("decay_all", True)  # earlier versions did, and did not say so
         self.reset_optimizer()
