@@ -68,6 +68,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "objective.gamma_end": (-1.0,),
     "objective.hard": (),  # a threshold of anchor_rule=loss alone
     "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
+    "objective.time_density_anneal": (0.8,),  # any, where times are uniform: see `migrate`
     "objective.time_density_b": (),  # see `migrate`
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
@@ -98,7 +99,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
-TRAINING_ONLY = {"objective.gamma_end"}
+TRAINING_ONLY = {"objective.gamma_end", "objective.time_density_anneal"}
 """Keys of REMOVED that said how a run goes on, and never what its model computes: such a model is loaded, and such a
 run is not resumed."""
 
@@ -178,6 +179,9 @@ def migrate(
         f"{source}: objective.time_density_a={a} and time_density_b={b} differ: today times are drawn from"
         " Beta(a, a), objective.time_density=a",
     )
+    density = settings.get("objective.time_density", settings.get("objective.time_density_a", 1.0 if saved else None))
+    if _same(density, 1.0):
+        settings = {key: value for key, value in settings.items() if key != "objective.time_density_anneal"}
     shape = tuple(settings.get(key) for key in TASK_KEYS)
     if settings.get("reason.task") == "prosqa" and shape in TASK_OF_SHAPE:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}

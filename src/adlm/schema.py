@@ -83,9 +83,8 @@ class ObjectiveConfig:
     T: WholeNumber = 0
     """Number of discrete time steps of the bound; 0 is continuous time."""
     time_density: AtLeastOne = 1.0
-    """Training times are drawn from Beta(a, a) with this a; 1 is the bound, anything else a deliberate reweighting."""
-    time_density_anneal: Fraction = 0.0
-    """Fraction of the run after which times are uniform again, reached linearly (0: never annealed)."""
+    """Training times are drawn from Beta(a, a); a falls from this to 1, the bound's uniform times, over the first 0.8
+    of the run (1: uniform throughout)."""
     sampling_eps: FractionBelowOne = 1e-3
     """Smallest time visited."""
 

@@ -342,14 +342,14 @@ def test_beta_quantile(a):
 def test_density_of_times_is_an_option_of_training_and_never_of_the_bound():
     x0 = random_tokens(256, 12, 10)
     plain = make_objective(ObjectiveConfig(), NoiseConfig(), 10, seed=9)
-    tilted = make_objective(ObjectiveConfig(time_density=3.0, time_density_anneal=0.5), NoiseConfig(), 10, seed=9)
-    times = [noised_for_training(tilted, sequences_of(x0), 0, progress).t_B for progress in (0.0, 0.25, 0.5)]
-    for t, a in zip(times, (3.0, 2.0, 1.0)):
+    tilted = make_objective(ObjectiveConfig(time_density=3.0), NoiseConfig(), 10, seed=9)
+    times = [noised_for_training(tilted, sequences_of(x0), 0, progress).t_B for progress in (0.0, 0.4, 0.8, 1.0)]
+    for t, a in zip(times, (3.0, 2.0, 1.0, 1.0)):
         assert t.var().item() == pytest.approx(1 / (4 * (2 * a + 1)), rel=0.02), "the variance of Beta(a, a)"
     assert torch.equal(
         tilted.corrupt_for_bound(sequences_of(x0), 0).tokens_BL, plain.corrupt_for_bound(sequences_of(x0), 0).tokens_BL
     )
-    assert time_density(ObjectiveConfig(time_density=3.0), 0.9) == 3.0
+    assert time_density(ObjectiveConfig(), 0.3) == time_density(ObjectiveConfig(time_density=3.0), 0.9) == 1.0
 
 
 # Autoregression

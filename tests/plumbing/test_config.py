@@ -197,6 +197,7 @@ BAD = [
     ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
     ("algo=d3pm objective.T=0", "set objective.T"),
     ("objective.T=1000", "needs objective.T=0"),
+    ("recipe=quick objective.time_density_anneal=0", "objective.time_density_anneal=0 is not supported any more"),
     ("objective.gamma_end=0", "objective.gamma_end=0 is not supported any more"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),
     ("noise.sigma_min=30", "noise.sigma_max"),
@@ -316,11 +317,15 @@ def test_old_keys_that_are_one_today_are_read_from_files(saved, key, value):
 
 
 def test_a_key_of_training_that_is_gone_hinders_resuming_and_nothing_else():
-    for settings in ({"objective.gamma_end": 0.0},):
+    for settings in (
+        {"objective.gamma_end": 0.0},
+        {"objective.time_density": 2.0, "objective.time_density_anneal": 0.0},
+    ):
         assert migrate(settings, "here").keys() <= keys().keys()
-        with pytest.raises(ValueError, match=rf"here: {min(settings)}=.* is not supported any more"):
+        with pytest.raises(ValueError, match=rf"here: {[*settings][-1]}=.* is not supported any more"):
             migrate(settings, "here", resumes=True)
-    assert migrate({"objective.gamma_end": -1}, "here", resumes=True) == {}
+    for key, value in {"objective.gamma_end": -1, "objective.time_density_anneal": 0.0}.items():
+        assert migrate({key: value}, "here", resumes=True) == {}
 
 
 def test_every_old_name_leads_to_a_key():
