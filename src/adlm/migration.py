@@ -44,7 +44,7 @@ dropped from saved settings: there it belonged to the command that wrote them.""
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
-REMOVED_VALUES = {("model.bridge", "residual")}
+REMOVED_VALUES = {("model.bridge", "residual"), ("noise.name", "polynomial")}
 """(today's key, old value) that no version of today can read."""
 
 REMOVED: dict[str, tuple[Any, ...]] = {
@@ -65,6 +65,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
+    "noise.power": (),  # of the schedule polynomial alone
     "objective.gamma_end": (-1.0,),
     "objective.hard": (),  # a threshold of anchor_rule=loss alone
     "objective.rarity": (),  # a threshold of anchor_rule=rarity alone

@@ -42,15 +42,13 @@ from adlm.schema_model import LoraConfig, ModelConfig
 @dataclass
 class NoiseConfig:
     name: Annotated[str, Choices(tables.SCHEDULES)] = "loglinear"
-    """Masking schedule: loglinear, linear, geometric, cosine, cosine-squared or polynomial."""
+    """Masking schedule: loglinear, linear, geometric, cosine or cosine-squared."""
     eps: FractionBelowOne = 1e-3
     """Smallest kept probability at t=1 (loglinear, cosine, ...)."""
     sigma_min: Positive = 1e-4
     """Geometric schedule: sigma at t=0."""
     sigma_max: Positive = 20.0
     """Geometric schedule: sigma at t=1."""
-    power: Positive = 2.0
-    """Polynomial schedule: alpha = 1 - (1-eps) t^power."""
 
     def check(self) -> None:
         """Refuse values that no schedule can be made from together."""
