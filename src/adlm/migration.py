@@ -95,12 +95,13 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "train.batch_parts": (1,),
     "train.batch_parts_share": (),
     "train.max_bad_steps": (),
+    "train.spike_factor": (0.0,),
     "train.valid_batch_size": (),
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
-TRAINING_ONLY = {"objective.gamma_end", "objective.time_density_anneal"}
+TRAINING_ONLY = {"objective.gamma_end", "objective.time_density_anneal", "train.spike_factor"}
 """Keys of REMOVED that said how a run goes on, and never what its model computes: such a model is loaded, and such a
 run is not resumed."""
 

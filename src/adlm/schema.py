@@ -221,8 +221,6 @@ class TrainConfig:
     strategy: Annotated[str, Choices(("ddp", "fsdp", "hsdp"))] = "ddp"
     """Under torchrun: ddp (every rank has all weights), fsdp (shards over all ranks) or hsdp (shards over the ranks of
     a node, copies of them over nodes)."""
-    spike_factor: NotNegative = 0.0
-    """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
     num_threads: Annotated[int, Range(low=0, high=1024)] = 0

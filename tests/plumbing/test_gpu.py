@@ -55,7 +55,7 @@ def test_a_step_never_waits_for_the_device():
     cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=64, cond_dim=16)
     model = build_model(cfg, 211, 210).cuda()
     objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 210, seed=0)
-    update = Updater(OptimConfig(), model, Ema(model, 0.99), GradientGuard(10.0, torch.device("cuda")))
+    update = Updater(OptimConfig(), model, Ema(model, 0.99), GradientGuard(torch.device("cuda")))
     tasks = [
         objective.corrupt(Sequences(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0)
         for i in (0, 1)

@@ -373,7 +373,7 @@ def test_weights_can_be_read_without_the_run(uninterrupted):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_bad_gradient_is_skipped_whole_and_counted(name):
     model = tiny_model()
-    guard = optim.GradientGuard(spike_factor=10.0, device=torch.device("cpu"))
+    guard = optim.GradientGuard(torch.device("cpu"))
     update = optim.Updater(OptimConfig(name=name, weight_decay=0.1), model, guard=guard)
     optimizers = update.optimizers
 
@@ -387,11 +387,10 @@ def test_a_bad_gradient_is_skipped_whole_and_counted(name):
     before = [p.clone() for p in model.parameters()]
     step(math.nan)
     step(math.inf)
-    step(1e6)  # finite, but far beyond ten times the running mean
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     after = [s for o in optimizers for s in o.state.values()]
     assert all(torch.equal(m[k], s[k]) for m, s in zip(moments, after) for k in m)
-    assert guard.skipped == 3 and guard.in_a_row == 3
+    assert guard.skipped == 2 and guard.in_a_row == 2
     step(1.0)
     assert guard.in_a_row == 0 and not torch.equal(before[0], next(model.parameters()))
 
@@ -538,7 +537,7 @@ def test_speed_leaves_out_what_is_no_training(monkeypatch):
         window.tokens = window.tokens + torch.tensor(100.0)
         if i == 5:
             window.restart()
-    values = window.read(torch.tensor(1.0), 0.1, optim.GradientGuard(0.0, torch.device("cpu")))
+    values = window.read(torch.tensor(1.0), 0.1, optim.GradientGuard(torch.device("cpu")))
     assert values["tokens_per_s"] == pytest.approx(100.0) and values["nelbo"] == pytest.approx(1.0)
 
 

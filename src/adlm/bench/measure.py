@@ -68,7 +68,7 @@ def time_training(
     if which == "ours":
         parallelise(step_module, cfg.train, ranks)
     objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed, cfg.model)
-    ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(cfg.train.spike_factor, device)
+    ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(device)
     update = Updater(cfg.optim, step_module, ema, guard)
     host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
     # the end of a run: gamma is no longer rising

@@ -102,7 +102,7 @@ class Run:
         cfg, ranks = self.cfg, self.ranks
         self.module, self.tokenizer, self.data, changed = module, tokenizer, dict(data or {}), ""
         self.ema = Ema(module, cfg.optim.ema)
-        self.guard = GradientGuard(cfg.train.spike_factor, ranks.device)
+        self.guard = GradientGuard(ranks.device)
         self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
         info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step, resumes=True)
         if info is not None:
@@ -203,8 +203,8 @@ class Run:
             self.log.line(self.step, self.cfg.train.steps, values)
             if self.guard.in_a_row.item() >= MAX_BAD_STEPS:
                 raise ValueError(
-                    f"stopped at step {self.step}: the last {int(self.guard.in_a_row)} updates were skipped for bad"
-                    " gradients; lower optim.lr or raise train.spike_factor"
+                    f"stopped at step {self.step}: the last {int(self.guard.in_a_row)} updates were skipped for"
+                    " gradients that are not finite; lower optim.lr or raise optim.warmup"
                 )
         self.log.advance(self.step)
 
