@@ -52,6 +52,8 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "bench.evaluations": (),
     "bench.out": (),
     "bench.warmup": (),
+    "checkpoint.milestone_every": (),
+    "checkpoint.minutes": (),
     "eval.chain_rows": (),
     "eval.chain_sequences": (),
     "eval.features": (),

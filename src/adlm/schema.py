@@ -245,14 +245,10 @@ class TrainConfig:
 class CheckpointConfig:
     every: Count = 500
     """Steps between checkpoints."""
-    minutes: NotNegative = 0.0
-    """Also save after this many minutes since the last save (0: off)."""
     keep: Count = 2
     """Newest checkpoints kept."""
     best: bool = True
     """Also save whenever a validation finds a better bound, and keep the best."""
-    milestone_every: WholeNumber = 0
-    """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
     """Resume from the newest valid checkpoint of the run folder."""
     init_from: Place = ""

@@ -342,11 +342,16 @@ def test_a_checkpoint_is_completed_beside_training(tmp_path, monkeypatch, capsys
     assert checkpoints.steps() == [1, 3] and not list(checkpoints.folder.glob("partial-*"))
 
 
-def test_pruning_keeps_newest_best_and_milestones(tmp_path):
-    cfg = run_config(tmp_path, checkpoint__every=2, checkpoint__milestone_every=4, checkpoint__keep=1)
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    cfg = run_config(tmp_path, checkpoint__every=2, checkpoint__keep=2, checkpoint__best=False)
     loop.train(cfg)
-    kept = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert kept == [4, 8, 12]
+    checkpoints = Checkpoints(tmp_path / "run", cfg.checkpoint, None)
+    assert checkpoints.steps() == [10, 12]
+    cfg.checkpoint.keep = 1
+    checkpoints.prune(best_step=10)
+    assert checkpoints.steps() == [10, 12]
+    checkpoints.prune(best_step=12)
+    assert checkpoints.steps() == [12]
 
 
 @pytest.mark.parametrize(("best", "saved"), [(True, [3, 6, 9, 12]), (False, [12])])

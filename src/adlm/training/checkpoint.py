@@ -209,10 +209,9 @@ class Checkpoints:
         self.writing = self.failure = None
 
     def prune(self, best_step: int | None) -> None:
-        """Keep the newest `keep`, the best, and milestones."""
-        every = self.cfg.milestone_every
+        """Keep the newest `keep`, and the best."""
         for step in self.steps()[: -self.cfg.keep]:
-            if step == best_step or (every and step % every == 0):
+            if step == best_step:
                 continue
             if self.remote:
                 self.remote.remove(step)

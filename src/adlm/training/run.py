@@ -128,7 +128,7 @@ class Run:
             self.log.say(plan)
             if module.compiled:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
-        self.started = self.saved_at = time.monotonic()
+        self.started = time.monotonic()
 
     def keep_adapter(self, facts: dict[str, Any]) -> None:
         """Remember in checkpoints which model the adapters belong to; refuse to resume them on another one."""
@@ -234,15 +234,14 @@ class Run:
         self.window.restart()
 
     def save_if_due(self) -> None:
-        """Save at intervals of steps and of time, where a validation found the best weights, and at the end. Afterwards
-        `stopped` says whether a signal has asked to stop."""
+        """Save at intervals of steps, where a validation found the best weights, and at the end. Afterwards `stopped`
+        says whether a signal has asked to stop."""
         cfg, ranks = self.cfg.checkpoint, self.ranks
-        late = bool(cfg.minutes) and time.monotonic() - self.saved_at > 60 * cfg.minutes
-        # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own clock
+        # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own
         asked = ranks.size == 1 or ranks.device.type == "cpu" or self.step % 10 == 0
-        self.stopped, late = asked and ranks.any(self.interruption.requested), asked and ranks.any(late)
+        self.stopped = asked and ranks.any(self.interruption.requested)
         improved = cfg.best and self.best_step == self.step
-        if self.ends or late or improved or self.step % cfg.every == 0:
+        if self.ends or improved or self.step % cfg.every == 0:
             self.save()
 
     def save(self) -> None:
@@ -271,7 +270,6 @@ class Run:
                 raise
             if self.ranks.is_main:
                 note(f"warning: {error}; training continues")
-        self.saved_at = time.monotonic()
         self.window.restart()
 
     # End
