@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adlm.errors import require
-from adlm.schema import ModelConfig
+from adlm.schema import DataConfig, ModelConfig
 
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -149,7 +149,18 @@ def _split_init(value: str) -> dict[str, Any]:
     return {"model.init": value.removesuffix("-zero"), "model.zero_init": value == "normal-zero"}
 
 
+def _join_packing(old: dict[str, Any]) -> str:
+    return old["data.packing"] if _is_true(old, "data.wrap") else "documents"
+
+
+def _split_packing(value: str) -> dict[str, Any]:
+    """Documents that are wrapped after all are a stream, unless something else is said."""
+    one_each = value == "documents"
+    return {"data.wrap": not one_each, "data.packing": DataConfig.packing if one_each else value}
+
+
 JOINED = (
+    Joined("data.packing", DataConfig.packing, _join_packing, _split_packing),
     Joined("model.conditioning", ModelConfig.conditioning, _join_conditioning, _split_conditioning),
     Joined("model.init", ModelConfig.init, _join_init, _split_init),
 )

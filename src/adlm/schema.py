@@ -139,10 +139,10 @@ class DataConfig:
     tokenizer: str = ""
     """gpt2, bert-base-uncased, text8, bytes, bpe-N (trained on the corpus), a tokenizer.json, or a folder with
     vocabulary files; empty: the corpus' default."""
-    wrap: bool = True
-    """Concatenate documents and cut them into sequences; False: one document a sequence, truncated and padded."""
-    packing: Annotated[str, Choices(("stream", "release"))] = "stream"
-    """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
+    packing: Annotated[str, Choices(("stream", "release", "documents"))] = "stream"
+    """How documents become sequences: stream (concatenated and cut, nothing dropped between them), release (the same
+    for each 1000 documents, whose rest is dropped, as in the release) or documents (one a sequence, truncated and
+    padded)."""
     cache_dir: Place = ""
     """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
     engine: Annotated[str, Choices(("threads", "ray"))] = "threads"

@@ -33,11 +33,15 @@ def test_readme_training_line():
     assert (cfg.objective.gamma, cfg.objective.gamma_warmup, cfg.objective.tau) == (3e-3, 3e-3, 5)
     assert (cfg.train.steps, cfg.train.global_batch_size, cfg.train.batch_size) == (1_000_000, 64, 64)
     assert (cfg.train.valid_every, cfg.train.log_every) == (10_000, 1000)
-    assert (cfg.data.name, cfg.data.tokenizer, cfg.data.wrap, cfg.data.valid_name) == ("openwebtext", "gpt2", True, "")
+    assert (cfg.data.name, cfg.data.tokenizer, cfg.data.packing, cfg.data.valid_name) == (
+        "openwebtext",
+        "gpt2",
+        "release",
+        "",
+    )
     assert (cfg.model.hidden_size, cfg.model.length, cfg.model.conditioning) == (768, 1024, "constant")
     assert (cfg.out, cfg.checkpoint.resume, cfg.track.wandb) == ("outputs/adlm", True, False)
     assert cfg.sampling.steps == 1000
-    assert cfg.data.packing == "release"
 
 
 def test_readme_sampling_line():
@@ -87,8 +91,10 @@ def test_sedd_ar_and_d3pm_scripts():
         "loader.batch_size=16 loader.eval_batch_size=16 model=small-ar backbone=ar data=lm1b wandb.name=ar-lm1b "
         "parameterization=ar model.length=128 sampling.steps=1000 time_conditioning=True",
     )
-    assert (ar.algo, ar.model.causal, ar.model.conditioning, ar.data.wrap) == ("ar", True, "none", False)
+    assert (ar.algo, ar.model.causal, ar.model.conditioning, ar.data.packing) == ("ar", True, "none", "documents")
     assert (ar.train.batch_size, ar.model.length) == (16, 128)
+    assert parse("main", "data=lm1b data.wrap=true").data.packing == "release"
+    assert parse("main", "data=ptb data.wrap=False").data.packing == "documents"
     d3pm = parse("main", "model=small data=lm1b parameterization=d3pm model.length=128 time_conditioning=True T=1000")
     assert (d3pm.algo, d3pm.objective.T, d3pm.data.tokenizer) == ("d3pm", 1000, "bert-base-uncased")
 

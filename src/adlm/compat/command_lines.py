@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adlm.data.corpora import ALIASES
+from adlm.data.corpora import ALIASES, get_corpus
 from adlm.errors import choose, require
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.tables import CORPORA
 
 Given = dict[str, str]
 
@@ -332,6 +333,9 @@ def release_line(program: str, argv: Sequence[str]) -> list[str]:
     extra = [f"algo={PROGRAM_ALGO[program]}", *RELEASE_DEFAULTS]
     if given.get("data", "openwebtext") == "openwebtext":
         extra.append("data.valid_name=wikitext103")  # the release trains on all of it and validates elsewhere
+    corpus = GROUP_NAMES.get(("data", given.get("data", "")), given.get("data", ""))
+    if corpus in CORPORA and get_corpus(corpus)[1].packing == "documents" and "data.wrap" not in given:
+        extra.append("data.packing=documents")
     if given.get("noise") == "linear":
         raise ValueError("noise=linear: the release's linear sigma has no counterpart; choose loglinear or geometric")
     if "model.n_blocks" in given:
