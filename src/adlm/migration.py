@@ -64,6 +64,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.steps": (),
     "eval.temperatures": (),
     "eval.top_ps": (),
+    "lora.alpha": (16.0,),
     "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
@@ -103,9 +104,9 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
-TRAINING_ONLY = {"objective.gamma_end", "objective.time_density_anneal", "train.spike_factor"}
-"""Keys of REMOVED that said how a run goes on, and never what its model computes: such a model is loaded, and such a
-run is not resumed."""
+TRAINING_ONLY = {"lora.alpha", "objective.gamma_end", "objective.time_density_anneal", "train.spike_factor"}
+"""Keys of REMOVED that said how a run goes on, and not what its model computes (adapters say their alpha
+themselves): such a model is loaded, and such a run is not resumed."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from adlm.rules import (
     Count,
     FractionBelowOne,
     Numbers,
-    Positive,
     Range,
     WholeNumber,
     numbers,
@@ -157,9 +156,7 @@ class ModelConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters: a matrix W of the blocks becomes W + (alpha / rank) B A, and only B and A train."""
+    """Low-rank adapters: a matrix W of the blocks becomes W + (16 / rank) B A, and only B and A train."""
 
     rank: WholeNumber = 0
     """Rank of the adapters of a model that is fine-tuned (checkpoint.init_from); 0: all of its weights train."""
-    alpha: Positive = 16.0
-    """Strength of the adapters: B A is multiplied by alpha / rank."""

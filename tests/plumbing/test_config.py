@@ -327,6 +327,7 @@ def test_a_key_of_training_that_is_gone_hinders_resuming_and_nothing_else():
     for settings in (
         {"objective.gamma_end": 0.0},
         {"train.spike_factor": 3.0},
+        {"lora.rank": 4, "lora.alpha": 8.0},
         {"objective.time_density": 2.0, "objective.time_density_anneal": 0.0},
     ):
         assert migrate(settings, "here").keys() <= keys().keys()

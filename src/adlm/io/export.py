@@ -206,8 +206,8 @@ def with_adapters(
     base: Loaded, weights: dict[str, Tensor], info: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> Loaded:
     """The base with adapters merged into it, and settings and facts of `info`, the config.json of the adapters."""
-    low_rank = LoraConfig(info["adapter"]["rank"], info["adapter"]["alpha"])
-    base.model.load_state_dict(merged(base.model.state_dict() | weights, low_rank))
+    low_rank = LoraConfig(info["adapter"]["rank"])
+    base.model.load_state_dict(merged(base.model.state_dict() | weights, low_rank, info["adapter"]["alpha"]))
     model = base.model.to(dtype=dtype)
     noise, objective = section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"])
     facts = {name: value for name, value in info.items() if name not in ("adapter", WEIGHTS_DIGEST)}
