@@ -96,7 +96,7 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("data=file",),
         short="checkpoint",
-        reads=("seed", "out", "checkpoint", "lora", "data", "optim", "train", "track", "sampling", *BOUND),
+        reads=("seed", "out", "checkpoint", "lora", "data", "optim", "train", "sampling", *BOUND),
     ),
     "adapt": Command(
         "adlm.adapting:run_adapt",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adlm.errors import require
-from adlm.schema import DataConfig, ModelConfig
+from adlm.schema import DataConfig, ModelConfig, TrainConfig
 
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -160,9 +160,18 @@ def _split_packing(value: str) -> dict[str, Any]:
     return {"data.wrap": not one_each, "data.packing": DataConfig.packing if one_each else value}
 
 
+def _join_track(old: dict[str, Any]) -> str:
+    return next((name for name in ("tensorboard", "wandb") if _is_true(old, f"track.{name}")), "")
+
+
+def _split_track(value: str) -> dict[str, Any]:
+    return {f"track.{name}": value == name for name in ("tensorboard", "wandb")}
+
+
 JOINED = (
     Joined("data.packing", DataConfig.packing, _join_packing, _split_packing),
     Joined("model.conditioning", ModelConfig.conditioning, _join_conditioning, _split_conditioning),
+    Joined("train.track", TrainConfig.track, _join_track, _split_track),
     Joined("model.init", ModelConfig.init, _join_init, _split_init),
 )
 

@@ -34,7 +34,6 @@ from adlm.schema_commands import (
     ReasonConfig,
     SamplingConfig,
     ServeConfig,
-    TrackConfig,
 )
 from adlm.schema_model import LoraConfig, ModelConfig
 
@@ -206,6 +205,9 @@ class TrainConfig:
     """Steps between log lines."""
     sample_every: WholeNumber = 0
     """Steps between samples shown during training (0: none)."""
+    track: Annotated[str, Choices(("tensorboard", "wandb"), also=("",))] = ""
+    """Where metrics go beside the run folder: tensorboard (its events, in the run folder) or wandb (Weights & Biases,
+    offline unless logged in; WANDB_PROJECT and WANDB_NAME say where); empty: nowhere."""
     precision: Annotated[str, Choices(("auto", "fp32", "bf16"))] = "auto"
     """auto (bf16 on a GPU, fp32 on a CPU), fp32 or bf16 (autocast, fp32 weights)."""
     residual: Annotated[str, Choices(("fp32", "bf16"))] = "fp32"
@@ -284,7 +286,6 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
-    track: TrackConfig = field(default_factory=TrackConfig)
 
 
 def quoted(value: Any) -> str:

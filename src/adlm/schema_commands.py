@@ -265,11 +265,3 @@ class CompareConfig:
     """Runs of `adlm compare` that train at once, each in a process of its own."""
     equal_flops: bool = False
     """Every run gets the training FLOPs of the first one, and not its number of steps."""
-
-
-@dataclass
-class TrackConfig:
-    tensorboard: bool = False
-    """Also write TensorBoard events to the run folder."""
-    wandb: bool = False
-    """Also log to Weights & Biases (offline unless logged in; WANDB_PROJECT and WANDB_NAME say where)."""

@@ -40,7 +40,7 @@ def test_readme_training_line():
         "",
     )
     assert (cfg.model.hidden_size, cfg.model.length, cfg.model.conditioning) == (768, 1024, "constant")
-    assert (cfg.out, cfg.checkpoint.resume, cfg.track.wandb) == ("outputs/adlm", True, False)
+    assert (cfg.out, cfg.checkpoint.resume, cfg.train.track) == ("outputs/adlm", True, "")
     assert cfg.sampling.steps == 1000
 
 
@@ -167,7 +167,7 @@ def test_what_means_nothing_here_is_accepted_with_a_reason(capsys):
     assert captured.out == ""
     lines = captured.err.splitlines()
     assert len(lines) == 4 and all(line.startswith("adlm: note: ") and " ignored: " in line for line in lines)
-    assert "wandb.offline=true" in lines[0] and "track.wandb=true" in lines[0]
+    assert "wandb.offline=true" in lines[0] and "train.track=wandb" in lines[0]
 
 
 def test_only_the_first_rank_tells_the_notes(capsys, monkeypatch):

@@ -251,14 +251,14 @@ TRANSLATIONS: tuple[Translation, ...] = (
     # tracking
     _ignore("wandb.project", "set the environment variable WANDB_PROJECT"),
     _ignore("wandb.name", "set the environment variable WANDB_NAME"),
-    _ignore("wandb", "logging to wandb is off unless track.wandb=true"),
+    _ignore("wandb", "logging to wandb is off unless train.track=wandb"),
 )  # fmt: skip
 
 RELEASE_KEYS: dict[str, Translation] = {key: t for t in TRANSLATIONS for key in t.keys}
 
 # Whole families that configure libraries we do not use.
 IGNORED_PREFIXES = {
-    "wandb.": "logging to wandb is off unless track.wandb=true",
+    "wandb.": "logging to wandb is off unless train.track=wandb",
     "hydra.": "there is no Hydra application: no change of directory, no run folders of its own",
     "callbacks.": "checkpoints are configured by checkpoint.*",
     "strategy.": "train.strategy=ddp or fsdp needs no further settings",
