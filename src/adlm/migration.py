@@ -54,6 +54,9 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "bench.warmup": (),
     "checkpoint.milestone_every": (),
     "checkpoint.minutes": (),
+    "cluster.links": ("450,50",),
+    "cluster.mtbf": (50_000.0,),
+    "cluster.price": (),
     "eval.chain_rows": (),
     "eval.chain_sequences": (),
     "eval.features": (),
@@ -107,6 +110,10 @@ value may be dropped (it never touched what a model computes)."""
 TRAINING_ONLY = {"lora.alpha", "objective.gamma_end", "objective.time_density_anneal", "train.spike_factor"}
 """Keys of REMOVED that said how a run goes on, and not what its model computes (adapters say their alpha
 themselves): such a model is loaded, and such a run is not resumed."""
+
+
+PREDICTION_ONLY = {"cluster.links", "cluster.mtbf"}
+"""Keys of REMOVED that changed what a prediction says, and nothing that is kept."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +224,7 @@ def migrate(
     current: dict[str, Any] = {}
     for old, value in settings.items():
         idle = old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old])
-        if idle or (saved and not resumes and old in TRAINING_ONLY):
+        if idle or (saved and (old in PREDICTION_ONLY or (old in TRAINING_ONLY and not resumes))):
             continue
         key = RENAMED.get(old, old)
         gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)

@@ -250,13 +250,8 @@ class ClusterConfig:
     gpus: WholeNumber = 0
     """GPUs of the run, in nodes of 8 (0: nothing is predicted)."""
     gpu: str = "h200"
-    """A GPU by name, or the file that `adlm bench train bench.batches=16,64 out=FILE` has written on it."""
-    links: str = "450,50"
-    """GB/s that one GPU sends inside its node, and to other nodes (NVLink 4, and 400 Gbit/s for each GPU)."""
-    mtbf: Positive = 50_000.0
-    """Hours until one GPU fails, on average."""
-    price: NotNegative = 0.0
-    """Of an hour of one GPU, in any currency (0: no cost is said)."""
+    """A GPU by name, or the file that `adlm bench train bench.batches=16,64 out=FILE` has written on it, which may also
+    say its links and failures (docs/scale.md)."""
 
 
 @dataclass
