@@ -51,6 +51,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "bench.dense_steps": (),
     "bench.evaluations": (),
     "bench.out": (),
+    "bench.vocab_size": (50258,),
     "bench.warmup": (),
     "checkpoint.milestone_every": (),
     "checkpoint.minutes": (),
@@ -112,8 +113,8 @@ TRAINING_ONLY = {"lora.alpha", "objective.gamma_end", "objective.time_density_an
 themselves): such a model is loaded, and such a run is not resumed."""
 
 
-PREDICTION_ONLY = {"cluster.links", "cluster.mtbf"}
-"""Keys of REMOVED that changed what a prediction says, and nothing that is kept."""
+REPORT_ONLY = {"bench.vocab_size", "cluster.links", "cluster.mtbf"}
+"""Keys of REMOVED that changed what a measurement or a prediction says, and nothing that is kept."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def migrate(
     current: dict[str, Any] = {}
     for old, value in settings.items():
         idle = old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old])
-        if idle or (saved and (old in PREDICTION_ONLY or (old in TRAINING_ONLY and not resumes))):
+        if idle or (saved and (old in REPORT_ONLY or (old in TRAINING_ONLY and not resumes))):
             continue
         key = RENAMED.get(old, old)
         gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)

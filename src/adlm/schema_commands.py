@@ -231,7 +231,8 @@ class ServeConfig:
 
 @dataclass
 class BenchConfig:
-    """How fast this machine is (`adlm bench`); model, optimizer, sampler and precision come from their sections."""
+    """How fast this machine is (`adlm bench`); model, optimizer, sampler and precision come from their sections, the
+    size of the vocabulary from data.tokenizer (empty: GPT-2's)."""
 
     batches: str = "16"
     """Sequences of a step, one measurement each: 1,16,64."""
@@ -239,8 +240,6 @@ class BenchConfig:
     """Steps timed: optimizer steps (train) or network evaluations (sample)."""
     dense: bool = True
     """Also time the reference implementation, and print the ratio."""
-    vocab_size: Annotated[int, Range(low=3)] = GPT2_VOCABULARY
-    """Vocabulary, mask included (50258: GPT-2's)."""
 
 
 @dataclass

@@ -198,6 +198,7 @@ BAD = [
     ("algo=d3pm objective.T=0", "set objective.T"),
     ("objective.T=1000", "needs objective.T=0"),
     ("recipe=quick objective.time_density_anneal=0", "objective.time_density_anneal=0 is not supported any more"),
+    ("bench.vocab_size=40", "bench.vocab_size=40 is not supported any more"),
     ("noise.name=polynomial", "noise.name=polynomial is not supported any more"),
     ("objective.gamma_end=0", "objective.gamma_end=0 is not supported any more"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),

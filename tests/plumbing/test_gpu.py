@@ -176,7 +176,7 @@ def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(com
 @pytest.mark.parametrize(("compile", "recipe"), [("false", "published"), ("true", "fast")])
 def test_replayed_steps_train_as_launched_ones(compile, recipe):
     settings = ["model=nano", "algo=adlm", f"recipe={recipe}", "model.length=128", "model.dropout=0", "optim.lr=3e-3"]
-    settings += ["optim.warmup=1", "bench.vocab_size=500"]
+    settings += ["optim.warmup=1", "data.tokenizer=bpe-500"]
     settings += [f"train.compile={compile}"]
     curves = []
     for graphs in ("false", "true"):
