@@ -37,7 +37,6 @@ from adlm.io.paths import path_of, write_atomically
 from adlm.schema import Config, DataConfig
 from adlm.tables import CORPORA
 
-
 FIRST_NAMES = {"documents": "unwrapped"}
 """data.packing -> its name in the fingerprints of prepared data, where it differs: prepared data stay what they are."""
 

@@ -3,7 +3,7 @@
 A step has three parts.
   arithmetic   FLOPs of the method over what a GPU has been seen to reach, and a time for every parameter (update, EMA,
                casts). Both constants are fitted to steps that `adlm bench train` has measured on one card.
-  traffic      bytes that every GPU sends, over the bandwidths of its links. Collectives are hierarchical, as NCCL's are:
+  traffic      bytes that every GPU sends, over what its links carry. Collectives are hierarchical, as NCCL's are:
                inside a node first, then every GPU of a node carries its part to the other nodes.
   overlap      gradients travel while the backward pass of the last micro-batch computes, gathered weights while any
                pass does; what does not fit into that time is waited for.
