@@ -73,8 +73,8 @@ def step(anchored: bool, shift: bool, compiled: bool, tiled: bool) -> tuple[floa
     torch.manual_seed(0)
     cfg = ModelConfig(
         hidden_size=192, n_heads=3, n_kv_heads=1, n_blocks=4, n_denoiser_blocks=2, length=256, dropout=0.0,
-        anchored=anchored, bridge="none", block_length="16,1,4,64,256", shift=shift, adaln=False, norm="rmsnorm",
-        activation="swiglu", bias=False, tied=True, init="normal", mlp_size=512,
+        anchored=anchored, bridge="none", block_length="16,1,4,64,256", shift=shift, conditioning="none",
+        norm="rmsnorm", activation="swiglu", bias=False, tied=True, init="normal", mlp_size=512,
     )  # fmt: skip
     model = network.build_model(cfg, 1000, 999).cuda()
     goal = ObjectiveConfig(name="anelbo" if anchored else "nelbo", gamma=0.1 * anchored, gamma_warmup=0.0)

@@ -41,8 +41,8 @@ from adlm.models import Network, build_model  # noqa: E402
 from adlm.schema import ModelConfig, SamplingConfig  # noqa: E402
 
 LLAMA: dict[str, Any] = {
-    "anchored": False, "adaln": False, "norm": "rmsnorm", "norm_eps": 1e-5, "activation": "swiglu", "bias": False,
-    "tied": True, "rope_base": 100_000.0, "dropout": 0.0, "shift": True, "init": "normal",
+    "anchored": False, "conditioning": "none", "norm": "rmsnorm", "norm_eps": 1e-5, "activation": "swiglu",
+    "bias": False, "tied": True, "rope_base": 100_000.0, "dropout": 0.0, "shift": True, "init": "normal",
 }  # fmt: skip
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "smollm2-135m": (49_153, {"hidden_size": 576, "n_heads": 9, "n_kv_heads": 3, "n_blocks": 30, "mlp_size": 1536}),

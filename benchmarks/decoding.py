@@ -34,8 +34,8 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
 """Bytes a second, by a part of the device's name (vendor data sheets)."""
 LLADA = ModelConfig(
     hidden_size=4096, n_heads=32, n_blocks=32, n_denoiser_blocks=0, length=4096, dropout=0.0, anchored=False,
-    adaln=False, norm="rmsnorm", norm_eps=1e-5, activation="swiglu", bias=False, rope_base=500000.0, mlp_size=12288,
-    init="normal",
+    conditioning="none", norm="rmsnorm", norm_eps=1e-5, activation="swiglu", bias=False, rope_base=500000.0,
+    mlp_size=12288, init="normal",
 )  # fmt: skip
 LLADA_VOCABULARY, LLADA_MASK = 126464, 126336
 

@@ -56,7 +56,7 @@ def simulations(runs: int) -> None:
 def held_against(path: Path) -> None:
     on = card("h200")
     print("\n| parameters | FLOPs | measured, ms | predicted, ms | apart |\n|---:|---:|---:|---:|---:|")
-    for m in read_bench(path):
+    for m in read_bench(path)[0]:
         ms = 1e3 * on.step(m.flops, m.parameters)
         apart = ms / 1e3 / m.seconds - 1
         print(f"| {m.parameters:,.0f} | {m.flops:.4g} | {1e3 * m.seconds:.2f} | {ms:.2f} | {apart:+.1%} |")

@@ -14,7 +14,7 @@ from typing import get_type_hints
 
 from adlm.compat.command_lines import GROUP_NAMES, IGNORED_PREFIXES, RELEASE_DEFAULTS, TRANSLATIONS
 from adlm.config.keys import Key, group_choices, group_help, keys
-from adlm.migration import REMOVED, RENAMED, VALUES
+from adlm.migration import JOINED, REMOVED, RENAMED, VALUES
 from adlm.schema import Config
 from adlm.tables import GROUPS
 
@@ -44,8 +44,8 @@ adlm train --help                         # the keys of a command
   or `runs/<experiment>`. The others say in their `--help` what they write.
 - `train.batch_size=0` becomes the sequences per rank. `algo=mdlm-matched` and `ar-matched` give one stack all
   `n_blocks + n_denoiser_blocks` blocks.
-- `objective.gamma` rises from 0 over the first `objective.gamma_warmup` of the run and then stays, or moves on a straight line to
-  `objective.gamma_end`. The anchor loss is a sum over anchors divided by all tokens, so a rule with fewer anchors has a smaller loss
+- `objective.gamma` rises from 0 over the first `objective.gamma_warmup` of the run and then stays, until
+  `objective.gamma_until`. The anchor loss is a sum over anchors divided by all tokens, so a rule with fewer anchors has a smaller loss
   at the same `objective.gamma`.
 - Nothing changes directory, and no folder is made before a command writes to it. The settings of a run are in its `config.yaml`.
 - From Python, `adlm.config.load(["model=nano", "data=ptb"])` returns the same tree as plain dataclasses (`adlm/schema.py`).
@@ -112,7 +112,8 @@ def release() -> list[str]:
 
 
 def earlier() -> list[str]:
-    lines = [(f"`{old}`", f"`{new}`") for old, new in sorted(RENAMED.items())]
+    names = RENAMED | {old: joined.key for joined in JOINED for old in joined.old}
+    lines = [(f"`{old}`", f"`{new}`") for old, new in sorted(names.items())]
     lines += [(f"`{key}={old}`", f"`{key}={new}`") for (key, old), new in sorted(VALUES.items())]
     gone = ", ".join(f"`{key}`" for key in sorted(set(REMOVED) - set(RENAMED)))
     return [

@@ -96,7 +96,7 @@ COMMANDS: dict[str, Command] = {
         line=True,
         defaults=("data=file",),
         short="checkpoint",
-        reads=("seed", "out", "checkpoint", "lora", "data", "optim", "train", "track", "sampling", *BOUND),
+        reads=("seed", "out", "checkpoint", "lora", "data", "optim", "train", "sampling", *BOUND),
     ),
     "adapt": Command(
         "adlm.adapting:run_adapt",
@@ -158,7 +158,7 @@ COMMANDS: dict[str, Command] = {
         "train | sample: how fast this machine is, beside a reference implementation of the same",
         rest=True,
         out="file that a JSON line for each batch size is appended to (empty: only printed)",
-        reads=("bench", "algo", "seed", "model", "noise", "objective", "optim", "train", "sampling"),
+        reads=("bench", "algo", "seed", "model", "noise", "objective", "data.tokenizer", "optim", "train", "sampling"),
     ),
     "zeroshot": Command(
         "adlm.evaluation.zeroshot:run_zeroshot",

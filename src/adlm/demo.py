@@ -222,10 +222,9 @@ def configuration(cfg: Config) -> Html:
     """The settings in four lines, and all of them to unfold."""
     m, o, t = cfg.model, cfg.objective, cfg.train
     blocks = f"{m.n_blocks} + {m.n_denoiser_blocks}" if m.anchored else f"{m.n_blocks}"
-    gamma = f"{o.gamma:g}" if o.gamma_end < 0 else f"{o.gamma:g} to {o.gamma_end:g}"
     rows = [
         ("model", f"width {m.hidden_size}, {blocks} blocks, {m.n_heads} heads, sequences of {m.length} tokens"),
-        ("objective", f"{o.name}, gamma {gamma}, anchors by {o.anchor_rule}, at {o.anchor_positions} positions"),
+        ("objective", f"{o.name}, gamma {o.gamma:g}, anchors by {o.anchor_rule}, at {o.anchor_positions} positions"),
         ("optimizer", f"{cfg.optim.name}, rate {cfg.optim.lr:g}, {cfg.optim.schedule} after {cfg.optim.warmup} steps"),
         ("batch", f"{t.global_batch_size} sequences, {t.steps:,} steps, seed {cfg.seed}"),
     ]

@@ -140,7 +140,7 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     for name, part in (("model", loaded.model.config), ("noise", loaded.noise), ("objective", loaded.objective)):
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
     # Training ended with the bound's own times, and goes on there.
-    chosen |= {"objective.time_density": 1.0, "objective.time_density_anneal": 0.0, "objective.gamma_warmup": 0.0}
+    chosen |= {"objective.time_density": 1.0, "objective.gamma_warmup": 0.0}
     chosen |= rates(loaded, low_rank=typed.lora.rank > 0)
     source, length, most_at_once = resolve(typed.data, "train"), loaded.model.config.length, 8
     if source.holds_pairs:  # one a sequence, which may be short

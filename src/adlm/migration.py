@@ -5,9 +5,14 @@ value asked for nothing, and refused where a model or run really used it. `adlm.
 settings come in, and nothing below it knows old names.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from adlm.errors import require
+from adlm.schema import DataConfig, ModelConfig, TrainConfig
+
+TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 RENAMED = {
     "data.max_rows": "data.max_sequences",
@@ -21,6 +26,7 @@ RENAMED = {
     "eval.steps": "sampling.steps",
     "eval.temperatures": "sampling.temperature",
     "eval.top_ps": "sampling.top_p",
+    "model.mlp_ratio": "model.mlp_size",  # see `_with_mlp_size`
     "objective.anchor_share": "objective.anchor_fraction",
     "objective.time_density_a": "objective.time_density",
     "optim.final": "optim.min_lr_ratio",
@@ -38,14 +44,20 @@ dropped from saved settings: there it belonged to the command that wrote them.""
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
-REMOVED_VALUES = {("model.bridge", "residual")}
+REMOVED_VALUES = {("model.bridge", "residual"), ("noise.name", "polynomial")}
 """(today's key, old value) that no version of today can read."""
 
 REMOVED: dict[str, tuple[Any, ...]] = {
     "bench.dense_steps": (),
     "bench.evaluations": (),
     "bench.out": (),
+    "bench.vocab_size": (50258,),
     "bench.warmup": (),
+    "checkpoint.milestone_every": (),
+    "checkpoint.minutes": (),
+    "cluster.links": ("450,50",),
+    "cluster.mtbf": (50_000.0,),
+    "cluster.price": (),
     "eval.chain_rows": (),
     "eval.chain_sequences": (),
     "eval.features": (),
@@ -56,11 +68,15 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.steps": (),
     "eval.temperatures": (),
     "eval.top_ps": (),
+    "lora.alpha": (16.0,),
     "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
+    "noise.power": (),  # of the schedule polynomial alone
+    "objective.gamma_end": (-1.0,),
     "objective.hard": (),  # a threshold of anchor_rule=loss alone
     "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
+    "objective.time_density_anneal": (0.8,),  # any, where times are uniform: see `migrate`
     "objective.time_density_b": (),  # see `migrate`
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
@@ -86,10 +102,86 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "train.batch_parts": (1,),
     "train.batch_parts_share": (),
     "train.max_bad_steps": (),
+    "train.spike_factor": (0.0,),
     "train.valid_batch_size": (),
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
+
+TRAINING_ONLY = {"lora.alpha", "objective.gamma_end", "objective.time_density_anneal", "train.spike_factor"}
+"""Keys of REMOVED that said how a run goes on, and not what its model computes (adapters say their alpha
+themselves): such a model is loaded, and such a run is not resumed."""
+
+
+REPORT_ONLY = {"bench.vocab_size", "cluster.links", "cluster.mtbf"}
+"""Keys of REMOVED that changed what a measurement or a prediction says, and nothing that is kept."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Old keys that said together what one key says today."""
+
+    key: str
+    default: Any
+    """Of this key today, which says what the defaults of the old ones said."""
+    join: Callable[[dict[str, Any]], Any]
+    """Values of the old keys -> today's value."""
+    split: Callable[[Any], dict[str, Any]]
+    """Today's value -> those of the old keys that say the same: what they are where they are not given."""
+
+    @property
+    def old(self) -> set[str]:
+        return self.split(self.default).keys() - {self.key}
+
+
+def _join_conditioning(old: dict[str, Any]) -> str:
+    adaln, timed = _is_true(old, "model.adaln"), _is_true(old, "model.time_conditioning")
+    require(adaln or not timed, "model.time_conditioning=true needs model.adaln=true (today: model.conditioning=sigma)")
+    return "none" if not adaln else old["model.time_input"] if timed else "constant"
+
+
+def _split_conditioning(value: str) -> dict[str, Any]:
+    return {
+        "model.adaln": value != "none",
+        "model.time_conditioning": value in ("sigma", "t"),
+        "model.time_input": "t" if value == "t" else "sigma",
+    }
+
+
+def _join_init(old: dict[str, Any]) -> str:
+    """Loaded weights do not depend on it, so any two values are read. Zeros beside torch were never run."""
+    zero = _is_true(old, "model.zero_init") and old["model.init"] == "normal"
+    return "normal-zero" if zero else old["model.init"]
+
+
+def _split_init(value: str) -> dict[str, Any]:
+    return {"model.init": value.removesuffix("-zero"), "model.zero_init": value == "normal-zero"}
+
+
+def _join_packing(old: dict[str, Any]) -> str:
+    return old["data.packing"] if _is_true(old, "data.wrap") else "documents"
+
+
+def _split_packing(value: str) -> dict[str, Any]:
+    """Documents that are wrapped after all are a stream, unless something else is said."""
+    one_each = value == "documents"
+    return {"data.wrap": not one_each, "data.packing": DataConfig.packing if one_each else value}
+
+
+def _join_track(old: dict[str, Any]) -> str:
+    return next((name for name in ("tensorboard", "wandb") if _is_true(old, f"track.{name}")), "")
+
+
+def _split_track(value: str) -> dict[str, Any]:
+    return {f"track.{name}": value == name for name in ("tensorboard", "wandb")}
+
+
+JOINED = (
+    Joined("data.packing", DataConfig.packing, _join_packing, _split_packing),
+    Joined("model.conditioning", ModelConfig.conditioning, _join_conditioning, _split_conditioning),
+    Joined("train.track", TrainConfig.track, _join_track, _split_track),
+    Joined("model.init", ModelConfig.init, _join_init, _split_init),
+)
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
 TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
@@ -99,12 +191,19 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
 
 
-def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[str, Any]:
+def migrate(
+    settings: dict[str, Any],
+    source: str,
+    groups: Callable[[], Mapping[str, Any]] | None = None,
+    resumes: bool = False,
+) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
 
-    `saved=False`: they were typed on a command line, as texts. Where an old name and today's are both given, today's
+    `groups`: they were typed on a command line, as texts, and change what the groups of that line say, which this
+    returns. `resumes`: they are those of a run that goes on. Where an old name and today's are both given, today's
     counts.
     """
+    saved = groups is None
     deep = [key for key, value in settings.items() if any(isinstance(v, list | dict) for v in _items(value))]
     require(not deep, f"{source}: {', '.join(deep)[:200]} must be single values")
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
@@ -113,13 +212,20 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
         f"{source}: objective.time_density_a={a} and time_density_b={b} differ: today times are drawn from"
         " Beta(a, a), objective.time_density=a",
     )
+    density = settings.get("objective.time_density", settings.get("objective.time_density_a", 1.0 if saved else None))
+    if _same(density, 1.0):
+        settings = {key: value for key, value in settings.items() if key != "objective.time_density_anneal"}
     shape = tuple(settings.get(key) for key in TASK_KEYS)
     if settings.get("reason.task") == "prosqa" and shape in TASK_OF_SHAPE:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}
         settings["reason.task"] = TASK_OF_SHAPE[shape]
+    for joined in JOINED:
+        settings = _with_joined(settings, joined, source, groups)
+    settings = _with_mlp_size(settings, source, groups)
     current: dict[str, Any] = {}
     for old, value in settings.items():
-        if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old]):
+        idle = old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old])
+        if idle or (saved and (old in REPORT_ONLY or (old in TRAINING_ONLY and not resumes))):
             continue
         key = RENAMED.get(old, old)
         gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)
@@ -127,6 +233,59 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
+
+
+def today_of(key: str) -> str:
+    """Today's name of a key of an earlier version; empty: it has none, or its name is today's."""
+    return RENAMED.get(key) or next((joined.key for joined in JOINED if key in joined.old), "")
+
+
+def _with_joined(
+    settings: dict[str, Any], joined: Joined, source: str, groups: Callable[[], Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """The settings with today's key in the place of the old ones."""
+    key = joined.key
+    if not joined.old & settings.keys():
+        return settings
+    found = {name: value for name, value in settings.items() if name not in joined.old}
+    old = joined.split(groups()[key] if groups else joined.default)
+    if key not in found or key in old:
+        try:
+            found[key] = joined.join(old | {name: value for name, value in settings.items() if name in old})
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+    return found
+
+
+def _with_mlp_size(
+    settings: dict[str, Any], source: str, groups: Callable[[], Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """The settings with the width of the MLP in the place of its ratio to the width of the model. A command line that
+    does not say that width is refused: it may follow from a text."""
+    if "model.mlp_ratio" not in settings:
+        return settings
+    found = {key: value for key, value in settings.items() if key != "model.mlp_ratio"}
+    ratio, said = settings["model.mlp_ratio"], f"{source}: model.mlp_ratio={settings['model.mlp_ratio']!s:.60}"
+    if not _same(found.get("model.mlp_size", 0), 0):
+        return found
+    if _same(ratio, 4):
+        return found | {"model.mlp_size": 0}
+    known = groups is None or settings.keys() & {"model.hidden_size", "model", "task", "experiment"}
+    require(bool(known), f"{said} is now model.mlp_size={ratio} * model.hidden_size: give that number")
+    width = settings.get("model.hidden_size", groups()["model.hidden_size"] if groups else ModelConfig.hidden_size)
+    try:
+        size = int(ratio) * int(width)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{said} is no whole number of model.hidden_size={width!s:.60}") from None
+    require(size > 0, f"{said} must be at least 1")
+    return found | {"model.mlp_size": size}
+
+
+def _is_true(settings: Mapping[str, Any], key: str) -> bool:
+    """A value that is true or false, or its text on a command line."""
+    text = str(settings[key]).lower()
+    require(text in TRUTH, f"{key}={settings[key]!s:.60} is not true or false")
+    return TRUTH[text]
 
 
 def _items(value: Any) -> list[Any]:

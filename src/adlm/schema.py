@@ -34,7 +34,6 @@ from adlm.schema_commands import (
     ReasonConfig,
     SamplingConfig,
     ServeConfig,
-    TrackConfig,
 )
 from adlm.schema_model import LoraConfig, ModelConfig
 
@@ -42,15 +41,13 @@ from adlm.schema_model import LoraConfig, ModelConfig
 @dataclass
 class NoiseConfig:
     name: Annotated[str, Choices(tables.SCHEDULES)] = "loglinear"
-    """Masking schedule: loglinear, linear, geometric, cosine, cosine-squared or polynomial."""
+    """Masking schedule: loglinear, linear, geometric, cosine or cosine-squared."""
     eps: FractionBelowOne = 1e-3
     """Smallest kept probability at t=1 (loglinear, cosine, ...)."""
     sigma_min: Positive = 1e-4
     """Geometric schedule: sigma at t=0."""
     sigma_max: Positive = 20.0
     """Geometric schedule: sigma at t=1."""
-    power: Positive = 2.0
-    """Polynomial schedule: alpha = 1 - (1-eps) t^power."""
 
     def check(self) -> None:
         """Refuse values that no schedule can be made from together."""
@@ -68,8 +65,6 @@ class ObjectiveConfig:
     """Weight of the anchor term (0: plain NELBO through both stages)."""
     gamma_warmup: Fraction = 3e-3
     """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
-    gamma_end: Annotated[float, Range(low=0, also=-1)] = -1.0
-    """Where gamma moves, linearly, from the end of its warm-up to the end of the run (-1: it stays)."""
     gamma_until: PositiveFraction = 1.0
     """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
@@ -85,19 +80,14 @@ class ObjectiveConfig:
     T: WholeNumber = 0
     """Number of discrete time steps of the bound; 0 is continuous time."""
     time_density: AtLeastOne = 1.0
-    """Training times are drawn from Beta(a, a) with this a; 1 is the bound, anything else a deliberate reweighting."""
-    time_density_anneal: Fraction = 0.0
-    """Fraction of the run after which times are uniform again, reached linearly (0: never annealed)."""
+    """Training times are drawn from Beta(a, a); a falls from this to 1, the bound's uniform times, over the first 0.8
+    of the run (1: uniform throughout)."""
     sampling_eps: FractionBelowOne = 1e-3
     """Smallest time visited."""
 
     def check(self, model: ModelConfig) -> None:
         """Refuse values that do not fit each other or the model. An objective of another package is loaded, and asked:
         it states its own rules."""
-        require(
-            self.gamma_end < 0 or self.gamma_warmup < 1,
-            "objective.gamma_warmup=1 leaves nothing of the run for objective.gamma_end",
-        )
         if self.name not in tables.OBJECTIVES.entries:
             return tables.OBJECTIVES.load(self.name, "objective.name").check(self, model)
         require(
@@ -148,10 +138,10 @@ class DataConfig:
     tokenizer: str = ""
     """gpt2, bert-base-uncased, text8, bytes, bpe-N (trained on the corpus), a tokenizer.json, or a folder with
     vocabulary files; empty: the corpus' default."""
-    wrap: bool = True
-    """Concatenate documents and cut them into sequences; False: one document a sequence, truncated and padded."""
-    packing: Annotated[str, Choices(("stream", "release"))] = "stream"
-    """stream: nothing dropped between documents; release: cut as the release does, per 1000 documents."""
+    packing: Annotated[str, Choices(("stream", "release", "documents"))] = "stream"
+    """How documents become sequences: stream (concatenated and cut, nothing dropped between them), release (the same
+    for each 1000 documents, whose rest is dropped, as in the release) or documents (one a sequence, truncated and
+    padded)."""
     cache_dir: Place = ""
     """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
     engine: Annotated[str, Choices(("threads", "ray"))] = "threads"
@@ -215,6 +205,9 @@ class TrainConfig:
     """Steps between log lines."""
     sample_every: WholeNumber = 0
     """Steps between samples shown during training (0: none)."""
+    track: Annotated[str, Choices(("tensorboard", "wandb"), also=("",))] = ""
+    """Where metrics go beside the run folder: tensorboard (its events, in the run folder) or wandb (Weights & Biases,
+    offline unless logged in; WANDB_PROJECT and WANDB_NAME say where); empty: nowhere."""
     precision: Annotated[str, Choices(("auto", "fp32", "bf16"))] = "auto"
     """auto (bf16 on a GPU, fp32 on a CPU), fp32 or bf16 (autocast, fp32 weights)."""
     residual: Annotated[str, Choices(("fp32", "bf16"))] = "fp32"
@@ -230,8 +223,6 @@ class TrainConfig:
     strategy: Annotated[str, Choices(("ddp", "fsdp", "hsdp"))] = "ddp"
     """Under torchrun: ddp (every rank has all weights), fsdp (shards over all ranks) or hsdp (shards over the ranks of
     a node, copies of them over nodes)."""
-    spike_factor: NotNegative = 0.0
-    """Skip an update whose gradient norm exceeds this many times its running mean (0: only non-finite ones)."""
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
     num_threads: Annotated[int, Range(low=0, high=1024)] = 0
@@ -256,14 +247,10 @@ class TrainConfig:
 class CheckpointConfig:
     every: Count = 500
     """Steps between checkpoints."""
-    minutes: NotNegative = 0.0
-    """Also save after this many minutes since the last save (0: off)."""
     keep: Count = 2
     """Newest checkpoints kept."""
     best: bool = True
     """Also save whenever a validation finds a better bound, and keep the best."""
-    milestone_every: WholeNumber = 0
-    """Steps between checkpoints that are never removed (0: none)."""
     resume: bool = True
     """Resume from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
@@ -299,7 +286,6 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
-    track: TrackConfig = field(default_factory=TrackConfig)
 
 
 def quoted(value: Any) -> str:

@@ -231,7 +231,8 @@ class ServeConfig:
 
 @dataclass
 class BenchConfig:
-    """How fast this machine is (`adlm bench`); model, optimizer, sampler and precision come from their sections."""
+    """How fast this machine is (`adlm bench`); model, optimizer, sampler and precision come from their sections, the
+    size of the vocabulary from data.tokenizer (empty: GPT-2's)."""
 
     batches: str = "16"
     """Sequences of a step, one measurement each: 1,16,64."""
@@ -239,8 +240,6 @@ class BenchConfig:
     """Steps timed: optimizer steps (train) or network evaluations (sample)."""
     dense: bool = True
     """Also time the reference implementation, and print the ratio."""
-    vocab_size: Annotated[int, Range(low=3)] = GPT2_VOCABULARY
-    """Vocabulary, mask included (50258: GPT-2's)."""
 
 
 @dataclass
@@ -250,13 +249,8 @@ class ClusterConfig:
     gpus: WholeNumber = 0
     """GPUs of the run, in nodes of 8 (0: nothing is predicted)."""
     gpu: str = "h200"
-    """A GPU by name, or the file that `adlm bench train bench.batches=16,64 out=FILE` has written on it."""
-    links: str = "450,50"
-    """GB/s that one GPU sends inside its node, and to other nodes (NVLink 4, and 400 Gbit/s for each GPU)."""
-    mtbf: Positive = 50_000.0
-    """Hours until one GPU fails, on average."""
-    price: NotNegative = 0.0
-    """Of an hour of one GPU, in any currency (0: no cost is said)."""
+    """A GPU by name, or the file that `adlm bench train bench.batches=16,64 out=FILE` has written on it, which may also
+    say its links and failures (docs/scale.md)."""
 
 
 @dataclass
@@ -265,11 +259,3 @@ class CompareConfig:
     """Runs of `adlm compare` that train at once, each in a process of its own."""
     equal_flops: bool = False
     """Every run gets the training FLOPs of the first one, and not its number of steps."""
-
-
-@dataclass
-class TrackConfig:
-    tensorboard: bool = False
-    """Also write TensorBoard events to the run folder."""
-    wandb: bool = False
-    """Also log to Weights & Biases (offline unless logged in; WANDB_PROJECT and WANDB_NAME say where)."""

@@ -11,7 +11,6 @@ from adlm.rules import (
     Count,
     FractionBelowOne,
     Numbers,
-    Positive,
     Range,
     WholeNumber,
     numbers,
@@ -49,12 +48,9 @@ class ModelConfig:
     """Block diffusion: tokens K of a block, which is denoised after the blocks before it (1: token by token; 0 or
     empty: the whole sequence at once). Of several, 16,1,4,64,1024, each training sequence takes one in turn, and the
     first is the model's own K in bounds and generation; a number named twice comes up twice as often."""
-    adaln: bool = True
-    """Modulate norms and gates by a conditioning vector, as the published block does."""
-    time_conditioning: bool = False
-    """Condition on the noise level sigma(t); needs adaln. False conditions on a constant."""
-    time_input: Annotated[str, Choices(("sigma", "t"))] = "sigma"
-    """What time conditioning reads: sigma, or t, the fraction of masks (GIDD)."""
+    conditioning: Annotated[str, Choices(("none", "constant", "sigma", "t"))] = "constant"
+    """What norms and gates are modulated by (adaLN): none (no adaLN), constant (one learned vector, as in the published
+    block), sigma (the noise level sigma(t)) or t (the fraction of masks, GIDD)."""
     cond_dim: Count = 128
     """Width of the conditioning vector."""
     norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
@@ -76,14 +72,20 @@ class ModelConfig:
     shift: bool = False
     """The prediction for position i is read at position i-1 (for position 0, at 0), as in diffusion models made of
     causal ones. Causal models read so by themselves."""
-    zero_init: bool = False
-    """Start the output projections of attention and MLP at zero (the published block instead has zero gates)."""
-    mlp_ratio: Count = 4
-    """Width of the MLP over hidden_size."""
     mlp_size: WholeNumber = 0
-    """Width of the MLP where it is no multiple; 0: mlp_ratio * hidden_size."""
-    init: Annotated[str, Choices(("torch", "normal"))] = "torch"
-    """torch (uniform +-1/sqrt(fan-in), heads at zero, as published) or normal (standard deviation 0.02)."""
+    """Width of the MLP; 0: 4 * hidden_size."""
+    init: Annotated[str, Choices(("torch", "normal", "normal-zero"))] = "torch"
+    """How weights start: torch (uniform +-1/sqrt(fan-in), heads at zero, as published), normal (standard deviation
+    0.02) or normal-zero (the same, but output projections of attention and MLP at zero; under adaLN gates are zero
+    instead)."""
+
+    @property
+    def has_adaln(self) -> bool:
+        return self.conditioning != "none"
+
+    @property
+    def is_time_conditioned(self) -> bool:
+        return self.conditioning in ("sigma", "t")
 
     @property
     def kv_heads(self) -> int:
@@ -95,7 +97,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        return self.mlp_size or self.mlp_ratio * self.hidden_size
+        return self.mlp_size or 4 * self.hidden_size
 
     @property
     def mlp_rows(self) -> int:
@@ -127,21 +129,17 @@ class ModelConfig:
             "model.n_denoiser_blocks=0 leaves no denoiser: give at least 1, or model.anchored=false",
         )
         require(
-            self.adaln or not self.time_conditioning,
-            "model.time_conditioning=true needs model.adaln=true, through which the noise level enters",
-        )
-        require(
-            not (self.causal and self.time_conditioning),
-            "model.causal=true has no noise level: set model.time_conditioning=false",
+            not (self.causal and self.is_time_conditioned),
+            f"model.causal=true has no noise level for model.conditioning={self.conditioning}: choose none or constant",
         )
         require(
             not (self.causal and self.block_length),
             f"model.block_length={self.block_length} needs model.causal=false: a causal model has blocks of one token",
         )
         require(
-            not (self.block_lengths and self.time_conditioning),
+            not (self.block_lengths and self.is_time_conditioned),
             f"model.block_length={self.block_length}: every block has a noise level of its own, which"
-            " model.time_conditioning=true cannot tell apart",
+            f" model.conditioning={self.conditioning} cannot tell apart",
         )
 
     @property
@@ -158,9 +156,7 @@ class ModelConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters: a matrix W of the blocks becomes W + (alpha / rank) B A, and only B and A train."""
+    """Low-rank adapters: a matrix W of the blocks becomes W + (16 / rank) B A, and only B and A train."""
 
     rank: WholeNumber = 0
     """Rank of the adapters of a model that is fine-tuned (checkpoint.init_from); 0: all of its weights train."""
-    alpha: Positive = 16.0
-    """Strength of the adapters: B A is multiplied by alpha / rank."""

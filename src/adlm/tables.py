@@ -237,7 +237,6 @@ SCHEDULES = Table(
         "geometric": "adlm.diffusion.schedules:Geometric",
         "cosine": "adlm.diffusion.schedules:Cosine",
         "cosine-squared": "adlm.diffusion.schedules:CosineSquared",
-        "polynomial": "adlm.diffusion.schedules:Polynomial",
     },
 )
 

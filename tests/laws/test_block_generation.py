@@ -25,7 +25,7 @@ from adlm.tables import SAMPLERS
 
 V, M, L = 11, 10, 12
 TRAINED = "4,1,3,5,12"
-GROUPED = MODERN | {"n_heads": 4, "n_kv_heads": 2, "activation": "swiglu", "zero_init": False}
+GROUPED = MODERN | {"n_heads": 4, "n_kv_heads": 2, "activation": "swiglu", "init": "normal"}
 KINDS = {
     "plain": {"anchored": False},
     "shifted": {"anchored": False, "shift": True},
@@ -37,7 +37,7 @@ SAMPLED = sorted(SAMPLERS.entries)
 
 
 def blocks_model(kind: str = "shifted", **options) -> Network:
-    own = {"block_length": TRAINED, "adaln": False, "dtype": torch.float64} | KINDS[kind] | options
+    own = {"block_length": TRAINED, "conditioning": "none", "dtype": torch.float64} | KINDS[kind] | options
     return tiny_model(**own).requires_grad_(False)
 
 

@@ -19,10 +19,10 @@ from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 L, MASK = 12, 10
 LLAMA = {**MODERN, "qk_norm": False, "activation": "swiglu", "n_kv_heads": 1, "tied": True, "anchored": False}
 NETWORKS = {
-    "published": {"adaln": True, "anchored": False},
+    "published": {"conditioning": "constant", "anchored": False},
     "modern": {**MODERN, "anchored": False},
     "anchored": {**MODERN, "bridge": "none"},
-    "linear bridge": {"bridge": "linear", "adaln": False},
+    "linear bridge": {"bridge": "linear", "conditioning": "none"},
     "llama": LLAMA,
     "llama anchored": {**LLAMA, "anchored": True, "bridge": "none"},
 }

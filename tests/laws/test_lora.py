@@ -5,14 +5,14 @@ import torch
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.models.linear_cross_entropy import linear_cross_entropy
-from adlm.models.lora import AdaptedLinear, adapt, adapters, base_weights, check_adapters, merged, weights_digest
+from adlm.models.lora import ALPHA, AdaptedLinear, adapt, adapters, base_weights, check_adapters, merged, weights_digest
 from adlm.models.network import is_block_matrix
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import LoraConfig, NoiseConfig, ObjectiveConfig
 
-LORA = LoraConfig(rank=3, alpha=5.0)
+LORA = LoraConfig(rank=3)
 KINDS = [
-    {}, {"bridge": "none"}, {"anchored": False, "time_conditioning": True}, MODERN,
+    {}, {"bridge": "none"}, {"anchored": False, "conditioning": "sigma"}, MODERN,
     {"anchored": False, "causal": True, **MODERN},
 ]  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_merging_is_the_formula():
     for name, w in base.state_dict().items():
         stem = name.removesuffix(".weight")
         if is_block_matrix(name, w):
-            w = w + 5.0 / 3 * state[f"{stem}.lora_b"] @ state[f"{stem}.lora_a"]
+            w = w + ALPHA / 3 * state[f"{stem}.lora_b"] @ state[f"{stem}.lora_a"]
         torch.testing.assert_close(weights[name], w, rtol=0, atol=1e-12)
 
 

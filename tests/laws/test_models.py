@@ -27,9 +27,9 @@ BRIDGES = ["linear", "none"]
 VARIANTS = {
     "published": {},
     "modern": MODERN,
-    "time": {"time_conditioning": True},
+    "time": {"conditioning": "sigma"},
     "one-stage": {"anchored": False},
-    "causal": {"causal": True, "adaln": False},
+    "causal": {"causal": True, "conditioning": "none"},
 }
 
 
@@ -72,11 +72,11 @@ def test_vectors_folded_into_weights_change_neither_values_nor_gradients(variant
         torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, {"anchored": False}, MODERN])
+@pytest.mark.parametrize("options", [{}, {"conditioning": "sigma"}, {"anchored": False}, MODERN])
 def test_hidden_states_of_some_positions_are_those_of_all(options):
     model = tiny_model(dtype=torch.float64, **options).requires_grad_(False)
     tokens, sigma = random_tokens(3, 12, 11), torch.tensor([0.1, 0.9, 3.0]).double()
-    sigma = sigma if model.config.time_conditioning else None
+    sigma = sigma if model.config.is_time_conditioned else None
     every = model(tokens, sigma)
     flat, each = torch.tensor([35, 0, 13, 7, 8]), torch.tensor([[3, 0], [11, 11], [5, 6]])
     some = model(tokens, sigma, at_N=flat)
@@ -87,7 +87,7 @@ def test_hidden_states_of_some_positions_are_those_of_all(options):
         assert torch.equal(some.anchor_BLD, every.anchor_BLD)
 
 
-@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, MODERN])
+@pytest.mark.parametrize("options", [{}, {"conditioning": "sigma"}, MODERN])
 def test_a_loss_that_reads_some_positions_has_the_gradients_of_one_that_runs_all(options):
     model = tiny_model(dtype=torch.float64, **options)
     anelbo = make_objective(ObjectiveConfig(name="anelbo", gamma=0.3), NoiseConfig(), model.mask_id, 1)
@@ -221,7 +221,7 @@ def test_parameter_counts_with_the_gpt2_vocabulary():
     sizes = {
         293_189_028: ModelConfig(),
         169_627_218: ModelConfig(anchored=False),
-        162_246_482: ModelConfig(anchored=False, causal=True, adaln=False),
+        162_246_482: ModelConfig(anchored=False, causal=True, conditioning="none"),
     }
     for expected, cfg in sizes.items():
         with torch.device("meta"):
@@ -300,7 +300,7 @@ def test_a_bridge_of_another_package_trains_and_generates(monkeypatch):
 @pytest.mark.parametrize("bridge", BRIDGES)
 def test_causal_models_never_see_the_future(anchored, bridge):
     """The prediction made at l depends on tokens <= l only: gradient of the hidden state at l, by input position."""
-    model = tiny_model(dtype=torch.float64, causal=True, adaln=False, anchored=anchored, bridge=bridge)
+    model = tiny_model(dtype=torch.float64, causal=True, conditioning="none", anchored=anchored, bridge=bridge)
     tokens = random_tokens(1, 12, 11)
     embedded = model.embedding.detach()[tokens].requires_grad_()
     x = embedded
@@ -323,7 +323,7 @@ def test_bidirectional_models_see_everything():
 
 @pytest.mark.parametrize("anchored", [False, True])
 def test_cache_equals_reading_everything_again(anchored):
-    model = tiny_model(dtype=torch.float64, causal=True, adaln=False, anchored=anchored)
+    model = tiny_model(dtype=torch.float64, causal=True, conditioning="none", anchored=anchored)
     tokens = random_tokens(3, 12, 11)
     whole = model(tokens).denoiser_BLD
     cache = model.make_cache(3, 12)
@@ -332,7 +332,7 @@ def test_cache_equals_reading_everything_again(anchored):
 
 
 def test_cache_rows_may_stand_at_different_positions():
-    model = tiny_model(dtype=torch.float64, causal=True, adaln=False)
+    model = tiny_model(dtype=torch.float64, causal=True, conditioning="none")
     tokens = random_tokens(2, 12, 11)
     whole = model(tokens).denoiser_BLD
     cache = model.make_cache(2, 12)
@@ -353,7 +353,7 @@ def test_unconditioned_model_computes_one_row_of_modulations():
 
 
 def test_time_conditioning_changes_the_prediction_and_needs_sigma():
-    model = tiny_model(time_conditioning=True)
+    model = tiny_model(conditioning="sigma")
     tokens = random_tokens(2, 12, 11)
     a, b = model.logits(tokens, torch.tensor([0.1, 0.1])), model.logits(tokens, torch.tensor([0.1, 2.0]))
     assert torch.equal(a[0], b[0]) and not torch.equal(a[1], b[1])
@@ -471,7 +471,7 @@ def test_the_stream_keeps_its_precision():
     [
         ({"bridge": "linaer"}, "did you mean 'linear'"),
         ({"n_heads": 3}, "model.n_heads=3 must split model.hidden_size=16 into heads of even width"),
-        ({"adaln": False, "time_conditioning": True}, "needs model.adaln=true"),
+        ({"causal": True, "conditioning": "sigma"}, "no noise level for model.conditioning=sigma"),
         ({"n_denoiser_blocks": 0}, "leaves no denoiser"),
     ],
 )
@@ -536,11 +536,12 @@ def test_no_block_is_born_dead(algo, recipe):
     assert not still, still
 
 
-def test_zero_init_is_zero_whatever_the_other_weights_start_as():
-    for init in ("normal", "torch"):
-        model = build_model(replace(TINY, **MODERN, init=init), 11, 10)
-        block = model.denoiser.blocks[0]
-        assert block.attn_out.weight.abs().max() == 0 and block.mlp_out.weight.abs().max() == 0
-        assert block.qkv.weight.abs().max() > 0
-        gated = build_model(replace(TINY, **MODERN | {"adaln": True}, init=init), 11, 10).denoiser.blocks[0]
-        assert gated.modulation.weight.abs().max() == 0 and gated.attn_out.weight.abs().max() > 0
+@pytest.mark.parametrize("init", ["torch", "normal", "normal-zero"])
+def test_blocks_start_at_the_identity_if_asked(init):
+    block = build_model(replace(TINY, **MODERN | {"init": init}), 11, 10).denoiser.blocks[0]
+    zero = [out.weight.abs().max() == 0 for out in (block.attn_out, block.mlp_out)]
+    assert zero == [init == "normal-zero"] * 2
+    assert block.qkv.weight.abs().max() > 0
+    gated = replace(TINY, **MODERN | {"init": init, "conditioning": "constant"})
+    block = build_model(gated, 11, 10).denoiser.blocks[0]
+    assert block.modulation.weight.abs().max() == 0 and block.attn_out.weight.abs().max() > 0

@@ -39,15 +39,15 @@ TINY = {
 }
 SHAPES = {
     "adlm": (ModelConfig(**TINY), ObjectiveConfig(), NoiseConfig()),
-    "adlm-time": (ModelConfig(**TINY, time_conditioning=True), ObjectiveConfig(tau=3), NoiseConfig("geometric")),
+    "adlm-time": (ModelConfig(**TINY, conditioning="sigma"), ObjectiveConfig(tau=3), NoiseConfig("geometric")),
     "mdlm": (ModelConfig(**TINY, anchored=False), ObjectiveConfig(name="nelbo"), NoiseConfig()),
     "sedd": (
-        ModelConfig(**TINY, anchored=False, time_conditioning=True),
+        ModelConfig(**TINY, anchored=False, conditioning="sigma"),
         ObjectiveConfig(name="score-entropy"),
         NoiseConfig(),
     ),
     "ar": (
-        ModelConfig(**TINY, anchored=False, causal=True, adaln=False),
+        ModelConfig(**TINY, anchored=False, causal=True, conditioning="none"),
         ObjectiveConfig(name="autoregressive"),
         NoiseConfig(),
     ),
@@ -163,7 +163,7 @@ def test_export_and_import_keep_every_weight_and_setting(exported, tmp_path, kin
     for name, value in before.model.state_dict().items():
         assert torch.equal(after.model.state_dict()[name], value), name
     ignored = {"n_denoiser_blocks"} if not before.model.config.anchored else set()
-    ignored |= {"cond_dim"} if not before.model.config.adaln else set()
+    ignored |= {"cond_dim"} if not before.model.config.has_adaln else set()
     settings = [{k: v for k, v in vars(x.model.config).items() if k not in ignored} for x in (before, after)]
     assert settings[0] == settings[1]
     assert (before.noise, before.info["algo"], before.info["step"]) == (
@@ -211,7 +211,7 @@ def test_the_smallest_time_survives_without_anchors(exported, tmp_path, kind):
         ("adlm", "objective", {"anchor_rule": "all"}),
         ("adlm", "objective", {"anchor_positions": "masked"}),
         ("adlm", "objective", {"anchor_fraction": 0.5}),
-        ("adlm", "objective", {"gamma_end": 0.0}),
+        ("adlm", "objective", {"gamma_until": 0.5}),
         ("adlm", "objective", {"gamma_warmup": 0.0}),
         ("mdlm", "objective", {"time_density": 2.0}),
     ],

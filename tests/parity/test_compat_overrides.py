@@ -33,11 +33,15 @@ def test_readme_training_line():
     assert (cfg.objective.gamma, cfg.objective.gamma_warmup, cfg.objective.tau) == (3e-3, 3e-3, 5)
     assert (cfg.train.steps, cfg.train.global_batch_size, cfg.train.batch_size) == (1_000_000, 64, 64)
     assert (cfg.train.valid_every, cfg.train.log_every) == (10_000, 1000)
-    assert (cfg.data.name, cfg.data.tokenizer, cfg.data.wrap, cfg.data.valid_name) == ("openwebtext", "gpt2", True, "")
-    assert (cfg.model.hidden_size, cfg.model.length, cfg.model.time_conditioning) == (768, 1024, False)
-    assert (cfg.out, cfg.checkpoint.resume, cfg.track.wandb) == ("outputs/adlm", True, False)
+    assert (cfg.data.name, cfg.data.tokenizer, cfg.data.packing, cfg.data.valid_name) == (
+        "openwebtext",
+        "gpt2",
+        "release",
+        "",
+    )
+    assert (cfg.model.hidden_size, cfg.model.length, cfg.model.conditioning) == (768, 1024, "constant")
+    assert (cfg.out, cfg.checkpoint.resume, cfg.train.track) == ("outputs/adlm", True, "")
     assert cfg.sampling.steps == 1000
-    assert cfg.data.packing == "release"
 
 
 def test_readme_sampling_line():
@@ -81,14 +85,16 @@ def test_sedd_ar_and_d3pm_scripts():
     sedd = parse(
         "main", "mode=sample_eval parameterization=sedd backbone=dit time_conditioning=true sampling.predictor=analytic"
     )
-    assert (sedd.algo, sedd.model.time_conditioning, sedd.sampling.sampler) == ("sedd", True, "score")
+    assert (sedd.algo, sedd.model.conditioning, sedd.sampling.sampler) == ("sedd", "sigma", "score")
     ar = parse(
         "main",
         "loader.batch_size=16 loader.eval_batch_size=16 model=small-ar backbone=ar data=lm1b wandb.name=ar-lm1b "
         "parameterization=ar model.length=128 sampling.steps=1000 time_conditioning=True",
     )
-    assert (ar.algo, ar.model.causal, ar.model.time_conditioning, ar.data.wrap) == ("ar", True, False, False)
+    assert (ar.algo, ar.model.causal, ar.model.conditioning, ar.data.packing) == ("ar", True, "none", "documents")
     assert (ar.train.batch_size, ar.model.length) == (16, 128)
+    assert parse("main", "data=lm1b data.wrap=true").data.packing == "release"
+    assert parse("main", "data=ptb data.wrap=False").data.packing == "documents"
     d3pm = parse("main", "model=small data=lm1b parameterization=d3pm model.length=128 time_conditioning=True T=1000")
     assert (d3pm.algo, d3pm.objective.T, d3pm.data.tokenizer) == ("d3pm", 1000, "bert-base-uncased")
 
@@ -161,7 +167,7 @@ def test_what_means_nothing_here_is_accepted_with_a_reason(capsys):
     assert captured.out == ""
     lines = captured.err.splitlines()
     assert len(lines) == 4 and all(line.startswith("adlm: note: ") and " ignored: " in line for line in lines)
-    assert "wandb.offline=true" in lines[0] and "track.wandb=true" in lines[0]
+    assert "wandb.offline=true" in lines[0] and "train.track=wandb" in lines[0]
 
 
 def test_only_the_first_rank_tells_the_notes(capsys, monkeypatch):

@@ -45,7 +45,7 @@ def test_anchor_logits_and_log_probs(fixture):
 
 def test_time_conditioned(fixture):
     f = fixture["forward"]
-    model = load(fixture["state_dict"], time_conditioning=True)
+    model = load(fixture["state_dict"], conditioning="sigma")
     with torch.no_grad():
         expected = f["time_conditioned"]
         torch.testing.assert_close(model.anchor_logits(f["x_t"], f["sigma"]), expected["anchor_logits"], **CLOSE)
@@ -108,7 +108,7 @@ def test_anchor_masks(fixture):
 
 def test_autoregressive_model(fixture):
     ar = fixture["ar"]
-    model = load(ar["state_dict"], anchored=False, causal=True, adaln=False)
+    model = load(ar["state_dict"], anchored=False, causal=True, conditioning="none")
     x0 = fixture["forward"]["x0"]
     rows = Sequences(x0, torch.arange(len(x0)), len(x0), attention_mask_BL=fixture["loss"]["attention_mask"])
     objective = make_objective(ObjectiveConfig(name="autoregressive", gamma=0.0), NoiseConfig(), MASK, 0)

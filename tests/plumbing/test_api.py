@@ -37,7 +37,7 @@ def lm(folder):
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory):
     return adlm.load(
-        export(tmp_path_factory.mktemp("causal") / "export", causal=True, anchored=False, adaln=False), "cpu"
+        export(tmp_path_factory.mktemp("causal") / "export", causal=True, anchored=False, conditioning="none"), "cpu"
     )
 
 
@@ -153,7 +153,7 @@ def test_score_of_a_diffusion_model_is_the_bound(lm):
 
 
 def test_predictions_of_a_time_conditioned_model_are_those_of_its_engine(tmp_path):
-    timed = adlm.load(export(tmp_path / "timed", time_conditioning=True), "cpu")
+    timed = adlm.load(export(tmp_path / "timed", conditioning="sigma"), "cpu")
     with torch.no_grad():  # freshly initialised, noise levels change nothing
         for name, p in timed.model.named_parameters():
             if "modulation" in name or "time_embedding" in name:
@@ -171,7 +171,7 @@ def test_predictions_of_a_time_conditioned_model_are_those_of_its_engine(tmp_pat
 def test_a_context_is_part_of_the_noise_level_of_what_is_scored(tmp_path, monkeypatch):
     """Of nine positions six are scored: however many of those are masked, the network hears of two thirds at most, as
     `log_probs` says it of the same canvas."""
-    timed = adlm.load(export(tmp_path / "timed", time_conditioning=True), "cpu")
+    timed = adlm.load(export(tmp_path / "timed", conditioning="sigma"), "cpu")
     told, forward = [], type(timed.model).forward
     monkeypatch.setattr(
         type(timed.model),

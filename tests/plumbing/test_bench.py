@@ -16,7 +16,7 @@ from adlm.training.setup import text_like
 
 TINY = (
     "model=nano", "model.hidden_size=16", "model.n_heads=2", "model.n_blocks=1", "model.n_denoiser_blocks=1",
-    "model.length=16", "model.cond_dim=8", "model.dropout=0", "bench.vocab_size=40", "bench.batches=2,3",
+    "model.length=16", "model.cond_dim=8", "model.dropout=0", "data.tokenizer=bpe-40", "bench.batches=2,3",
     "bench.steps=2", "sampling.steps=8", "train.device=cpu",
 )  # fmt: skip
 

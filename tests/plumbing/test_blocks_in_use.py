@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(folder):
-    return load_tiny(folder, block_length="8,1,4,32", shift=True, adaln=False)
+    return load_tiny(folder, block_length="8,1,4,32", shift=True, conditioning="none")
 
 
 def test_blocks_from_python(lm):

@@ -189,7 +189,7 @@ def test_every_algorithm_of_the_package_can_be_compared():
 
     runs = {name: config.load(["experiment=compare", f"algo={name}"]) for name in group_choices("algo")}
     assert set(runs) >= {"adlm", "two-stage", "mdlm", "mdlm-matched", "ar", "ar-matched", "a2r", "sedd", "d3pm"}
-    assert any(cfg.model.time_conditioning and cfg.model.anchored for cfg in runs.values())
+    assert any(cfg.model.is_time_conditioned and cfg.model.anchored for cfg in runs.values())
     total = runs["adlm"].model.n_blocks + runs["adlm"].model.n_denoiser_blocks
     for name in ("mdlm-matched", "ar-matched"):
         assert runs[name].model.n_blocks == total and runs[name].model.n_heads == runs["adlm"].model.n_heads

@@ -10,6 +10,7 @@ import pytest
 
 from adlm import config
 from adlm.config.keys import group_choices, group_help, keys
+from adlm.migration import migrate
 from adlm.rules import Choices, Location, Range
 from adlm.schema import Config, as_yaml
 from adlm.tables import GROUPS
@@ -81,7 +82,7 @@ def test_later_groups_and_the_command_line_win():
     assert (fast.optim.name, fast.optim.schedule, fast.model.bridge) == ("muon", "linear", "none")
     assert config.load(["recipe=fast", "optim=adamw"]).optim.name == "adamw"
     assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
-    assert config.load(["algo=adlm-time", "recipe=fast"]).model.adaln is True
+    assert config.load(["algo=adlm-time", "recipe=fast"]).model.conditioning == "sigma"
     assert (fast.objective.anchor_rule, fast.objective.anchor_fraction) == ("all", 0.25)
     for choice in (["recipe=fast", "algo=a2r"], ["experiment=box"], ["recipe=published"]):  # as they were measured
         objective = config.load(choice).objective
@@ -186,7 +187,9 @@ BAD = [
     ("sampling=remdm-loop sampling.t_off=0.6", "sampling.t_off=0.6 must lie below sampling.t_on=0.55"),
     ("model.n_heads=7", "model.n_heads=7 must split model.hidden_size=768"),
     ("model.n_denoiser_blocks=0", "model.anchored=false"),
-    ("model.time_conditioning=true model.adaln=false", "needs model.adaln=true"),
+    ("model.time_conditioning=true model.adaln=false", "model.time_conditioning=true needs model.adaln=true"),
+    ("model.mlp_ratio=2", "model.mlp_ratio=2 is now model.mlp_size=2 * model.hidden_size: give that number"),
+    ("model.mlp_ratio=2.5 model=nano", "model.mlp_ratio=2.5 is no whole number"),
     ("model.bridge=linaer", "did you mean 'linear'?"),
     ("model.length=1", "model.length=1 must be at least 4"),
     ("model.causal=true", "objective.name=autoregressive"),
@@ -194,8 +197,10 @@ BAD = [
     ("model.anchored=false", "objective.name=anelbo needs model.anchored=true"),
     ("algo=d3pm objective.T=0", "set objective.T"),
     ("objective.T=1000", "needs objective.T=0"),
-    ("objective.gamma_end=-2", "objective.gamma_end=-2.0 must be at least 0, or -1"),
-    ("objective.gamma_end=0 objective.gamma_warmup=1", "leaves nothing of the run for objective.gamma_end"),
+    ("recipe=quick objective.time_density_anneal=0", "objective.time_density_anneal=0 is not supported any more"),
+    ("bench.vocab_size=40", "bench.vocab_size=40 is not supported any more"),
+    ("noise.name=polynomial", "noise.name=polynomial is not supported any more"),
+    ("objective.gamma_end=0", "objective.gamma_end=0 is not supported any more"),
     ("algo=sedd model.anchored=true", "model.anchored=false"),
     ("noise.sigma_min=30", "noise.sigma_max"),
     ("train.length_warmup=3", "train.length_warmup=3 must divide model.length=1024"),
@@ -268,12 +273,84 @@ def test_names_of_earlier_versions_are_read_and_said(capsys, tmp_path):
     assert [s.steps for s in config.load_sweep(["eval.steps=8,16"])[1]] == [8, 16]
 
 
+@pytest.mark.parametrize(
+    ("typed", "key", "value"),
+    [
+        ("model.adaln=false", "model.conditioning", "none"),
+        ("recipe=fast model.adaln=true", "model.conditioning", "constant"),
+        ("algo=sedd model.adaln=true", "model.conditioning", "sigma"),
+        ("algo=mdlm model.time_conditioning=yes", "model.conditioning", "sigma"),
+        ("algo=sedd model.time_conditioning=false", "model.conditioning", "constant"),
+        ("recipe=fast model.time_conditioning=false", "model.conditioning", "none"),
+        ("recipe=fast time_conditioning=false", "model.conditioning", "none"),
+        ("algo=d3pm time_conditioning=false", "model.conditioning", "constant"),
+        ("algo=mdlm model.time_conditioning=true model.time_input=t", "model.conditioning", "t"),
+        ("model.adaln=true model.conditioning=none", "model.conditioning", "none"),
+        ("data=lm1b", "data.packing", "documents"),
+        ("data=lm1b data.wrap=true", "data.packing", "stream"),
+        ("data=lm1b data.wrap=true data.packing=release", "data.packing", "release"),
+        ("data=ptb data.wrap=false", "data.packing", "documents"),
+        ("track.wandb=true", "train.track", "wandb"),
+        ("track.wandb=false", "train.track", ""),
+        ("recipe=fast model.zero_init=false", "model.init", "normal"),
+        ("recipe=fast model.init=torch", "model.init", "torch"),
+        ("model.init=normal model.zero_init=true", "model.init", "normal-zero"),
+        ("model.zero_init=true", "model.init", "torch"),
+        ("model=nano model.mlp_ratio=2", "model.mlp_size", 256),
+        ("model.hidden_size=48 model.mlp_ratio=2", "model.mlp_size", 96),
+        ("task=prosqa-2hop algo=ar model.mlp_ratio=4", "model.mlp_size", 0),
+    ],
+)
+def test_old_keys_that_are_one_today_change_what_the_groups_say(typed, key, value):
+    assert config.flatten(config.load(typed.split()))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("saved", "key", "value"),
+    [
+        ({"model": {"adaln": False, "time_conditioning": False}}, "model.conditioning", "none"),
+        ({"model": {"adaln": True, "time_conditioning": False, "time_input": "t"}}, "model.conditioning", "constant"),
+        ({"model": {"time_conditioning": True}}, "model.conditioning", "sigma"),
+        ({"data": {"wrap": False, "packing": "release"}}, "data.packing", "documents"),
+        ({"data": {"wrap": True, "packing": "release"}}, "data.packing", "release"),
+        ({"track": {"tensorboard": True, "wandb": False}}, "train.track", "tensorboard"),
+        ({"model": {"zero_init": True, "init": "normal"}}, "model.init", "normal-zero"),
+        ({"model": {"zero_init": False, "init": "normal"}}, "model.init", "normal"),
+        ({"model": {"zero_init": True}}, "model.init", "torch"),
+        ({"model": {"mlp_ratio": 4, "hidden_size": 48}}, "model.mlp_size", 0),
+        ({"model": {"mlp_ratio": 1, "hidden_size": 64, "mlp_size": 0}}, "model.mlp_size", 64),
+        ({"model": {"mlp_ratio": 3, "hidden_size": 64, "mlp_size": 100}}, "model.mlp_size", 100),
+        ({"model": {"adaln": True, "time_conditioning": True, "time_input": "t"}}, "model.conditioning", "t"),
+    ],
+)
+def test_old_keys_that_are_one_today_are_read_from_files(saved, key, value):
+    assert config.flatten(config.from_tree(saved, "here"))[key] == value
+
+
+def test_a_key_of_training_that_is_gone_hinders_resuming_and_nothing_else():
+    for settings in (
+        {"objective.gamma_end": 0.0},
+        {"train.spike_factor": 3.0},
+        {"lora.rank": 4, "lora.alpha": 8.0},
+        {"objective.time_density": 2.0, "objective.time_density_anneal": 0.0},
+    ):
+        assert migrate(settings, "here").keys() <= keys().keys()
+        with pytest.raises(ValueError, match=rf"here: {[*settings][-1]}=.* is not supported any more"):
+            migrate(settings, "here", resumes=True)
+    for key, value in {"objective.gamma_end": -1, "objective.time_density_anneal": 0.0}.items():
+        assert migrate({key: value}, "here", resumes=True) == {}
+
+
 def test_every_old_name_leads_to_a_key():
-    from adlm.migration import REMOVED, RENAMED, VALUES
+    from adlm.migration import JOINED, REMOVED, RENAMED, TRAINING_ONLY, VALUES
 
     assert set(RENAMED.values()) <= set(keys())
-    assert not set(keys()) & {*RENAMED, *REMOVED}
-    assert {key for key, _ in VALUES} <= set(keys())
+    assert not set(keys()) & {*RENAMED, *REMOVED}.union(*(joined.old for joined in JOINED))
+    for joined in JOINED:
+        assert joined.default == keys()[joined.key].default
+        for value in keys()[joined.key].choices or ():
+            assert joined.join(joined.split(value)) == value
+    assert {key for key, _ in VALUES} <= set(keys()) and set(REMOVED) >= TRAINING_ONLY
 
 
 def test_part_of_the_settings_can_be_read_alone():

@@ -39,19 +39,21 @@ def test_table_is_consistent():
 
 def test_published_settings():
     """What perplexities are reported with."""
-    assert (ALL["lm1b"].wrap, ALL["lm1b"].length, ALL["lm1b"].tokenizer) == (
-        False,
+    assert (ALL["lm1b"].packing, ALL["lm1b"].length, ALL["lm1b"].tokenizer) == (
+        "documents",
         128,
         "bert-base-uncased",
     )
-    assert (ALL["lm1b-gpt2"].wrap, ALL["lm1b-gpt2"].tokenizer) == (True, "gpt2")
+    assert (ALL["lm1b-gpt2"].packing, ALL["lm1b-gpt2"].tokenizer) == ("stream", "gpt2")
     assert ALL["ptb"].text_key == "sentence"
     assert ALL["pubmed"].text_key == ALL["arxiv"].text_key == "article"
     assert {n for n, c in ALL.items() if c.splits.get("valid") == "test"} == {"lm1b", "lm1b-gpt2", "ag_news"}
     assert ALL["openwebtext"].splits == {"train": "train[:-100000]", "valid": "train[-100000:]"}
     assert get_corpus("openwebtext-split")[0] == "openwebtext"
     assert get_corpus("scientific_papers_arxiv")[0] == "arxiv"
-    assert defaults("lm1b", root="x") == DataConfig(name="lm1b", tokenizer="bert-base-uncased", wrap=False, root="x")
+    assert defaults("lm1b", root="x") == DataConfig(
+        name="lm1b", tokenizer="bert-base-uncased", packing="documents", root="x"
+    )
 
 
 def test_unknown_corpus_names_the_nearest():
@@ -180,7 +182,7 @@ def test_a_group_of_the_command_line_is_a_corpus():
     plain = config.load([])
     for name, corpus in ALL.items():
         cfg = config.load([f"data={name}", "data.path=x"])
-        assert (cfg.data.name, cfg.data.wrap) == (name, corpus.wrap)
+        assert (cfg.data.name, cfg.data.packing) == (name, corpus.packing)
         assert cfg.data.tokenizer == (corpus.tokenizer if corpus.hub else "")
         assert cfg.model.length == (plain.model.length if corpus.length == 1024 else corpus.length)
 

@@ -27,7 +27,7 @@ def blocks(tmp_path_factory):
 def padded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "a.jsonl").write_text("".join(f'{{"text": "{"x" * (i % 20)}"}}\n' for i in range(50)))
-    cfg = DataConfig(name="file", path=str(folder / "a.jsonl"), cache_dir=str(folder / "cache"), wrap=False)
+    cfg = DataConfig(name="file", path=str(folder / "a.jsonl"), cache_dir=str(folder / "cache"), packing="documents")
     return prepare(cfg, raw_bytes(), 16, "train")
 
 

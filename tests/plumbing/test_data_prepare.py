@@ -18,6 +18,7 @@ from adlm.data import blocks as storage
 from adlm.data import packing, tokenizers
 from adlm.data import preparation as module
 from adlm.data.blocks import Blocks, Corrupt
+from adlm.data.corpora import defaults
 from adlm.data.preparation import prepare, run_data, tokenizer_for
 from adlm.data.tokenizers import load_tokenizer, raw_bytes, text8_characters, train_bpe, word_piece
 from adlm.schema import Config, DataConfig
@@ -61,7 +62,7 @@ def test_rows_are_the_documents(cfg):
 
 
 def test_unwrapped_rows_have_masks(cfg):
-    rows = prepare(replace(cfg, wrap=False), BYTES, 24, "train")
+    rows = prepare(replace(cfg, packing="documents"), BYTES, 24, "train")
     assert len(rows) == 36
     text = texts(cfg)[3].encode()[:22]
     assert rows[3].tolist() == [256, *text, 257]
@@ -75,7 +76,7 @@ def test_unwrapped_rows_have_masks(cfg):
 
 def test_padding_without_a_padding_token_is_eos_and_never_the_mask(cfg, assets):
     gpt2 = load_tokenizer("gpt2", root=assets / "tokenizers")
-    rows = prepare(replace(cfg, wrap=False), gpt2, 32, "train")
+    rows = prepare(replace(cfg, packing="documents"), gpt2, 32, "train")
     assert rows[0][-1] == gpt2.eos_id
     assert gpt2.mask_id not in rows.tokens
 
@@ -92,7 +93,7 @@ def test_second_time_is_the_cache(cfg, monkeypatch):
         {"tokenizer": train_bpe(["some text to train on"], 270)},
         {"length": 16},
         {"packing": "release"},
-        {"wrap": False},
+        {"packing": "documents"},
         {"valid_fraction": 0.2},
         {"max_sequences": 3},
         {"text_key": "body"},
@@ -144,7 +145,7 @@ def test_large_vocabularies_use_four_bytes(tmp_path, cfg):
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "manifest", "lengths", "remove"])
 def test_damage_is_noticed_and_repaired(cfg, harm):
-    cfg = replace(cfg, wrap=harm != "lengths")
+    cfg = replace(cfg, packing="documents" if harm == "lengths" else "stream")
     first = prepare(cfg, BYTES, 32, "train")
     good = np.array(first.tokens)
     rows, folder = first.folder / "rows.bin", first.folder
@@ -485,8 +486,8 @@ def test_a_prepared_folder_can_be_copied_and_used_alone(cfg, tmp_path):
 def test_text8_crop_needs_full_rows(tmp_path):
     """Windows are cut from rows without padding: masks of unwrapped rows would be twice as long as the windows."""
     (tmp_path / "text8").write_text("abcdefghi " * 500)
-    cfg = DataConfig(name="text8-crop", root=str(tmp_path), cache_dir=str(tmp_path / "cache"), wrap=False)
-    with pytest.raises(ValueError, match=r"data\.wrap=true"):
+    cfg = DataConfig(name="text8-crop", root=str(tmp_path), cache_dir=str(tmp_path / "cache"), packing="documents")
+    with pytest.raises(ValueError, match=r"data\.packing=stream"):
         prepare(cfg, text8_characters(), 16)
 
 
@@ -521,17 +522,17 @@ def test_command_lists_corpora(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "tokenizer", "wrap"),
-    [("ptb", 1024, "gpt2", True), ("wikitext103", 512, "gpt2", True), ("lm1b", 128, "bert-base-uncased", False)],
+    ("name", "length", "tokenizer"),
+    [("ptb", 1024, "gpt2"), ("wikitext103", 512, "gpt2"), ("lm1b", 128, "bert-base-uncased")],
 )
-def test_real_corpora(assets, tmp_path, name, length, tokenizer, wrap):
-    cfg = DataConfig(name=name, root=str(assets / "data"), tokenizer=tokenizer, wrap=wrap, cache_dir=str(tmp_path))
+def test_real_corpora(assets, tmp_path, name, length, tokenizer):
+    cfg = defaults(name, root=str(assets / "data"), tokenizer=tokenizer, cache_dir=str(tmp_path))
     tok = tokenizer_for(cfg)
     rows = prepare(cfg, tok, length, "valid")
     assert tok.mask_id not in rows.tokens
     assert (rows.tokens[:, 0] == tok.bos_id).all()
     m = rows.manifest
-    if wrap:
+    if cfg.packing == "stream":
         assert len(rows) == (m["tokens"] + m["documents"]) // (length - 2)
         assert (rows.tokens[:, -1] == tok.eos_id).all()
     else:

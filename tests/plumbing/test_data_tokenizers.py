@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from adlm.data.tokenizers import MASK, Tokenizer, load_tokenizer, raw_bytes, text8_characters, train_bpe
+from adlm.data.tokenizers import (
+    MASK,
+    Tokenizer,
+    load_tokenizer,
+    raw_bytes,
+    text8_characters,
+    train_bpe,
+    vocabulary_size,
+)
 
 SENTENCES = ["The capital of France is Paris.", "naïve café\n\ttabs, emoji 🙂 and 漢字", "don't  stop", ""]
 CORPUS = ["the quick brown fox jumps over the lazy dog\n" * 20, "a quick test of a quick tokenizer " * 30]
@@ -70,7 +78,16 @@ def test_trained_bpe_ids():
     assert len(BPE.encode("quick quick quick")) < len("quick quick quick")
 
 
+def test_sizes_are_known_by_name():
+    for tok in (raw_bytes(), text8_characters(), BPE):
+        assert vocabulary_size(tok.name) == tok.vocab_size
+    assert vocabulary_size("") == vocabulary_size("gpt2") == 50258
+    with pytest.raises(ValueError, match="its size is not known without reading it"):
+        vocabulary_size("my/tokenizer.json")
+
+
 def test_gpt2_ids(gpt2):
+    assert vocabulary_size("gpt2") == gpt2.vocab_size
     assert (gpt2.vocab_size, gpt2.mask_id, gpt2.bos_id, gpt2.eos_id, gpt2.pad_id) == (50258, 50257, 50256, 50256, None)
     assert gpt2.encode("Hello world") == [15496, 995]
     for text in SENTENCES:
@@ -78,6 +95,7 @@ def test_gpt2_ids(gpt2):
 
 
 def test_bert_ids(bert):
+    assert vocabulary_size("bert-base-uncased") == bert.vocab_size
     assert (bert.vocab_size, bert.mask_id, bert.bos_id, bert.eos_id, bert.pad_id) == (30522, 103, 101, 102, 0)
     assert bert.encode("Hello, world!") == [7592, 1010, 2088, 999]
     assert bert.decode(bert.encode("Hello, wonderful world!")) == "hello, wonderful world!"

@@ -116,7 +116,7 @@ def test_hidden_positions_are_anchors_fixed_by_the_seed():
         hide(torch.zeros(4, dtype=torch.bool), 0.5, 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}], ids=["plain", "time"])
+@pytest.mark.parametrize("options", [{}, {"conditioning": "sigma"}], ids=["plain", "time"])
 def test_readings_are_the_dense_predictions(options):
     model = tiny_model(**options)
     x = random_tokens(1, 12, 10)[0]

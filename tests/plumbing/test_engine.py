@@ -482,7 +482,7 @@ def test_one_compilation_serves_all_blocks_and_numbers_of_rows(model, monkeypatc
 
 def test_time_conditioned_models_are_told_the_noise_level():
     toy = ToyModel(3, 4)
-    toy.config.time_conditioning = True
+    toy.config.conditioning = "sigma"
     engine = Engine(toy, slots=1)
     list(engine.run([request(1, [2] * 4, sampler="first-hitting")]))
     t = np.sort(uniforms(1, Stream.REVEAL, torch.arange(4)).numpy())[::-1]
@@ -495,7 +495,7 @@ def test_noise_levels_count_the_masks_of_the_whole_sequence(parity):
     """Three of four positions are holes: of those a fraction t is masked, of the sequence 3/4 t. The sequence that
     guidance compares with has its fixed position hidden, too. The release takes t for both."""
     toy = ToyModel(3, 4)
-    toy.config.time_conditioning = True
+    toy.config.conditioning = "sigma"
     engine = Engine(toy, slots=1)
     settings = {"parity": parity, "steps": 5, "guidance": 1.0}
     sampler = make_sampler(SamplingConfig(**settings), engine.schedule)
@@ -509,7 +509,7 @@ def test_noise_levels_count_the_masks_of_the_whole_sequence(parity):
 
 def test_left_to_right_hears_of_fewer_masks_from_token_to_token():
     toy = ToyModel(3, 4)
-    toy.config.time_conditioning = True
+    toy.config.conditioning = "sigma"
     engine = Engine(toy, slots=1)
     list(engine.run([request(1, [2] * 4, sampler="autoregressive")]))
     told, masked = torch.cat(engine.evaluator.model.sigmas).double(), torch.tensor([4, 3, 2, 1]).double() / 4
@@ -518,7 +518,7 @@ def test_left_to_right_hears_of_fewer_masks_from_token_to_token():
 
 def test_required_words_are_placed_at_the_noise_level_of_the_canvas():
     toy = ToyModel(3, 4)
-    toy.config.time_conditioning = True
+    toy.config.conditioning = "sigma"
     engine = Engine(toy, slots=1)
     list(engine.run([request(1, [2, 1, 2, 2], required=[[0], [1]])]))
     placing = torch.cat(engine.evaluator.model.sigmas[:2]).double()
@@ -531,7 +531,7 @@ def test_required_words_are_placed_at_the_noise_level_of_the_canvas():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_samplers_along_the_schedule_tell_its_noise_level(name, sampler):
     toy, schedule = ToyModel(3, 4), make_schedule(NoiseConfig(name=name))
-    toy.config.time_conditioning = True
+    toy.config.conditioning = "sigma"
     engine = Engine(toy, schedule, slots=1)
     list(engine.run(request(seed, [2] * 4, sampler=sampler, steps=8) for seed in range(20)))
     told = torch.cat(engine.evaluator.model.sigmas).unique().double()
@@ -567,7 +567,7 @@ def test_rare_tokens_of_anchor_first_are_those_of_training():
 
 def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():
     """Not run here: some CPUs lack the instructions. The GPU test below does."""
-    timed = tiny_model(time_conditioning=True).requires_grad_(False)
+    timed = tiny_model(conditioning="sigma").requires_grad_(False)
     low = copy.deepcopy(timed)
     to_bfloat16(low)
     kinds = {name: p.dtype for name, p in low.named_parameters()}
@@ -576,7 +576,7 @@ def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():
     assert all(p.dtype == torch.float32 for p in timed.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"time_conditioning": True}, {"anchored": False}, {"bridge": "none"}])
+@pytest.mark.parametrize("options", [{}, {"conditioning": "sigma"}, {"anchored": False}, {"bridge": "none"}])
 def test_folding_constants_changes_nothing(options):
     """In float64, where rounding, which depends on the CPU in float32, is far below what a wrong fold would do."""
     model, g = tiny_model(dtype=torch.float64, **options).requires_grad_(False), torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    return tiny_model(causal=True, adaln=False, **MODELS[request.param]).requires_grad_(False)
+    return tiny_model(causal=True, conditioning="none", **MODELS[request.param]).requires_grad_(False)
 
 
 def make(seed: int, prompt=(1,), length: int = L, **settings) -> Request:

@@ -108,6 +108,6 @@ def test_a_start_that_is_no_export_is_exported_into_the_run_folder(tmp_path):
 
 
 def test_causal_models_learn_too(tmp_path, line):
-    export(tmp_path / "model", causal=True, anchored=False, adaln=False)
+    export(tmp_path / "model", causal=True, anchored=False, conditioning="none")
     assert cli.main(["finetune", *line]) == 0
     assert len(re.findall("after", Document((tmp_path / "run" / "report.html").read_text()).words)) >= 1

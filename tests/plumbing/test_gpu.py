@@ -55,7 +55,7 @@ def test_a_step_never_waits_for_the_device():
     cfg = ModelConfig(hidden_size=64, n_heads=4, n_blocks=2, n_denoiser_blocks=1, length=64, cond_dim=16)
     model = build_model(cfg, 211, 210).cuda()
     objective = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 210, seed=0)
-    update = Updater(OptimConfig(), model, Ema(model, 0.99), GradientGuard(10.0, torch.device("cuda")))
+    update = Updater(OptimConfig(), model, Ema(model, 0.99), GradientGuard(torch.device("cuda")))
     tasks = [
         objective.corrupt(Sequences(torch.randint(0, 200, (4, 64)).cuda(), torch.arange(4).cuda(), 4), i, 1.0)
         for i in (0, 1)
@@ -148,11 +148,11 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("time_conditioning", [False, True])
+@pytest.mark.parametrize("conditioning", ["constant", "sigma"])
 @pytest.mark.parametrize("compile", ["true", "block"])
-def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(compile, time_conditioning):
+def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(compile, conditioning):
     """Sizes and precision of real training: the compiler chooses other kernels there, and one was wrong."""
-    cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0, time_conditioning=time_conditioning)
+    cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0, conditioning=conditioning)
     torch.manual_seed(0)
     model = build_model(cfg, 1001, 1000).cuda().train()
     for parameter in model.parameters():
@@ -176,7 +176,7 @@ def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(com
 @pytest.mark.parametrize(("compile", "recipe"), [("false", "published"), ("true", "fast")])
 def test_replayed_steps_train_as_launched_ones(compile, recipe):
     settings = ["model=nano", "algo=adlm", f"recipe={recipe}", "model.length=128", "model.dropout=0", "optim.lr=3e-3"]
-    settings += ["optim.warmup=1", "bench.vocab_size=500"]
+    settings += ["optim.warmup=1", "data.tokenizer=bpe-500"]
     settings += [f"train.compile={compile}"]
     curves = []
     for graphs in ("false", "true"):

@@ -63,7 +63,7 @@ def harness(folder):
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory):
-    folder = export(tmp_path_factory.mktemp("causal") / "export", causal=True, anchored=False, adaln=False)
+    folder = export(tmp_path_factory.mktemp("causal") / "export", causal=True, anchored=False, conditioning="none")
     return Harness(path=str(folder), device="cpu")
 
 

@@ -121,7 +121,7 @@ def test_changing_the_template_changes_the_cache():
     assert pairs.packing_name(with_marks("<|im_start|>", "<|im_end|>")) == "pairs-chatml"
 
 
-@pytest.mark.parametrize("kind", [{}, {"causal": True, "anchored": False, "adaln": False}])
+@pytest.mark.parametrize("kind", [{}, {"causal": True, "anchored": False, "conditioning": "none"}])
 def test_finetuning_on_pairs_reports_answers_alone(tmp_path, capsys, kind):
     export(tmp_path / "base", **kind)
     words = [

@@ -443,7 +443,9 @@ def test_any_number_of_ranks_gives_the_same_number(trained, tmp_path, ranks):
         assert found[0][name] == found[1][name]
 
 
-@pytest.mark.parametrize("key", ["data.path=other.txt", "data.valid_path=x", "data.packing=release", "data.wrap=false"])
+@pytest.mark.parametrize(
+    "key", ["data.path=other.txt", "data.valid_path=x", "data.packing=release", "data.packing=documents"]
+)
 def test_data_keys_that_the_checkpoints_own_corpus_ignores_are_refused(trained, key):
     loaded = load_checkpoint(trained / "run")
     with pytest.raises(ValueError, match=f"{key.partition('=')[0]}: not read with data=checkpoint"):

@@ -190,7 +190,7 @@ def mps(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_mps_draws_and_scores_as_the_cpu_does(causal, tmp_path, mps):
     """Without float64 on the device: MPS has none."""
-    folder = export(tmp_path / "model", time_conditioning=not causal, causal=causal)
+    folder = export(tmp_path / "model", conditioning="constant" if causal else "sigma", causal=causal)
     host, device = (adlm.load(folder, device=name) for name in ("cpu", "mps"))
     assert device.device.type == "mps"
     ways = [{"sampler": "remdm-conf", "top_p": 0.9}, {"sampler": "anchor-first"}, {"guidance": 1.0, "prompt": "The "}]

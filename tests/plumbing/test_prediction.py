@@ -78,13 +78,12 @@ def test_what_was_derived_for_this_machine_is_not_taken_for_the_other():
 
 
 def test_the_command(capsys, tmp_path):
-    line = ["train", "--dry-run", "gpus=64", "gpu=h200", "experiment=adlm-owt-262b", "price=2", "--json"]
+    line = ["train", "--dry-run", "gpus=64", "gpu=h200", "experiment=adlm-owt-262b", "--json"]
     assert cli.main([*line, f"out={tmp_path}/never"]) == 0
     out = capsys.readouterr().out
     assert "predicted, not measured" in out and "Assumed:" in out and "checkpoint.every (Young/Daly)" in out
     found = json.loads(out.splitlines()[-1])
     assert [row["strategy"] for row in found["predicted"]] == ["ddp", "fsdp", "hsdp"]
-    assert all(row["cost"] == pytest.approx(2 * row["gpu_hours"]) for row in found["predicted"])
     assert not (tmp_path / "never").exists()
 
 
@@ -94,7 +93,7 @@ def test_the_command(capsys, tmp_path):
         ("gpus=1024 experiment=adlm-owt-262b", "train.global_batch_size=1024 train.steps=500000"),
         ("gpus=12", "cluster.gpus=12 must be at most 8, or a multiple of it"),
         ("gpus=8 gpu=h300", "did you mean 'h200'?"),
-        ("gpus=8 links=450", "cluster.links='450' must be two numbers"),
+        ("gpus=8 links=900,100", "cluster.links=900,100 is not supported any more"),
     ],
 )
 def test_what_cannot_be_predicted(line, said, capsys):
@@ -112,6 +111,15 @@ def test_a_file_of_measurements(tmp_path, capsys):
     (tmp_path / "mine.jsonl").write_text(json.dumps({"rows": {"16": {"ours": step}}}) + "\n")
     found = card(str(tmp_path / "mine.jsonl"))
     assert found.step(2e13, 3e8) == pytest.approx(0.1) and found.name == "mine"
+    assert (found.links, found.hours_to_failure) == (Links(450e9, 50e9), 50_000)
+    with (tmp_path / "mine.jsonl").open("a") as file:
+        file.write('{"links": [300, 25], "hours_to_failure": 9000}\n')
+    found = card(str(tmp_path / "mine.jsonl"))
+    assert (found.links, found.hours_to_failure) == (Links(300e9, 25e9), 9000)
+    with (tmp_path / "mine.jsonl").open("a") as file:
+        file.write('{"links": [300, 0]}\n')
+    with pytest.raises(ValueError, match="links and hours_to_failure must be above 0"):
+        card(str(tmp_path / "mine.jsonl"))
     (tmp_path / "text.txt").write_text("nothing")
     assert cli.main(["train", "--dry-run", "gpus=8", f"gpu={tmp_path}/text.txt"]) == 1
     assert "is not a file of `adlm bench train" in capsys.readouterr().err

@@ -32,7 +32,7 @@ NETWORKS = ["own", "own-modern", "gpt2", "llama"]
 
 
 def own_network(**options):
-    return OwnNetwork(tiny_model(V, MASK, length=32, causal=True, anchored=False, adaln=False, **options))
+    return OwnNetwork(tiny_model(V, MASK, length=32, causal=True, anchored=False, conditioning="none", **options))
 
 
 def hf_network(kind, seed=0):
@@ -58,7 +58,7 @@ def network_of(kind):
     if kind == "own":
         return own_network()
     if kind == "own-modern":
-        return own_network(**{k: v for k, v in MODERN.items() if k != "adaln"})
+        return own_network(**{k: v for k, v in MODERN.items() if k != "conditioning"})
     return hf_network(kind)
 
 

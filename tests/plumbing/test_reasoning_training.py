@@ -388,8 +388,8 @@ def test_sorted_batches_hold_the_same_examples(tmp_path):
 
 
 def test_a_shared_first_stage_changes_nothing(tmp_path, capsys):
-    extra = (f"reason.stage0={tmp_path / 'shared'}", "reason.mixing=0.2", "train.spike_factor=3")
-    alone = train(settings(tmp_path / "alone", "method=acot", "reason.mixing=0.2", "train.spike_factor=3"))
+    extra = (f"reason.stage0={tmp_path / 'shared'}", "reason.mixing=0.2")
+    alone = train(settings(tmp_path / "alone", "method=acot", "reason.mixing=0.2"))
     train(settings(tmp_path / "first", "method=icot", *extra))
     (file,) = (tmp_path / "shared").iterdir()
     capsys.readouterr()

@@ -257,8 +257,8 @@ def test_weights_keep_the_precision_of_their_file(tmp_path):
 
 def test_the_arithmetic_of_grouped_heads_and_gates_is_counted():
     model = ModelConfig(
-        hidden_size=D, n_heads=QUERIES, n_kv_heads=KEYS, head_size=HEAD, n_blocks=1, anchored=False, adaln=False,
-        activation="swiglu", mlp_size=MLP, bias=False, causal=True,
+        hidden_size=D, n_heads=QUERIES, n_kv_heads=KEYS, head_size=HEAD, n_blocks=1, anchored=False,
+        conditioning="none", activation="swiglu", mlp_size=MLP, bias=False, causal=True,
     )  # fmt: skip
     products = D * (QUERIES + 2 * KEYS) * HEAD + QUERIES * HEAD * D + 3 * D * MLP
     attention = 2 * 2 * QUERIES * HEAD * (L / 2)
@@ -268,8 +268,9 @@ def test_the_arithmetic_of_grouped_heads_and_gates_is_counted():
 def llama_network(**options):
     settings = {
         "hidden_size": D, "n_heads": QUERIES, "n_kv_heads": KEYS, "head_size": HEAD, "n_blocks": 2, "anchored": False,
-        "adaln": False, "activation": "swiglu", "mlp_size": MLP, "bias": False, "qkv_bias": True, "norm": "rmsnorm",
-        "qk_norm": True, "norm_eps": 1e-3, "rope_base": 500.0, "length": L, "dropout": 0.0, "init": "normal",
+        "conditioning": "none", "activation": "swiglu", "mlp_size": MLP, "bias": False, "qkv_bias": True,
+        "norm": "rmsnorm", "qk_norm": True, "norm_eps": 1e-3, "rope_base": 500.0, "length": L, "dropout": 0.0,
+        "init": "normal",
     }  # fmt: skip
     model = build_model(ModelConfig(**{**settings, **options}), 40, 39).eval()
     g = torch.Generator().manual_seed(3)

@@ -34,7 +34,7 @@ def lm():
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory):
-    return load_tiny(tmp_path_factory.mktemp("serving") / "causal", causal=True, anchored=False, adaln=False)
+    return load_tiny(tmp_path_factory.mktemp("serving") / "causal", causal=True, anchored=False, conditioning="none")
 
 
 @pytest.fixture(scope="module")

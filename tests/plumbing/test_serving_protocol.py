@@ -27,7 +27,7 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory):
-    return load_tiny(tmp_path_factory.mktemp("protocol") / "left", causal=True, anchored=False, adaln=False)
+    return load_tiny(tmp_path_factory.mktemp("protocol") / "left", causal=True, anchored=False, conditioning="none")
 
 
 @pytest.fixture(scope="module")

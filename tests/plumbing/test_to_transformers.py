@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ transformers = pytest.importorskip("transformers")
 TOK = raw_bytes()
 PLAIN = {"anchored": False}
 LLAMA = {
-    "anchored": False, "adaln": False, "bias": False, "norm": "rmsnorm", "activation": "swiglu", "n_kv_heads": 1,
-    "mlp_size": 24, "rope_base": 1e5, "norm_eps": 1e-5,
+    "anchored": False, "conditioning": "none", "bias": False, "norm": "rmsnorm", "activation": "swiglu",
+    "n_kv_heads": 1, "mlp_size": 24, "rope_base": 1e5, "norm_eps": 1e-5,
 }  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def tokens(seed=0):
 
 KINDS = {
     "adlm": {}, "adlm without bridge": {"bridge": "none"}, "mdlm": PLAIN, "modern": MODERN,
-    "time": {**PLAIN, "time_conditioning": True}, "adlm-time": {"time_conditioning": True},
+    "time": {**PLAIN, "conditioning": "sigma"}, "adlm-time": {"conditioning": "sigma"},
     "llama masked": LLAMA, "dream": {**LLAMA, "shift": True, "qkv_bias": True},
     "qwen3 masked": {**LLAMA, "tied": True, "qk_norm": True, "head_size": 4},
     "ar": {**PLAIN, "causal": True}, "a2r": {"causal": True},
@@ -64,7 +65,7 @@ def test_logits_are_ours(tmp_path, kind):
     assert not any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     x_BL = tokens()
     sigma = None
-    if ours.model.config.time_conditioning:  # by the fraction of masks, where none is given
+    if ours.model.config.is_time_conditioned:  # by the fraction of masks, where none is given
         sigma = theirs.noise_level(x_BL)
         torch.testing.assert_close(
             theirs(x_BL, sigma=sigma + 0.5).logits, ours.model.logits(x_BL, sigma + 0.5), rtol=0, atol=1e-5
@@ -72,6 +73,16 @@ def test_logits_are_ours(tmp_path, kind):
     torch.testing.assert_close(theirs.eval()(x_BL).logits, ours.model.logits(x_BL, sigma), rtol=0, atol=1e-5)
     again = load_checkpoint(tmp_path)
     torch.testing.assert_close(again.model.logits(x_BL, sigma), ours.model.logits(x_BL, sigma), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["export_v1", "export_v1_published", "export_v1_sedd"])
+def test_a_folder_of_an_earlier_version_is_written_with_the_keys_of_today(tmp_path, name):
+    ours = load_folder(Path(__file__).parents[1] / "golden" / name)
+    kind = save_for_transformers(tmp_path, ours)
+    theirs = getattr(transformers, kind).from_pretrained(tmp_path, trust_remote_code=True).eval()
+    x_BL, sigma = torch.randint(0, ours.model.mask_id, (2, 9)), torch.tensor([0.3, 1.2])
+    torch.testing.assert_close(theirs(x_BL, sigma=sigma).logits, ours.model.logits(x_BL, sigma), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -125,7 +125,7 @@ class Dies(Exception):
 MOVING = {
     "objective__gamma": 0.5,
     "objective__gamma_warmup": 0.25,
-    "objective__gamma_end": 0.1,
+    "objective__gamma_until": 0.75,
 }
 
 
@@ -342,11 +342,16 @@ def test_a_checkpoint_is_completed_beside_training(tmp_path, monkeypatch, capsys
     assert checkpoints.steps() == [1, 3] and not list(checkpoints.folder.glob("partial-*"))
 
 
-def test_pruning_keeps_newest_best_and_milestones(tmp_path):
-    cfg = run_config(tmp_path, checkpoint__every=2, checkpoint__milestone_every=4, checkpoint__keep=1)
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    cfg = run_config(tmp_path, checkpoint__every=2, checkpoint__keep=2, checkpoint__best=False)
     loop.train(cfg)
-    kept = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert kept == [4, 8, 12]
+    checkpoints = Checkpoints(tmp_path / "run", cfg.checkpoint, None)
+    assert checkpoints.steps() == [10, 12]
+    cfg.checkpoint.keep = 1
+    checkpoints.prune(best_step=10)
+    assert checkpoints.steps() == [10, 12]
+    checkpoints.prune(best_step=12)
+    assert checkpoints.steps() == [12]
 
 
 @pytest.mark.parametrize(("best", "saved"), [(True, [3, 6, 9, 12]), (False, [12])])
@@ -373,7 +378,7 @@ def test_weights_can_be_read_without_the_run(uninterrupted):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_bad_gradient_is_skipped_whole_and_counted(name):
     model = tiny_model()
-    guard = optim.GradientGuard(spike_factor=10.0, device=torch.device("cpu"))
+    guard = optim.GradientGuard(torch.device("cpu"))
     update = optim.Updater(OptimConfig(name=name, weight_decay=0.1), model, guard=guard)
     optimizers = update.optimizers
 
@@ -387,11 +392,10 @@ def test_a_bad_gradient_is_skipped_whole_and_counted(name):
     before = [p.clone() for p in model.parameters()]
     step(math.nan)
     step(math.inf)
-    step(1e6)  # finite, but far beyond ten times the running mean
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     after = [s for o in optimizers for s in o.state.values()]
     assert all(torch.equal(m[k], s[k]) for m, s in zip(moments, after) for k in m)
-    assert guard.skipped == 3 and guard.in_a_row == 3
+    assert guard.skipped == 2 and guard.in_a_row == 2
     step(1.0)
     assert guard.in_a_row == 0 and not torch.equal(before[0], next(model.parameters()))
 
@@ -423,7 +427,7 @@ def test_gradients_are_scaled_down_and_never_up(size, largest, left):
 @pytest.mark.parametrize("everything", [False, True])
 def test_weight_decay_is_for_matrices(name, everything):
     """Without a gradient a weight moves by its decay alone: norms, biases and modulations stay."""
-    model = tiny_model(time_conditioning=True)
+    model = tiny_model(conditioning="sigma")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     cfg = OptimConfig(name=name, lr=0.1, muon_lr=0.1, weight_decay=0.5, ema=0.0)
     update = optim.Updater(cfg, model, decay_all=everything)
@@ -460,7 +464,7 @@ def test_a_run_of_an_earlier_version_goes_on_decaying_everything(tmp_path):
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_modulation():
-    model = tiny_model(time_conditioning=True)
+    model = tiny_model(conditioning="sigma")
     adamw, muon = optim.build_optimizers(OptimConfig(name="muon"), model)
     names = {id(p): name for name, p in model.named_parameters()}
     taken = {names[id(p)] for p in optim.parameters_of([muon])}
@@ -538,7 +542,7 @@ def test_speed_leaves_out_what_is_no_training(monkeypatch):
         window.tokens = window.tokens + torch.tensor(100.0)
         if i == 5:
             window.restart()
-    values = window.read(torch.tensor(1.0), 0.1, optim.GradientGuard(0.0, torch.device("cpu")))
+    values = window.read(torch.tensor(1.0), 0.1, optim.GradientGuard(torch.device("cpu")))
     assert values["tokens_per_s"] == pytest.approx(100.0) and values["nelbo"] == pytest.approx(1.0)
 
 

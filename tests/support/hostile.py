@@ -631,7 +631,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a million blocks": setting("model", "n_blocks", 10**6),
     "20 blocks": setting("model", "n_blocks", 20),
     "no heads": setting("model", "n_heads", 0),
-    "an MLP of 10^15": setting("model", "mlp_ratio", 10**15),
+    "an MLP of 10^15": setting("model", "mlp_size", 10**15),
     "a length of 10^12": setting("model", "length", 10**12),
     "a length of 10^8": setting("model", "length", 10**8),
     "dropout nan": setting("model", "dropout", float("nan")),

@@ -8,7 +8,10 @@ from adlm.models import Network, build_model
 from adlm.schema import ModelConfig
 
 TINY = ModelConfig(hidden_size=16, n_heads=2, n_blocks=2, n_denoiser_blocks=1, length=12, dropout=0.0, cond_dim=8)
-MODERN = {"norm": "rmsnorm", "qk_norm": True, "activation": "relu2", "bias": False, "zero_init": True, "adaln": False}
+MODERN = {
+    "norm": "rmsnorm", "qk_norm": True, "activation": "relu2", "bias": False, "init": "normal-zero",
+    "conditioning": "none",
+}  # fmt: skip
 
 
 def tiny_model(vocab_size=11, mask_id=10, seed=0, dtype=torch.float32, scale=0.3, **options) -> Network:

@@ -93,7 +93,7 @@ def score_tokens(
     per_draw, per_token = np.zeros(draws), []
     for part in split(tokens, context, bos_id, model.config.length):
         # a single token is masked in every draw: one draw is enough, unless the model is conditioned on its noise level
-        alike = len(part.scored) == 1 and not model.config.time_conditioning and bound.subs
+        alike = len(part.scored) == 1 and not model.config.is_time_conditioned and bound.subs
         nats = yield from position_nats(model, part, bound, 1 if alike else draws)
         per_draw += nats.sum(1)
         per_token += nats.mean(0)[len(part.given) :].tolist()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.data.loader import Batch
+from adlm.data.tokenizers import vocabulary_size
 from adlm.diffusion.absorbing import posterior
 from adlm.diffusion.schedules import make_schedule, noise_level
 from adlm.engine import Engine, Request
@@ -49,7 +50,7 @@ WARM_UP, REFERENCE_STEPS = 5, 3
 def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
     """Time training steps; `which`: ours or dense. In a process of its own: peak memory is a property of a process."""
     with world(cfg.train) as ranks:
-        data = text_like((BATCHES, batch, cfg.model.length), cfg.bench.vocab_size)
+        data = text_like((BATCHES, batch, cfg.model.length), vocabulary_size(cfg.data.tokenizer))
         steps = cfg.bench.steps if which == "ours" else REFERENCE_STEPS
         result = time_training(cfg, which, ranks, data, (WARM_UP, steps))
     return result | {"losses": result["losses"][:3]}
@@ -61,14 +62,14 @@ def time_training(
     """`data`: batches of sequences, taken in turn. `steps`: untimed and timed ones. `warmup`: steps over which the
     learning rate rises, for a reader of the losses."""
     torch.manual_seed(cfg.seed)
-    device, V, (_, batch, L) = ranks.device, cfg.bench.vocab_size, data.shape
+    device, V, (_, batch, L) = ranks.device, vocabulary_size(cfg.data.tokenizer), data.shape
     cfg.train.global_batch_size = cfg.train.batch_size = batch
     model = build_model(cfg.model, V, V - 1).to(device).train()
     step_module = Step(model)
     if which == "ours":
         parallelise(step_module, cfg.train, ranks)
     objective = make_objective(cfg.objective, cfg.noise, V - 1, cfg.seed, cfg.model)
-    ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(cfg.train.spike_factor, device)
+    ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(device)
     update = Updater(cfg.optim, step_module, ema, guard)
     host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
     # the end of a run: gamma is no longer rising
@@ -126,7 +127,8 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
         torch.set_float32_matmul_precision("high")
     elif cfg.train.num_threads > 0:
         torch.set_num_threads(cfg.train.num_threads)
-    model = build_model(cfg.model, cfg.bench.vocab_size, cfg.bench.vocab_size - 1)
+    V = vocabulary_size(cfg.data.tokenizer)
+    model = build_model(cfg.model, V, V - 1)
     for weight in (p for n, p in model.named_parameters() if ".modulation." in n):
         torch.nn.init.normal_(weight, std=0.02)  # a model at its start is the identity, and some kernels know zeros
     # logits with a spread of 4: as peaked as a trained model's, so that a nucleus is a small part of the vocabulary

@@ -71,10 +71,12 @@ def release_names(cfg: ModelConfig) -> list[str]:
 
     The order matters: the release stores EMA weights as a list without names.
     """
-    names = [f"backbone.{name}" for name in _network("vocab_embed.embedding", n_blocks=cfg.n_blocks, adaln=cfg.adaln)]
+    names = [
+        f"backbone.{name}" for name in _network("vocab_embed.embedding", n_blocks=cfg.n_blocks, adaln=cfg.has_adaln)
+    ]
     if cfg.anchored:
         bridge = ("vocab_embed.0.weight", "vocab_embed.0.bias")
-        names += [f"denoiser.{name}" for name in _network(*bridge, n_blocks=cfg.n_denoiser_blocks, adaln=cfg.adaln)]
+        names += [f"denoiser.{name}" for name in _network(*bridge, n_blocks=cfg.n_denoiser_blocks, adaln=cfg.has_adaln)]
     return names
 
 
@@ -192,6 +194,7 @@ def shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) -
     anchored = any(name.startswith("denoiser.") for name in refs)
     adaln = "backbone.sigma_map.mlp.0.weight" in refs
     width = _size(path, refs, "backbone.vocab_embed.embedding")[-1]
+    mlp = _size(path, refs, "backbone.blocks.0.mlp.0.weight")[0]
     told = _mapping(settings, "model")
     heads = told.get("n_heads", 0)
     if "backbone.rotary_emb.inv_freq" in refs:
@@ -209,10 +212,9 @@ def shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) -
         dropout=told["dropout"] if isinstance(told.get("dropout"), float) else ModelConfig.dropout,
         anchored=anchored,
         causal=not adaln,
-        adaln=adaln,
-        time_conditioning=adaln and settings.get("time_conditioning") is True,
+        conditioning="none" if not adaln else "sigma" if settings.get("time_conditioning") is True else "constant",
         cond_dim=_size(path, refs, "backbone.sigma_map.mlp.0.weight")[0] if adaln else ModelConfig.cond_dim,
-        mlp_ratio=_size(path, refs, "backbone.blocks.0.mlp.0.weight")[0] // width,
+        mlp_size=0 if mlp == 4 * width else mlp,
     )
     for key in ("hidden_size", "n_heads", "n_blocks"):
         said = told.get(key, getattr(model, key))

@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adlm.data.corpora import ALIASES
+from adlm.data.corpora import ALIASES, get_corpus
 from adlm.errors import choose, require
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
+from adlm.tables import CORPORA
 
 Given = dict[str, str]
 
@@ -114,7 +115,12 @@ def _out(given: Given) -> list[str]:
 def _time_conditioning(given: Given) -> list[str]:
     # The release's AR network takes no noise level whatever this says.
     causal = "ar" in (given.get("parameterization"), given.get("backbone")) or given.get("algo") in ("ar", "a2r")
-    return [] if causal else [f"model.time_conditioning={given['time_conditioning']}"]
+    if causal:
+        return []
+    if _true(given["time_conditioning"]):
+        return ["model.conditioning=sigma"]
+    timed = {"sedd", "d3pm", "adlm-time", "mdlm-time"} & {given.get("parameterization"), given.get("algo")}
+    return ["model.conditioning=constant"] if timed else []  # others have no noise level to begin with
 
 
 def _refuse(old: str, why: str, harmless: Sequence[str] = ()) -> Translation:
@@ -148,7 +154,11 @@ TRANSLATIONS: tuple[Translation, ...] = (
     ),
     _values("backbone", {"dit": [], "ar": ["algo=ar"]}, "`algo=ar`; `dit` keeps the algorithm"),
     _rename("T", "objective.T"),
-    Translation(("time_conditioning",), "`model.time_conditioning` (nothing for `ar`)", _time_conditioning),
+    Translation(
+        ("time_conditioning",),
+        "`model.conditioning=sigma` (true) or `constant` (false); nothing for `ar`",
+        _time_conditioning,
+    ),
     _rename("training.ema", "optim.ema"),
     _rename("training.sampling_eps", "objective.sampling_eps"),
     _ignore("training.antithetic_sampling", "times are always stratified over the global batch"),
@@ -241,14 +251,14 @@ TRANSLATIONS: tuple[Translation, ...] = (
     # tracking
     _ignore("wandb.project", "set the environment variable WANDB_PROJECT"),
     _ignore("wandb.name", "set the environment variable WANDB_NAME"),
-    _ignore("wandb", "logging to wandb is off unless track.wandb=true"),
+    _ignore("wandb", "logging to wandb is off unless train.track=wandb"),
 )  # fmt: skip
 
 RELEASE_KEYS: dict[str, Translation] = {key: t for t in TRANSLATIONS for key in t.keys}
 
 # Whole families that configure libraries we do not use.
 IGNORED_PREFIXES = {
-    "wandb.": "logging to wandb is off unless track.wandb=true",
+    "wandb.": "logging to wandb is off unless train.track=wandb",
     "hydra.": "there is no Hydra application: no change of directory, no run folders of its own",
     "callbacks.": "checkpoints are configured by checkpoint.*",
     "strategy.": "train.strategy=ddp or fsdp needs no further settings",
@@ -323,6 +333,9 @@ def release_line(program: str, argv: Sequence[str]) -> list[str]:
     extra = [f"algo={PROGRAM_ALGO[program]}", *RELEASE_DEFAULTS]
     if given.get("data", "openwebtext") == "openwebtext":
         extra.append("data.valid_name=wikitext103")  # the release trains on all of it and validates elsewhere
+    corpus = GROUP_NAMES.get(("data", given.get("data", "")), given.get("data", ""))
+    if corpus in CORPORA and get_corpus(corpus)[1].packing == "documents" and "data.wrap" not in given:
+        extra.append("data.packing=documents")
     if given.get("noise") == "linear":
         raise ValueError("noise=linear: the release's linear sigma has no counterpart; choose loglinear or geometric")
     if "model.n_blocks" in given:
@@ -341,15 +354,15 @@ OBJECTIVES = {"subs": "nelbo", "sedd": "score-entropy", "d3pm": "d3pm", "ar": "a
 
 def check_expressible(m: ModelConfig, noise: NoiseConfig, objective: ObjectiveConfig) -> None:
     """The release has one block, two shapes of model and one anchor loss: anything else has no name there."""
-    keys = ("n_kv_heads", "head_size", "mlp_size", "norm_eps", "qkv_bias", "rope_base", "tied", "shift", "time_input")
-    keys += ("norm", "activation", "qk_norm", "bias", "mlp_ratio")
+    keys = ("n_kv_heads", "head_size", "mlp_size", "norm_eps", "qkv_bias", "rope_base", "tied", "shift")
+    keys += ("norm", "activation", "qk_norm", "bias")
     published: dict[str, Any] = {key: getattr(ModelConfig, key) for key in keys}
     if m.anchored:
         published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
-    published["adaln"] = not m.causal
+    published["conditioning"] = "none" if m.causal else "sigma" if m.is_time_conditioned else "constant"
     trained: dict[str, Any] = {} if m.causal else {"time_density": 1.0}
-    if m.anchored and max(objective.gamma, objective.gamma_end) > 0:
-        trained |= {"anchor_rule": "count", "anchor_positions": "all", "anchor_fraction": 1.0, "gamma_end": -1.0}
+    if m.anchored and objective.gamma > 0:
+        trained |= {"anchor_rule": "count", "anchor_positions": "all", "anchor_fraction": 1.0, "gamma_until": 1.0}
         require(
             objective.gamma_warmup > 0,
             "the release has no anchor loss with objective.gamma_warmup=0: its weight rises from 0",
@@ -376,7 +389,7 @@ def release_settings(m: ModelConfig, n: NoiseConfig, o: ObjectiveConfig) -> dict
         "diffusion": "absorbing_state",
         "backbone": "ar" if m.causal else "dit",
         "parameterization": kind,
-        "time_conditioning": m.time_conditioning,
+        "time_conditioning": m.is_time_conditioned,
         "T": o.T,
         "subs_masking": False,
         "enable_anchor_loss": m.anchored and o.gamma > 0,

@@ -99,7 +99,7 @@ def llama_model(config: dict[str, Any], source: str, longest: int, **settings: A
         length=min(longest, config.get("max_position_embeddings") or 2048),
         dropout=0.0,
         anchored=False,
-        adaln=False,
+        conditioning="none",
         norm="rmsnorm",
         norm_eps=config.get("rms_norm_eps") or 1e-6,
         activation="swiglu",
@@ -185,16 +185,14 @@ EMBEDDING = "vocab_embed.embedding"
 PREFIXES = ("backbone.", "", "backbone.backbone.")
 
 
-def dit(tensors: Tensors, told: dict[str, Any], algo: str = "mdlm", **settings: Any) -> Released:
-    """A model of the published block: its shape is read off its weights, and `told` has to agree. `settings`: in what
-    the layouts differ."""
+def dit(tensors: Tensors, told: dict[str, Any], conditioning: str, algo: str = "mdlm") -> Released:
+    """A model of the published block: its shape is read off its weights, and `told` has to agree."""
     source = tensors.source
     found = [p for p in PREFIXES if p + EMBEDDING in tensors.shapes]
     require(bool(found), f"{source} holds no {EMBEDDING}: it is not a model of MDLM's or SEDD's layout")
     inner = {"backbone." + n.removeprefix(found[0]): s for n, s in tensors.shapes.items() if n.startswith(found[0])}
-    time_conditioning = settings.pop("time_conditioning", False)
-    read = shape_of(source, inner, {"model": told, "time_conditioning": time_conditioning})
-    model = replace(read, causal=settings.pop("causal", False), **settings)
+    read = shape_of(source, inner, {"model": told})
+    model = replace(read, causal=False, conditioning=conditioning if read.has_adaln else "none")
     names = {}
     for name in release_names(model):
         ours = from_release(name, anchored=False)
@@ -202,8 +200,13 @@ def dit(tensors: Tensors, told: dict[str, Any], algo: str = "mdlm", **settings: 
             names[ours] = (found[0] + name.removeprefix("backbone."),)
     kinds = {"mdlm": MASKED, "sedd": ObjectiveConfig("score-entropy", gamma=0.0, gamma_warmup=0.0)}
     rows = tensors.shapes[found[0] + EMBEDDING][0]
-    noise = NoiseConfig("linear") if model.time_input == "t" else NoiseConfig()
+    noise = NoiseConfig("linear") if conditioning == "t" else NoiseConfig()
     return Released(algo, model, kinds[algo], names, rows, rows - 1, "gpt2", noise)
+
+
+def by_sigma(config: dict[str, Any]) -> str:
+    """model.conditioning of MDLM's setting."""
+    return "sigma" if config.get("time_conditioning") is True else "constant"
 
 
 def mdlm(config: dict[str, Any], tensors: Tensors) -> Released:
@@ -211,7 +214,7 @@ def mdlm(config: dict[str, Any], tensors: Tensors) -> Released:
     names = {"model_length": "length", "hidden_dim": "hidden_size", "n_blocks": "n_blocks", "n_heads": "n_heads"}
     told = {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
     told["dropout"] = config.get("dropout")
-    return dit(tensors, told, time_conditioning=config.get("time_conditioning") is True)
+    return dit(tensors, told, by_sigma(config))
 
 
 def bd3lm(config: dict[str, Any], tensors: Tensors) -> Released:
@@ -233,10 +236,10 @@ def hydra(config: dict[str, Any], tensors: Tensors) -> Released:
     if isinstance(graph, dict):
         kind = graph.get("type")
         require(kind == "absorb", f"{tensors.source}: graph.type={kind!r:.40} is not masked diffusion (absorb)")
-        return dit(tensors, told, "sedd", time_conditioning=True)
+        return dit(tensors, told, "sigma", "sedd")
     name = str(algo.get("name") if isinstance(algo, dict) else algo)
     require(not name.startswith(("duo", "udlm")), f"{tensors.source}: {REFUSED['duo']}")
-    return dit(tensors, told, time_conditioning=tree.get("time_conditioning") is True)
+    return dit(tensors, told, by_sigma(tree))
 
 
 def gidd(config: dict[str, Any], tensors: Tensors) -> Released:
@@ -249,7 +252,7 @@ def gidd(config: dict[str, Any], tensors: Tensors) -> Released:
         f"{tensors.source}: p_unif={unif} mixes masks with uniform noise, and only masked diffusion is built (0.0)",
     )
     told = config["model"] if isinstance(config.get("model"), dict) else config
-    found = dit(tensors, told, time_conditioning=True, time_input="t")
+    found = dit(tensors, told, "t")
     return replace(found, tokenizer="gpt2-pad")
 
 

@@ -27,7 +27,7 @@ from adlm.config.keys import group_choices, keys, nearest
 from adlm.data import corpora
 from adlm.errors import choose, require
 from adlm.io.paths import expanded, pick_device
-from adlm.migration import RENAMED, migrate
+from adlm.migration import TRUTH, migrate, today_of
 from adlm.rules import Location, check_fields
 from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from adlm.tables import CORPORA, GROUPS, config_folders
@@ -35,7 +35,6 @@ from adlm.tables import CORPORA, GROUPS, config_folders
 # These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
-TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def load(
@@ -95,12 +94,13 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
         key, value = match["key"], match["value"]
         require(match["sign"] != "~", f"{text!r}: a setting cannot be removed; give {key} a value")
         given[key] = value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
-    today = migrate(given, "command line", saved=False)
+    today = migrate(given, "command line", lambda: flatten(_compose(tuple(_groups(given).items()))[0]))
     for key, value in given.items():
-        if key in RENAMED:
-            notes.append(f"{key} is now {RENAMED[key]}")
+        if now := today_of(key):
+            notes.append(f"{key} is now {now}")
         elif key not in today:
             notes.append(f"{key}={value} ignored: the key is gone")
+    today = {key: str(value) for key, value in today.items()}
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"adlm: note: {note}", file=sys.stderr)
@@ -121,12 +121,11 @@ def _ranks(world_size: int | None) -> int:
 
 def _composed(given: dict[str, str]) -> tuple[Config, dict[str, str]]:
     """What is given, on top of the groups; also which name of each group was taken. Only single values are checked."""
-    groups: dict[str, str] = {}
-    values: dict[str, Any] = {}
+    groups, values = _groups(given), {}
     for key, text in given.items():
-        if key in GROUPS:
-            groups[key] = choose(key, text, group_choices(key))
-        elif key in keys():
+        if key in groups:
+            continue
+        if key in keys():
             values[key] = _read_value(key, text)
         else:
             known = [*keys(), *GROUPS, *RELEASE_KEYS]
@@ -136,6 +135,10 @@ def _composed(given: dict[str, str]) -> tuple[Config, dict[str, str]]:
     _assign(cfg, values)
     check_values(cfg)
     return cfg, chosen
+
+
+def _groups(given: dict[str, str]) -> dict[str, str]:
+    return {key: choose(key, text, group_choices(key)) for key, text in given.items() if key in GROUPS}
 
 
 def _fitted(given: dict[str, str], world_size: int | None) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Key:
         return self.rule.names if isinstance(self.rule, Choices) else None
 
 
-TRAINING = ("", "model", "noise", "objective", "data", "optim", "train", "checkpoint", "track")
+TRAINING = ("", "model", "noise", "objective", "data", "optim", "train", "checkpoint")
 """Sections that say what is trained, on what, and how."""
 
 PER_REQUEST = (

@@ -43,7 +43,8 @@ class Corpus:
     detokenizer: str = "none"
     """A name of tables.DETOKENIZERS."""
     tokenizer: str = "gpt2"
-    wrap: bool = True
+    packing: str = "stream"
+    """data.packing, as it is usually reported."""
     length: int = 1024
     """Tokens of a sequence, as it is usually reported."""
     valid_documents: int = 0
@@ -95,7 +96,7 @@ LM1B = Corpus(
     },
     detokenizer="lm1b",
     tokenizer="bert-base-uncased",
-    wrap=False,
+    packing="documents",
     length=128,
 )
 TEXT8 = Corpus(
@@ -134,7 +135,7 @@ CHECKPOINT = Corpus("the corpus that a checkpoint was trained on (evaluation onl
 OPENWEBTEXT_TRAIN = replace(OPENWEBTEXT, about="OpenWebText without its last 100,000 documents", only="train")
 OPENWEBTEXT_VALID = replace(OPENWEBTEXT, about="the last 100,000 documents of OpenWebText", only="valid")
 LM1B_GPT2 = replace(
-    LM1B, about="One Billion Words packed with GPT-2's tokenizer", tokenizer="gpt2", wrap=True, length=1024
+    LM1B, about="One Billion Words packed with GPT-2's tokenizer", tokenizer="gpt2", packing="stream", length=1024
 )
 WIKITEXT2 = Corpus(
     "WikiText-2, raw",
@@ -258,7 +259,7 @@ def group(name: str) -> dict[str, dict[str, Any]]:
     published brings its own tokenizer, named by data.tokenizer=''."""
     name, corpus = get_corpus(name)
     settings: dict[str, dict[str, Any]] = {
-        "data": {"name": name, "wrap": corpus.wrap, "tokenizer": corpus.tokenizer if corpus.hub else ""}
+        "data": {"name": name, "packing": corpus.packing, "tokenizer": corpus.tokenizer if corpus.hub else ""}
     }
     if corpus.length != Corpus.length:
         settings["model"] = {"length": corpus.length}
@@ -268,7 +269,7 @@ def group(name: str) -> dict[str, dict[str, Any]]:
 def defaults(name: str, **changes: str | bool | int | float) -> DataConfig:
     """The settings a corpus is usually read with, its tokenizer by name."""
     name, corpus = get_corpus(name)
-    return replace(DataConfig(name=name, tokenizer=corpus.tokenizer, wrap=corpus.wrap), **changes)
+    return replace(DataConfig(name=name, tokenizer=corpus.tokenizer, packing=corpus.packing), **changes)
 
 
 def find_local(root: str | Path, name: str, split: str = "valid") -> list[Path]:

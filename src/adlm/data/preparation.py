@@ -37,6 +37,9 @@ from adlm.io.paths import path_of, write_atomically
 from adlm.schema import Config, DataConfig
 from adlm.tables import CORPORA
 
+FIRST_NAMES = {"documents": "unwrapped"}
+"""data.packing -> its name in the fingerprints of prepared data, where it differs: prepared data stay what they are."""
+
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "train") -> Blocks:
     """The sequences of one split, from the cache if they are there and valid, else built now."""
@@ -44,8 +47,8 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "tr
         return _open_prepared(cfg, tokenizer, length, split)
     source = resolve(cfg, split)
     require(
-        cfg.wrap or not source.corpus.crop,
-        f"data.name={source.name} takes windows of full sequences: it needs data.wrap=true",
+        cfg.packing != "documents" or not source.corpus.crop,
+        f"data.name={source.name} takes windows of full sequences: it needs data.packing=stream",
     )
     packing.payload(length)
     with cache_errors(cache_folder(cfg)):
@@ -140,7 +143,7 @@ def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) 
         "corpus": source.name,
         "origin": _origin(cfg, source),
         "tokenizer": tokenizer.fingerprint,
-        "packing": packing_name(tokenizer) if source.holds_pairs else cfg.packing if cfg.wrap else "unwrapped",
+        "packing": packing_name(tokenizer) if source.holds_pairs else FIRST_NAMES.get(cfg.packing, cfg.packing),
         "length": source.stored_length(length),
         "crop": length if source.stored_length(length) != length else 0,
         "max_sequences": cfg.max_sequences,
@@ -214,8 +217,7 @@ def _publish(partial: Path, folder: Path) -> Blocks:
 
 
 def _ends(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[int, int]:
-    wants_release = cfg.wrap and cfg.packing == "release"
-    return tokenizer.release_ends() if wants_release else (tokenizer.bos_id, tokenizer.eos_id)
+    return tokenizer.release_ends() if cfg.packing == "release" else (tokenizer.bos_id, tokenizer.eos_id)
 
 
 def _pack(
@@ -227,7 +229,7 @@ def _pack(
     if source.holds_pairs:
         return _pack_pairs(shards, source, tokenizer, length, pad)
     batches = shards.of_source(source, length)
-    if not cfg.wrap:
+    if cfg.packing == "documents":
         return packing.unwrapped(batches, length, bos, eos, pad)
     if cfg.packing == "release":
         return packing.release(batches, length, bos, eos)
@@ -311,12 +313,12 @@ def run_data(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 
 def list_corpora() -> dict[str, Any]:
     """Print and return the table."""
-    table = Table("name", "tokenizer", "length", "documents", "what", box=None, pad_edge=False)
+    table = Table("name", "tokenizer", "length", "packing", "what", box=None, pad_edge=False)
     for column in table.columns[:-1]:
         column.no_wrap = True
     corpora = {name: CORPORA.load(name) for name in CORPORA}
     for name, corpus in corpora.items():
-        table.add_row(name, corpus.tokenizer, str(corpus.length), "packed" if corpus.wrap else "one each", corpus.about)
+        table.add_row(name, corpus.tokenizer, str(corpus.length), corpus.packing, corpus.about)
     console = Console()
     # A pipe has no width of its own: never break a line that a program reads.
     (console if console.is_terminal else Console(width=200)).print(table)
@@ -327,7 +329,7 @@ def list_corpora() -> dict[str, Any]:
                 "hub": f"{c.hub} {c.config}".strip(),
                 "tokenizer": c.tokenizer,
                 "length": c.length,
-                "wrap": c.wrap,
+                "packing": c.packing,
                 "detokenizer": c.detokenizer,
             }
             for name, c in corpora.items()

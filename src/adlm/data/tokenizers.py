@@ -22,6 +22,7 @@ from adlm.data import hub
 from adlm.data.tokenizer_checks import PARTS, check_part, is_text
 from adlm.errors import choose, require
 from adlm.io.paths import check_object, parse_json, path_of, read_regular
+from adlm.schema_commands import GPT2_VOCABULARY
 from adlm.tables import TOKENIZERS
 
 MASK = "[MASK]"
@@ -174,6 +175,15 @@ def load_tokenizer(name: str, documents: Iterable[str] | None = None, root: str 
         )
     choose("data.tokenizer", name, names)
     raise ValueError("data.tokenizer=bpe-N: N is a number of entries, as in bpe-4096")
+
+
+def vocabulary_size(name: str) -> int:
+    """Entries, mask included, of the tokenizer called `name`, without reading a file; of GPT-2's where it is empty."""
+    if match := re.fullmatch(r"bpe-(\d+)", name):
+        return int(match[1])
+    sizes = {"": GPT2_VOCABULARY, "gpt2": GPT2_VOCABULARY, "bert-base-uncased": 30522, "text8": 35, "bytes": 260}
+    require(name in sizes, f"data.tokenizer={name!r}: its size is not known without reading it; give bpe-N, N entries")
+    return sizes[name]
 
 
 # ---- vocabularies that need no files --------------------------------------------------------------------------------

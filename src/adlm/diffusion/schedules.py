@@ -64,29 +64,21 @@ def as_time(t: Tensor | float) -> Tensor:
     return t
 
 
-class Polynomial(Schedule):
-    """alpha = 1 - (1-eps) t^power."""
-
-    def __init__(self, cfg: NoiseConfig | None = None):
-        super().__init__(cfg)
-        self.eps, self.power = self.cfg.eps, self.cfg.power
-
-    def alpha(self, t: Tensor | float) -> Tensor:
-        return 1 - (1 - self.eps) * as_time(t) ** self.power
-
-    def sigma(self, t: Tensor | float) -> Tensor:
-        return -torch.log1p(-(1 - self.eps) * as_time(t) ** self.power)
-
-    def weight(self, t: Tensor | float) -> Tensor:
-        return self.power / as_time(t)
-
-
-class LogLinear(Polynomial):
+class LogLinear(Schedule):
     """alpha = 1 - (1-eps) t, the default: sigma(t) = -log(1-(1-eps)t) and w(t) = 1/t exactly."""
 
     def __init__(self, cfg: NoiseConfig | None = None):
         super().__init__(cfg)
-        self.power = 1.0
+        self.eps = self.cfg.eps
+
+    def alpha(self, t: Tensor | float) -> Tensor:
+        return 1 - (1 - self.eps) * as_time(t)
+
+    def sigma(self, t: Tensor | float) -> Tensor:
+        return -torch.log1p(-(1 - self.eps) * as_time(t))
+
+    def weight(self, t: Tensor | float) -> Tensor:
+        return 1 / as_time(t)
 
 
 class Linear(LogLinear):

@@ -94,7 +94,7 @@ class Evaluator:
         cuda = self.device.type == "cuda"
         self.model, self.bf16 = prepare(model, self.network_device, precision)
         self.length, self.mask_id = model.config.length, model.mask_id
-        self.time_conditioned = model.config.time_conditioning
+        self.time_conditioned = model.config.is_time_conditioned
         self.schedule, self.tau = schedule, tau
         # At least one slot more than there are: padding reads and writes there.
         rows = max(slots + 1, at_least(slots, SEQUENCE_SIZES))

@@ -60,7 +60,7 @@ def fold(model: Network, fused_gelu: bool = False) -> Network:
     low = copy.deepcopy(model, memo={id(p): p for p in shared}).eval()
     low.freeze_bridge()
     for stack in [m for m in low.modules() if isinstance(m, Stack)]:
-        if not (stack.time_conditioning or rounded):
+        if not (stack.is_time_conditioned or rounded):
             fold_stack(stack, fused_gelu)
     return low
 

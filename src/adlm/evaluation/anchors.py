@@ -55,7 +55,7 @@ def read_hidden(model: Network, schedule: Schedule, tokens_L: Tensor, hidden_L: 
     """Mask the hidden positions of a clean sequence, run the model once, and read both heads there."""
     require(model.anchor_head is not None, "this model has no anchor network (model.anchored=false)")
     z_BL = torch.where(hidden_L, model.mask_id, tokens_L)[None]
-    sigma_B = noise_level(hidden_L.float().mean()[None], schedule) if model.config.time_conditioning else None
+    sigma_B = noise_level(hidden_L.float().mean()[None], schedule) if model.config.is_time_conditioned else None
     hidden = model(z_BL, sigma_B)
     positions = hidden_L.nonzero().squeeze(1)
     truth_N = tokens_L[positions]

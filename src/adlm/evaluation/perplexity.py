@@ -132,7 +132,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> di
     if not lengths:
         return bounds(loaded, model, blocks, cfg, ranks)
     require(
-        not (model.causal or model.time_conditioning) and tables.OBJECTIVES.load(loaded.objective.name).subs,
+        not (model.causal or model.is_time_conditioned) and tables.OBJECTIVES.load(loaded.objective.name).subs,
         f"eval.block_length={cfg.block_length}: bounds by blocks are of masked diffusion without time conditioning",
     )
     found: dict[str, Estimate] = {}

@@ -23,7 +23,7 @@ from adlm.evaluation import data_facts, model_facts, result_path, versions, writ
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import measure, open_checkpoint, settings
 from adlm.evaluation.published import PAPER, published
-from adlm.io.export import Loaded
+from adlm.io.export import Loaded, section
 from adlm.schema import Config, DataConfig
 from adlm.training.parallel import world
 
@@ -76,11 +76,10 @@ def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 
 def sequences_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
     """A set's validation sequences for this model: packed, unless it was trained on one document a sequence."""
-    trained = loaded.info.get("data_settings") or {}
+    trained = section(DataConfig, loaded.info.get("data_settings") or {})
     data = defaults(
         name,
-        wrap=trained.get("wrap", True),
-        packing=wishes.packing,
+        packing="documents" if trained.packing == "documents" else wishes.packing,
         root=wishes.root,
         cache_dir=wishes.cache_dir,
         num_proc=wishes.num_proc,

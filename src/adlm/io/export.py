@@ -159,7 +159,8 @@ def load_folder(
         raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.freeze_bridge()
-    return Loaded(model, tokenizer, noise, objective, info)
+    today = {"model": asdict(cfg), "noise": asdict(noise), "objective": asdict(objective)}
+    return Loaded(model, tokenizer, noise, objective, info | today)
 
 
 def check_digest(path: Path, info: dict[str, Any]) -> None:
@@ -205,11 +206,12 @@ def with_adapters(
     base: Loaded, weights: dict[str, Tensor], info: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> Loaded:
     """The base with adapters merged into it, and settings and facts of `info`, the config.json of the adapters."""
-    low_rank = LoraConfig(info["adapter"]["rank"], info["adapter"]["alpha"])
-    base.model.load_state_dict(merged(base.model.state_dict() | weights, low_rank))
+    low_rank = LoraConfig(info["adapter"]["rank"])
+    base.model.load_state_dict(merged(base.model.state_dict() | weights, low_rank, info["adapter"]["alpha"]))
     model = base.model.to(dtype=dtype)
     noise, objective = section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"])
     facts = {name: value for name, value in info.items() if name not in ("adapter", WEIGHTS_DIGEST)}
+    facts |= {"model": asdict(model.config), "noise": asdict(noise), "objective": asdict(objective)}
     return Loaded(model, base.tokenizer, noise, objective, facts)
 
 

@@ -34,10 +34,10 @@ class AdlmConfig(PretrainedConfig):
 
 DEFAULTS = {
     "hidden_size": 16, "n_heads": 2, "n_kv_heads": 0, "head_size": 0, "n_blocks": 1, "n_denoiser_blocks": 1,
-    "length": 1024, "dropout": 0.0, "anchored": False, "bridge": "linear", "causal": False, "adaln": False,
-    "time_conditioning": False, "time_input": "sigma", "cond_dim": 128, "norm": "layernorm", "qk_norm": False,
+    "length": 1024, "dropout": 0.0, "anchored": False, "bridge": "linear", "causal": False,
+    "conditioning": "none", "cond_dim": 128, "norm": "layernorm", "qk_norm": False,
     "norm_eps": 0.0, "activation": "gelu", "bias": True, "qkv_bias": False, "rope_base": 10000.0, "tied": False,
-    "shift": False, "mlp_ratio": 4, "mlp_size": 0,
+    "shift": False, "mlp_size": 0,
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class AdlmBlock(nn.Module):
         D, N = m["hidden_size"], m["n_heads"]
         self.K, self.H = m["n_kv_heads"] or N, m["head_size"] or D // N
         self.N, self.m = N, m
-        F_ = m["mlp_size"] or m["mlp_ratio"] * D
+        F_ = m["mlp_size"] or 4 * D
         self.norm1, self.norm2 = AdlmNorm(D, m), AdlmNorm(D, m)
         self.qkv = nn.Linear(D, (N + 2 * self.K) * self.H, bias=m["qkv_bias"])
         self.attn_out = nn.Linear(N * self.H, D, bias=False)
@@ -92,7 +92,7 @@ class AdlmBlock(nn.Module):
         self.mlp_out = nn.Linear(F_, D, bias=m["bias"])
         if m["qk_norm"]:
             self.q_norm, self.k_norm = AdlmNorm(self.H, m, "rmsnorm"), AdlmNorm(self.H, m, "rmsnorm")
-        self.modulation = nn.Linear(m["cond_dim"], 6 * D) if m["adaln"] else None
+        self.modulation = nn.Linear(m["cond_dim"], 6 * D) if m["conditioning"] != "none" else None
 
     def forward(self, x, cos, sin, c, mask):
         m, drop = self.m, lambda y: F.dropout(y, self.m["dropout"], self.training)
@@ -137,10 +137,10 @@ class AdlmStack(nn.Module):
     def __init__(self, m, n_blocks):
         super().__init__()
         self.m = m
-        self.time_embedding = AdlmTimeEmbedding(m["cond_dim"]) if m["adaln"] else None
+        self.time_embedding = AdlmTimeEmbedding(m["cond_dim"]) if m["conditioning"] != "none" else None
         self.blocks = nn.ModuleList(AdlmBlock(m) for _ in range(n_blocks))
         self.norm = AdlmNorm(m["hidden_size"], m)
-        self.modulation = nn.Linear(m["cond_dim"], 2 * m["hidden_size"]) if m["adaln"] else None
+        self.modulation = nn.Linear(m["cond_dim"], 2 * m["hidden_size"]) if m["conditioning"] != "none" else None
 
     def forward(self, x, sigma, mask):
         H = self.blocks[0].H
@@ -149,8 +149,8 @@ class AdlmStack(nn.Module):
         cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
         c = None
         if self.time_embedding is not None:  # without time conditioning one constant vector
-            level = sigma if self.m["time_conditioning"] else torch.zeros(1, device=x.device)
-            c = self.time_embedding(-torch.expm1(-level) if self.m["time_input"] == "t" else level)
+            level = torch.zeros(1, device=x.device) if self.m["conditioning"] == "constant" else sigma
+            c = self.time_embedding(-torch.expm1(-level) if self.m["conditioning"] == "t" else level)
         for block in self.blocks:
             x = block(x, cos, sin, c, mask)
         final = None if self.modulation is None else modulations(self.modulation, c, 2)
@@ -212,7 +212,7 @@ class AdlmPreTrainedModel(PreTrainedModel):
                 L = input_ids.shape[1]
                 mask = mask & torch.ones(L, L, dtype=torch.bool, device=x.device).tril()
             mask = mask | torch.eye(input_ids.shape[1], dtype=torch.bool, device=x.device)  # of padding itself
-        if m["time_conditioning"] and sigma is None:
+        if m["conditioning"] in ("sigma", "t") and sigma is None:
             sigma = self.noise_level(input_ids)
         if m["anchored"]:
             stream, anchor = self.anchor(x, sigma, mask)

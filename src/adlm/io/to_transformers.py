@@ -78,7 +78,7 @@ def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
 
 def llama_type(cfg: ModelConfig) -> str:
     """The model_type whose code in transformers computes the same as this model; empty: none does."""
-    plain = cfg.causal and not (cfg.anchored or cfg.adaln or cfg.bias)
+    plain = cfg.causal and not (cfg.anchored or cfg.has_adaln or cfg.bias)
     if not (plain and cfg.norm == "rmsnorm" and cfg.activation == "swiglu") or (cfg.qk_norm and cfg.qkv_bias):
         return ""
     return "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"

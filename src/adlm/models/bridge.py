@@ -71,7 +71,7 @@ class LinearBridge(Bridge):
 
     def initialise(self, cfg: ModelConfig) -> None:
         bound = 1 / math.sqrt(self.weight.shape[1])
-        if cfg.init == "normal":
+        if cfg.init != "torch":
             nn.init.normal_(self.weight, std=bound)
         else:
             nn.init.uniform_(self.weight, -bound, bound)

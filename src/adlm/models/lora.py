@@ -21,6 +21,8 @@ from adlm.models.network import Network, is_block_matrix
 from adlm.schema import LoraConfig
 
 WEIGHT, A, B = "weight", "lora_a", "lora_b"
+ALPHA = 16.0
+"""Strength of the adapters that are trained. A file of adapters says its own."""
 
 
 class AdaptedLinear(nn.Linear):
@@ -30,7 +32,7 @@ class AdaptedLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         like = {"device": linear.weight.device, "dtype": torch.promote_types(linear.weight.dtype, torch.float32)}
-        self.scale = cfg.alpha / cfg.rank
+        self.scale = ALPHA / cfg.rank
         self.lora_a = nn.Parameter(torch.empty(cfg.rank, linear.in_features, **like))
         self.lora_b = nn.Parameter(torch.zeros(linear.out_features, cfg.rank, **like))
         if not linear.weight.is_meta:
@@ -60,7 +62,7 @@ def base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x for name, x in weights.items() if name.rpartition(".")[2] not in (A, B)}
 
 
-def merged(weights: Mapping[str, Tensor], cfg: LoraConfig) -> dict[str, Tensor]:
+def merged(weights: Mapping[str, Tensor], cfg: LoraConfig, alpha: float = ALPHA) -> dict[str, Tensor]:
     """The weights of a model without adapters that computes the same: W + (alpha / rank) B A, in at least float32 and
     rounded once to the precision of W."""
     found = base_weights(weights)
@@ -69,7 +71,7 @@ def merged(weights: Mapping[str, Tensor], cfg: LoraConfig) -> dict[str, Tensor]:
         if part == A:
             w, b = found[f"{stem}.{WEIGHT}"], weights[f"{stem}.{B}"]
             wide = torch.promote_types(w.dtype, torch.float32)
-            delta = (cfg.alpha / cfg.rank) * (b.to(wide) @ a.to(wide))
+            delta = (alpha / cfg.rank) * (b.to(wide) @ a.to(wide))
             found[f"{stem}.{WEIGHT}"] = (w.to(wide) + delta.to(w.device)).to(w.dtype)
     return found
 

@@ -246,10 +246,11 @@ def is_block_matrix(name: str, parameter: Tensor) -> bool:
 @torch.no_grad()
 def initialise(model: Network) -> None:
     """Set every parameter. `torch`: as the release starts (all logits 0, every block the identity when adaLN gates
-    are zero). `normal`: standard deviation 0.02, residual outputs scaled down by depth unless zero_init."""
+    are zero). `normal`: standard deviation 0.02, residual outputs scaled down by depth or (`normal-zero`) zero."""
     cfg = model.config
+    normal = cfg.init != "torch"
     depth = sum(isinstance(m, Block) for m in model.modules())
-    if cfg.init == "normal":
+    if normal:
         for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
@@ -258,14 +259,14 @@ def initialise(model: Network) -> None:
         if isinstance(module, Block):
             for out in (module.attn_out, module.mlp_out):
                 # not under adaLN, whose gates start at zero: zero times zero would never receive a gradient
-                if cfg.zero_init and not cfg.adaln:
+                if cfg.init == "normal-zero" and not cfg.has_adaln:
                     nn.init.zeros_(out.weight)
-                elif cfg.init == "normal" and not cfg.adaln:
+                elif normal and not cfg.has_adaln:
                     nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * depth))
         if isinstance(module, Block | Stack) and module.modulation is not None:
             nn.init.zeros_(module.modulation.weight)
             nn.init.zeros_(module.modulation.bias)
-    if cfg.init == "normal":
+    if normal:
         nn.init.normal_(model.embedding, std=0.02)
     else:
         nn.init.kaiming_uniform_(model.embedding, a=math.sqrt(5))
@@ -274,7 +275,7 @@ def initialise(model: Network) -> None:
             nn.init.zeros_(head.weight)
             if head.bias is not None:
                 nn.init.zeros_(head.bias)
-    if model.anchor_head is not None and cfg.init == "normal" and not cfg.tied:
+    if model.anchor_head is not None and normal and not cfg.tied:
         nn.init.normal_(model.anchor_head.weight, std=0.02)
     if model.bridge is not None:
         model.bridge.initialise(cfg)

@@ -156,7 +156,7 @@ class Block(AttentionBlock):
         self.mlp_out = nn.Linear(cfg.mlp_width, D, bias=cfg.bias)
         self.q_norm = Norm(H, "rmsnorm", cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = Norm(H, "rmsnorm", cfg.norm_eps) if cfg.qk_norm else None
-        self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.adaln else None
+        self.modulation = nn.Linear(cfg.cond_dim, 6 * D) if cfg.has_adaln else None
 
     def drop(self, branch_BLD: Tensor, key: Tensor | None) -> Tensor:
         if key is not None and torch.compiler.is_compiling():
@@ -196,26 +196,30 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, n_blocks: int):
         super().__init__()
-        self.time_conditioning, self.time_input, self.dropout = cfg.time_conditioning, cfg.time_input, cfg.dropout
+        self.is_time_conditioned, self.reads_t, self.dropout = (
+            cfg.is_time_conditioned,
+            cfg.conditioning == "t",
+            cfg.dropout,
+        )
         self.kv_heads, self.head_width = cfg.kv_heads, cfg.head_width
-        self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.adaln else None
+        self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.has_adaln else None
         self.rotary = Rotary(self.head_width, cfg.length, cfg.rope_base)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(n_blocks))
         self.norm = Norm(cfg.hidden_size, cfg.norm, cfg.norm_eps)
-        self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.adaln else None
+        self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.has_adaln else None
         self.checkpoint_activations = False
 
     def conditioning(self, x_BLD: Tensor, sigma_B: Tensor | None) -> Tensor | None:
         """c_BC: one vector per sequence when time-conditioned, else one in all (sigma = 0)."""
         if self.time_embedding is None:
             return None
-        if not self.time_conditioning:
+        if not self.is_time_conditioned:
             sigma_B = torch.zeros(1, device=x_BLD.device)
         elif sigma_B is None:
             raise ValueError(
                 "sigma_B is missing: this model is time-conditioned and needs the noise level of each sequence"
             )
-        if self.time_input == "t":
+        if self.reads_t:
             sigma_B = -torch.expm1(-sigma_B)
         # tiny, and its output scales every activation: not worth rounding to bf16
         with torch.autocast(x_BLD.device.type, enabled=False):

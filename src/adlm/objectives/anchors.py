@@ -76,7 +76,7 @@ def describe_rule(cfg: ObjectiveConfig) -> str:
 
 def describe_anchors(cfg: ObjectiveConfig) -> str:
     """Say in words what carries the anchor loss."""
-    if cfg.gamma == 0 and cfg.gamma_end <= 0:
+    if cfg.gamma == 0:
         return "none"
     masked = ", where masked" if cfg.name == "anelbo" and cfg.anchor_positions == "masked" else ""
     part = f"; a random {cfg.anchor_fraction:.4g} of them at each step" if cfg.anchor_fraction < 1 else ""

@@ -15,16 +15,10 @@ from adlm.schema import ObjectiveConfig
 
 
 def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
-    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, or another line to gamma_end at 1. From
-    gamma_until on it is 0."""
+    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, and from gamma_until on 0."""
     if cfg.gamma_until < 1 and progress >= cfg.gamma_until:
         return 0.0
-    if progress < cfg.gamma_warmup:
-        return cfg.gamma * (progress / cfg.gamma_warmup)
-    if cfg.gamma_end < 0:
-        return cfg.gamma
-    done = min(1.0, (progress - cfg.gamma_warmup) / (1 - cfg.gamma_warmup))
-    return (1 - done) * cfg.gamma + done * cfg.gamma_end
+    return cfg.gamma * (progress / cfg.gamma_warmup) if progress < cfg.gamma_warmup else cfg.gamma
 
 
 class Anelbo(Nelbo):

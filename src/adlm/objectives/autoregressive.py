@@ -22,8 +22,8 @@ class Autoregressive(Objective):
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
         # not a rule of the command line: `adlm reason` has anchors in its own way, and plain models
         require(
-            model.anchored or (cfg.gamma <= 0 and cfg.gamma_end <= 0),
-            f"objective.gamma={cfg.gamma}, objective.gamma_end={cfg.gamma_end}: plain AR has no anchors (algo=a2r has)",
+            model.anchored or cfg.gamma <= 0,
+            f"objective.gamma={cfg.gamma}: plain AR has no anchors (algo=a2r has)",
         )
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:

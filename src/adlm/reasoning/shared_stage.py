@@ -59,7 +59,6 @@ class SharedStage(NamedTuple):
             "model": asdict(cfg.model),
             "optim": asdict(cfg.optim),
             "batch": (cfg.train.global_batch_size, cfg.train.batch_size, reason.sorted_batches),
-            "spike": cfg.train.spike_factor,
             "precision": ranks.precision,
             "base": reason.base,
             "stories": reason.story_steps,

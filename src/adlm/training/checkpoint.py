@@ -209,10 +209,9 @@ class Checkpoints:
         self.writing = self.failure = None
 
     def prune(self, best_step: int | None) -> None:
-        """Keep the newest `keep`, the best, and milestones."""
-        every = self.cfg.milestone_every
+        """Keep the newest `keep`, and the best."""
         for step in self.steps()[: -self.cfg.keep]:
-            if step == best_step or (every and step % every == 0):
+            if step == best_step:
                 continue
             if self.remote:
                 self.remote.remove(step)
@@ -264,8 +263,8 @@ class Checkpoints:
             self.world.barrier()
         return found
 
-    def read_info(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the tensors, as this version names it."""
+    def read_info(self, step: int, resumes: bool = False) -> dict[str, Any]:
+        """What `save` was given beside the tensors, as this version names it. `resumes`: the run goes on from here."""
         path = self.path(step) / STATE
         info = check_object(read_json(path), {"step": int, "config": dict}, RESUMED_FIELDS, str(path))
         require(info["step"] == step, f"{path} is the state of step {info['step']}, not of {step}")
@@ -277,7 +276,7 @@ class Checkpoints:
                     info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{path} is not the state of a reasoning run ({error})") from None
-        config = migrated(info["config"], str(path))
+        config = migrated(info["config"], str(path), resumes)
         for name, section in (("data", DataConfig), ("reason", ReasonConfig)):  # relative in earlier versions
             config[name] = config.get(name, {}) | absolute_paths(section, config.get(name, {}))
         return info | {"config": config}
@@ -321,14 +320,14 @@ class CheckedReader(dcp.FileSystemReader):
         return done
 
 
-def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
+def migrated(config: dict[str, Any], source: str, resumes: bool) -> dict[str, Any]:
     """Stored settings, by section and key, as this version names them."""
     flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
     for section, values in config.items():
         if isinstance(values, dict):
             flat |= {f"{section}.{key}": value for key, value in values.items()}
     tree: dict[str, Any] = {}
-    for key, value in migrate(flat, source).items():
+    for key, value in migrate(flat, source, resumes=resumes).items():
         section, dot, name = key.partition(".")
         if dot:
             tree.setdefault(section, {})[name] = value

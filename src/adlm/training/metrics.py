@@ -1,6 +1,6 @@
 """What a run reports: one live line in the terminal, one JSON object per event in metrics.jsonl, curves at the end.
 
-The file is the record; TensorBoard and Weights & Biases are mirrors. After a resume, lines of steps that will be
+The file is the record; TensorBoard or Weights & Biases is a mirror. After a resume, lines of steps that will be
 computed again are dropped, so the file of an interrupted run equals that of an uninterrupted one, times excepted.
 """
 
@@ -37,15 +37,15 @@ class RunLog:
         self.console = Console(stderr=True)
         self.progress: Progress | None = None
         self.warned = self.is_cut = False
-        self.mirrors: list[Any] = []
+        self.mirror: TensorBoard | WandB | None = None
         if not active:
             return
         self.path = run / METRICS
         truncate(self.path, -1 if resumed_step is None else resumed_step)
-        if cfg.track.tensorboard:
-            self.mirrors.append(TensorBoard(run / "tensorboard"))
-        if cfg.track.wandb:
-            self.mirrors.append(WandB(run))
+        if cfg.train.track == "tensorboard":
+            self.mirror = TensorBoard(run / "tensorboard")
+        elif cfg.train.track == "wandb":
+            self.mirror = WandB(run)
         if self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -72,8 +72,8 @@ class RunLog:
             if not self.warned:
                 self.say(f"warning: {self.path} cannot be written ({error.strerror}); metrics are lost until it can")
             self.warned = True
-        for mirror in self.mirrors:
-            mirror.write(kind, step, values)
+        if self.mirror is not None:
+            self.mirror.write(kind, step, values)
 
     def line(self, step: int, steps: int, values: dict[str, float]) -> None:
         """The one line people watch."""
@@ -97,13 +97,13 @@ class RunLog:
                 self.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        """End the live line and the mirrors; what is said afterwards is plain text."""
+        """End the live line and the mirror; what is said afterwards is plain text."""
         if self.progress:
             with suppress(OSError):
                 self.progress.stop()
-        for mirror in self.mirrors:
-            mirror.close()
-        self.progress, self.mirrors = None, []
+        if self.mirror is not None:
+            self.mirror.close()
+        self.progress = self.mirror = None
 
 
 class LogWindow:
@@ -272,9 +272,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ValueError(
-                "track.tensorboard=true needs the package tensorboard: pip install 'adlm[track]'"
-            ) from None
+            raise ValueError("train.track=tensorboard needs tensorboard: pip install 'adlm[track]'") from None
         self.writer = SummaryWriter(str(folder))
 
     def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
@@ -291,7 +289,7 @@ class WandB:
         try:
             import wandb  # type: ignore[import-not-found]
         except ImportError:
-            raise ValueError("track.wandb=true needs wandb: pip install 'adlm[track]'") from None
+            raise ValueError("train.track=wandb needs wandb: pip install 'adlm[track]'") from None
         mode = None if os.environ.get("WANDB_API_KEY") else "offline"
         self.wandb_run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "adlm"),

@@ -1,6 +1,6 @@
 """Optimizers, learning-rate schedule, gradient clipping and EMA.
 
-Nothing here makes the host wait for the device: a bad gradient (not finite, or a spike) becomes a 0/1 tensor on the
+Nothing here makes the host wait for the device: a gradient that is not finite becomes a 0/1 tensor on the
 device, and the update of that step is multiplied away there.
 """
 
@@ -148,32 +148,25 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
 
 
 class GradientGuard:
-    """Decides on the device whether a step's update is skipped: its gradient is not finite, or a spike."""
+    """Decides on the device whether a step's update is skipped: its gradient is not finite."""
 
-    def __init__(self, spike_factor: float, device: torch.device):
-        self.spike_factor = spike_factor
-        self.mean = torch.zeros((), device=device)
-        """Running mean of accepted gradient norms (0: none yet)."""
+    def __init__(self, device: torch.device):
         self.skipped = torch.zeros((), device=device)
         self.in_a_row = torch.zeros((), device=device)
 
     def judge(self, norm: Tensor) -> Tensor:
         """1.0 if the update of this step must be skipped, else 0.0."""
-        bad = ~norm.isfinite()
-        if self.spike_factor > 0:
-            bad = bad | ((self.mean > 0) & (norm > self.spike_factor * self.mean))
-        bad = bad.float()
-        good_norm = torch.where(bad > 0, self.mean, norm.float())
-        self.mean = torch.where(self.mean > 0, 0.98 * self.mean + 0.02 * good_norm, good_norm)
+        bad = (~norm.isfinite()).float()
         self.skipped = self.skipped + bad
         self.in_a_row = (self.in_a_row + bad) * bad
         return bad
 
     def state(self) -> Tensor:
-        return torch.stack([self.mean, self.skipped, self.in_a_row])
+        """Three numbers, as in checkpoints of earlier versions, which had a running mean first."""
+        return torch.stack([torch.zeros_like(self.skipped), self.skipped, self.in_a_row])
 
     def restore(self, state: Tensor) -> None:
-        self.mean, self.skipped, self.in_a_row = state.to(self.mean.device).unbind(0)
+        _, self.skipped, self.in_a_row = state.to(self.skipped.device).unbind(0)
 
 
 class Ema:

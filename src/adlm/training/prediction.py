@@ -3,7 +3,7 @@
 A step has three parts.
   arithmetic   FLOPs of the method over what a GPU has been seen to reach, and a time for every parameter (update, EMA,
                casts). Both constants are fitted to steps that `adlm bench train` has measured on one card.
-  traffic      bytes that every GPU sends, over the given bandwidths. Collectives are hierarchical, as NCCL's are:
+  traffic      bytes that every GPU sends, over what its links carry. Collectives are hierarchical, as NCCL's are:
                inside a node first, then every GPU of a node carries its part to the other nodes.
   overlap      gradients travel while the backward pass of the last micro-batch computes, gathered weights while any
                pass does; what does not fit into that time is waited for.
@@ -57,6 +57,15 @@ MEASURED = {
 }
 
 
+class Links(NamedTuple):
+    """Bytes per second that one GPU sends to the others of its node, and to other nodes."""
+
+    inside: float = 450e9
+    """NVLink 4."""
+    between: float = 50e9
+    """400 Gbit/s for each GPU."""
+
+
 class Card(NamedTuple):
     """What a step costs on one GPU."""
 
@@ -64,6 +73,9 @@ class Card(NamedTuple):
     seconds_per_flop: float
     seconds_per_parameter: float
     source: str
+    links: Links = Links()
+    hours_to_failure: float = 50_000.0
+    """On average."""
 
     def compute(self, flops: float) -> float:
         return self.seconds_per_flop * flops
@@ -90,8 +102,8 @@ def fit(steps: Sequence[Measured]) -> tuple[float, float]:
 def card(gpu: str) -> Card:
     """A GPU by name, or by the file that `adlm bench train ... out=FILE` has written on it."""
     if path_of(gpu).is_file():
-        steps = read_bench(path_of(gpu))
-        return Card(Path(gpu).stem, *fit(steps), f"fitted to {len(steps)} steps of {gpu}")
+        steps, figures = read_bench(path_of(gpu))
+        return Card(Path(gpu).stem, *fit(steps), f"fitted to {len(steps)} steps of {gpu}", **figures)
     name = choose("cluster.gpu", gpu.lower(), [known.lower() for known in PEAK_FLOPS])
     per_flop, per_parameter = fit(MEASURED.get(name, MEASURED["h200"]))
     if name in MEASURED:
@@ -101,36 +113,27 @@ def card(gpu: str) -> Card:
     return Card(name, per_flop * ratio, per_parameter * ratio, source)
 
 
-def read_bench(path: Path) -> list[Measured]:
-    """Steps in a file of `adlm bench train ... out=FILE`."""
-    found = []
+def read_bench(path: Path) -> tuple[list[Measured], dict[str, Any]]:
+    """Steps in a file of `adlm bench train ... out=FILE`; and what a line added to it says of the GPU beyond them:
+    {"links": [450, 50], "hours_to_failure": 50000}, in GB/s."""
+    found: list[Measured] = []
+    figures: dict[str, Any] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
-            entries = [entry["ours"] for entry in json.loads(line)["rows"].values() if "ours" in entry]
+            told = json.loads(line)
+            if "links" in told:
+                inside, between = (1e9 * float(speed) for speed in told["links"])
+                figures["links"] = Links(inside, between)
+            if "hours_to_failure" in told:
+                figures["hours_to_failure"] = float(told["hours_to_failure"])
+            entries = [entry["ours"] for entry in told.get("rows", {}).values() if "ours" in entry]
             found += [Measured(e["flops"], e["parameters"], e["ms"] / 1e3) for e in entries if "flops" in e]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"cluster.gpu={str(path)!r} is not a file of `adlm bench train ... out=FILE`") from None
     require(bool(found), f"cluster.gpu={str(path)!r} holds no measured training step")
-    return found
-
-
-class Links(NamedTuple):
-    """Bytes per second that one GPU sends to the others of its node, and to other nodes."""
-
-    inside: float
-    between: float
-
-    @classmethod
-    def read(cls, text: str) -> "Links":
-        parts = text.split(",")
-        try:
-            inside, between = (float(part) * 1e9 for part in parts)
-        except ValueError:
-            raise ValueError(
-                f"cluster.links={text!r} must be two numbers, GB/s of one GPU inside a node and between nodes: 450,50"
-            ) from None
-        require(inside > 0 and between > 0, f"cluster.links={text!r}: both must be above 0")
-        return cls(inside, between)
+    positive = min(*figures.get("links", Links()), figures.get("hours_to_failure", 1.0)) > 0
+    require(positive, f"cluster.gpu={str(path)!r}: links and hours_to_failure must be above 0")
+    return found, figures
 
 
 class Traffic(NamedTuple):
@@ -195,19 +198,18 @@ class Predicted(NamedTuple):
     failures: float
     """Expected in that time."""
     gpu_hours: float
-    cost: float | None
 
 
 def predict(cfg: Config, strategy: str, on: Card) -> Predicted:
     """One line of the table."""
-    c, t, n = cfg.cluster, cfg.train, cfg.cluster.gpus
+    t, n, links = cfg.train, cfg.cluster.gpus, on.links
     parameters, flops_per_token = demands(cfg)
     alone = TrainConfig(global_batch_size=t.global_batch_size, batch_size=per_pass(cfg))
     tokens = t.global_batch_size * cfg.model.length
     most = -(-t.global_batch_size // n) * cfg.model.length * flops_per_token  # of the ranks that have one sequence more
     micro_batches = alone.micro_batches(n)
     arithmetic = on.compute(most)
-    size, links = 4.0 * parameters, Links.read(c.links)
+    size = 4.0 * parameters
     blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
     anytime, late = traffic(strategy, size, n, blocks, micro_batches)
     wait_anytime = max(0.0, anytime.seconds(links, n) - arithmetic)
@@ -217,7 +219,7 @@ def predict(cfg: Config, strategy: str, on: Card) -> Predicted:
     shards = {"ddp": 1, "fsdp": n, "hsdp": min(n, PER_NODE)}[strategy]
     memory = memory_estimate(cfg, parameters, parameters, 2 * alone.at_once(n), shards)
     saved = 4 * parameters * (4 if cfg.optim.ema else 3) / shards
-    delta, M = saved / HOST_BYTES_PER_SECOND, c.mtbf * 3600 / n
+    delta, M = saved / HOST_BYTES_PER_SECOND, on.hours_to_failure * 3600 / n
     tau = best_interval(delta, M)
     every = max(1, round(tau / step))
     work = step * t.steps
@@ -228,7 +230,7 @@ def predict(cfg: Config, strategy: str, on: Card) -> Predicted:
         strategy, 1e3 * step, 1e3 * waiting, tokens / step,
         flops_per_token * tokens / step / n / peak if peak else None, memory,
         (sent.inside + sent.between) / 2**30, sent.between / 2**30, every, seconds / 3600, seconds / M,
-        seconds / 3600 * n, seconds / 3600 * n * c.price if c.price else None,
+        seconds / 3600 * n,
     )  # fmt: skip
 
 
@@ -278,20 +280,20 @@ def check(c: ClusterConfig, t: TrainConfig) -> None:
 
 def assumptions(cfg: Config, on: Card) -> list[str]:
     """What the numbers rest on, one line each."""
-    c, links = cfg.cluster, Links.read(cfg.cluster.links)
     efficiency = PEAK_FLOPS.get(on.name.upper(), 0) * on.seconds_per_flop
     reached = f" ({1 / efficiency:.0%} of its peak)" if efficiency else ""
     said = [
         f"one {on.name}: {1e-12 / on.seconds_per_flop:,.0f} TFLOP/s{reached} and"
         f" {1e12 * on.seconds_per_parameter:.1f} ps per parameter, {on.source}",
-        f"nodes of {PER_NODE}; a GPU sends {links.inside / 1e9:g} GB/s inside its node and {links.between / 1e9:g} GB/s"
-        f" to others (cluster.links); a collective takes {LATENCY * 1e6:g} us more for each doubling of the ranks",
+        f"nodes of {PER_NODE}; a GPU sends {on.links.inside / 1e9:g} GB/s inside its node and"
+        f" {on.links.between / 1e9:g} GB/s to others; a collective takes {LATENCY * 1e6:g} us more for each doubling of"
+        " the ranks",
         "gradients overlap with the last backward pass, gathered weights with any; weights and gradients are float32",
         f"vocabulary of {GPT2_VOCABULARY:,}, text-like tokens; data is read as fast as it is needed",
-        f"a GPU fails every {c.mtbf:,.0f} hours on average (cluster.mtbf), one failure stops the run; a restart takes"
+        f"a GPU fails every {on.hours_to_failure:,.0f} hours on average, one failure stops the run; a restart takes"
         f" {RESTART_SECONDS:g} s, saving {HOST_BYTES_PER_SECOND / 1e9:g} GB/s of each GPU's part",
     ]
-    if cfg.train.global_batch_size // c.gpus < 16:
+    if cfg.train.global_batch_size // cfg.cluster.gpus < 16:
         said.append("fewer than 16 sequences for a GPU: never measured, and the host may be slower than the GPU")
     return said
 
@@ -314,8 +316,6 @@ def show(cfg: Config, rows: list[Predicted], said: list[str]) -> None:
         "hours": [f"{r.hours:,.2f}" for r in rows],
         "GPU hours": [f"{r.gpu_hours:,.0f}" for r in rows],
     }
-    if c.price:
-        lines[f"cost at {c.price:g} per GPU hour"] = [f"{r.cost:,.0f}" for r in rows if r.cost is not None]
     for column in table.columns[1:]:
         column.justify = "right"
     for name, values in lines.items():

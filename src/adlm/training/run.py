@@ -102,9 +102,9 @@ class Run:
         cfg, ranks = self.cfg, self.ranks
         self.module, self.tokenizer, self.data, changed = module, tokenizer, dict(data or {}), ""
         self.ema = Ema(module, cfg.optim.ema)
-        self.guard = GradientGuard(cfg.train.spike_factor, ranks.device)
+        self.guard = GradientGuard(ranks.device)
         self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
-        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step)
+        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step, resumes=True)
         if info is not None:
             self.decay_all = info.get("decay_all", True)  # earlier versions did, and did not say so
         self.reset_optimizer()
@@ -128,7 +128,7 @@ class Run:
             self.log.say(plan)
             if module.compiled:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
-        self.started = self.saved_at = time.monotonic()
+        self.started = time.monotonic()
 
     def keep_adapter(self, facts: dict[str, Any]) -> None:
         """Remember in checkpoints which model the adapters belong to; refuse to resume them on another one."""
@@ -203,8 +203,8 @@ class Run:
             self.log.line(self.step, self.cfg.train.steps, values)
             if self.guard.in_a_row.item() >= MAX_BAD_STEPS:
                 raise ValueError(
-                    f"stopped at step {self.step}: the last {int(self.guard.in_a_row)} updates were skipped for bad"
-                    " gradients; lower optim.lr or raise train.spike_factor"
+                    f"stopped at step {self.step}: the last {int(self.guard.in_a_row)} updates were skipped for"
+                    " gradients that are not finite; lower optim.lr or raise optim.warmup"
                 )
         self.log.advance(self.step)
 
@@ -234,15 +234,14 @@ class Run:
         self.window.restart()
 
     def save_if_due(self) -> None:
-        """Save at intervals of steps and of time, where a validation found the best weights, and at the end. Afterwards
-        `stopped` says whether a signal has asked to stop."""
+        """Save at intervals of steps, where a validation found the best weights, and at the end. Afterwards `stopped`
+        says whether a signal has asked to stop."""
         cfg, ranks = self.cfg.checkpoint, self.ranks
-        late = bool(cfg.minutes) and time.monotonic() - self.saved_at > 60 * cfg.minutes
-        # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own clock
+        # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own
         asked = ranks.size == 1 or ranks.device.type == "cpu" or self.step % 10 == 0
-        self.stopped, late = asked and ranks.any(self.interruption.requested), asked and ranks.any(late)
+        self.stopped = asked and ranks.any(self.interruption.requested)
         improved = cfg.best and self.best_step == self.step
-        if self.ends or late or improved or self.step % cfg.every == 0:
+        if self.ends or improved or self.step % cfg.every == 0:
             self.save()
 
     def save(self) -> None:
@@ -271,7 +270,6 @@ class Run:
                 raise
             if self.ranks.is_main:
                 note(f"warning: {error}; training continues")
-        self.saved_at = time.monotonic()
         self.window.restart()
 
     # End

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from adlm.errors import require
 from adlm.io.export import load_folder
 from adlm.io.paths import BOX, BOX_NAME
 from adlm.models import Network, build_model
-from adlm.models.lora import adapt, base_weights, weights_digest
+from adlm.models.lora import ALPHA, adapt, base_weights, weights_digest
 from adlm.models.network import count_flops
 from adlm.objectives import CorruptedBatch, Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
@@ -103,7 +103,8 @@ def adapter_facts(cfg: Config, model: Network) -> dict[str, Any]:
         return {}
     base = Path(cfg.checkpoint.init_from).absolute()
     place = BOX_NAME if base.resolve() == BOX.resolve() else str(base)
-    return asdict(cfg.lora) | {"base": place, "base_sha256": weights_digest(base_weights(model.state_dict()))}
+    own = {"rank": cfg.lora.rank, "alpha": ALPHA}
+    return own | {"base": place, "base_sha256": weights_digest(base_weights(model.state_dict()))}
 
 
 def objective_for(cfg: Config, data: Data) -> Objective:
