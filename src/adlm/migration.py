@@ -77,6 +77,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.terse": (False,),
     "reason.words": (0,),
     "sampling.grid": ("",),
+    "sampling.guidance": (0.0,),
     "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),

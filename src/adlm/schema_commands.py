@@ -105,8 +105,6 @@ class SamplingConfig:
     (-1: 0.2)."""
     parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
-    guidance: Annotated[float, Range(low=0, high=100)] = 0.0
-    """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: WholeNumber = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
     prompt: str = ""

@@ -116,7 +116,6 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "top_k": ("export_v1", {"top_k": 4, **SHORT}),
     "min_p": ("export_v1", {"min_p": 0.1, **SHORT}),
     "eta": ("export_v1_published", {"sampler": "remdm-cap", "eta": 0.5, **SHORT}),
-    "guidance": ("export_v1", {"guidance": 1.0, "prompt": "my sister ", **SHORT}),
     "stride": ("export_v1", {**SHORT, "stride": 8, "length": 56}),
     "release": ("export_v1", {"parity": "release", "top_p": 0.9, **SHORT}),
     "release, remdm-cap": ("export_v1_published", {"sampler": "remdm-cap", "parity": "release", "top_p": 0.9, **SHORT}),

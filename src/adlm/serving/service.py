@@ -292,7 +292,7 @@ def cost_of(request: Request, lm: LanguageModel) -> int:
     """Tokens times evaluations that a sequence takes at most; a prompt before blocks is read once."""
     block, tokens = block_of(request, lm.model), min(len(request.tokens), lm.length)
     evaluations = most_evaluations(request, lm.model, lm.schedule)
-    return tokens + block * evaluations if block else tokens * evaluations * (2 if request.settings.guidance else 1)
+    return tokens + block * evaluations if block else tokens * evaluations
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:
