@@ -229,7 +229,7 @@ COMMANDS: dict[str, Command] = {
         "answer requests over HTTP, with a page to watch text appear: adlm serve [CHECKPOINT ...] port=8000",
         rest=True,
         short="serve",
-        reads=("serve", *SERVED, "eval.checkpoint", *MODEL, "train.num_threads"),
+        reads=("serve", *SERVED, "sampling.batch_size", "eval.checkpoint", *MODEL, "train.num_threads"),
         loads_torch=False,
     ),
     "config": Command(

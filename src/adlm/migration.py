@@ -28,6 +28,7 @@ RENAMED = {
     "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
     "sampling.out": "out",
+    "serve.slots": "sampling.batch_size",
     "train.row_pieces": "train.length_warmup",
     "train.row_pieces_share": "train.length_warmup_fraction",
     "train.valid_rows": "train.valid_sequences",

@@ -80,8 +80,8 @@ class SamplingConfig:
     """Samples to draw."""
     length: WholeNumber = 0
     """Tokens per sample; 0: the model's length."""
-    batch_size: Count = 16
-    """Rows that share a network call."""
+    batch_size: Count = 32
+    """Sequences that share a network call; of a server, those of each model and worker."""
     seed: Seed = 0
     """Decides every random choice; sample i uses seed + i."""
     temperature: Annotated[float, Range(low=0, high=3e38)] = 1.0
@@ -199,7 +199,8 @@ class ReasonConfig:
 
 @dataclass
 class ServeConfig:
-    """`adlm serve`: where it listens and what one client may ask for. sampling.* are the defaults of requests."""
+    """`adlm serve`: where it listens and what one client may ask for. sampling.* are the defaults of requests, but
+    for sampling.batch_size, which is the server's."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface (then set a key)."""
@@ -211,10 +212,8 @@ class ServeConfig:
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
     workers: WholeNumber = 0
     """Processes behind the port, each with all models; 0: one for each GPU."""
-    slots: Count = 32
-    """Sequences of a model, and of a worker, that share network calls."""
     queue: Count = 256
-    """Sequences that may wait for a slot; beyond, requests are answered 429."""
+    """Sequences that may wait beyond sampling.batch_size; then requests are answered 429."""
     max_length: WholeNumber = 0
     """Longest sequence of a request in tokens; 0: the model's length."""
     max_steps: Count = 4096

@@ -65,7 +65,7 @@ class Served:
     def __init__(self, id: str, lm: LanguageModel, cfg: ServeConfig, sampling: SamplingConfig, metrics: ServerMetrics):
         self.id, self.lm, self.cfg = id, lm, cfg
         self.created = int(time.time())
-        self.worker = Worker(id, lm, cfg.slots, cfg.queue, metrics)
+        self.worker = Worker(id, lm, sampling.batch_size, cfg.queue, metrics)
         self.settings = {name: getattr(sampling, name) for name in SERVER_DEFAULTS}
         self.settings["sampler"] = lm.sampler_of(sampling.sampler)
         self.stop = sampling.stop
