@@ -72,7 +72,8 @@ def questions(folder: Path, overrides: list[str]) -> tuple[dict[str, float], lis
     sets = {"train": splits.train, "valid": splits.valid, "test": splits.tests["generated"]}
     for name, examples in sets.items():
         (folder / f"{name}.json").write_text(json.dumps([example._asdict() for example in examples]))
-    return blind_guesses(sets["test"]), [f"reason.{name}_path={folder / name}.json" for name in sets]
+    keys = {"train": "data.path", "valid": "data.valid_path", "test": "reason.test_path"}
+    return blind_guesses(sets["test"]), [f"{keys[name]}={folder / name}.json" for name in sets]
 
 
 def show(rows: list[dict]) -> None:

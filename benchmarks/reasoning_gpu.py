@@ -146,7 +146,7 @@ def make_questions(task: str, data: Path, folder: Path, tiny: bool) -> dict[str,
         (folder / published.name).write_text(json.dumps(records[: sizes[2]] if tiny else records))
         tests = [published.name, *tests]
     return {
-        "reason.train_path": names["train"], "reason.valid_path": names["valid"], "reason.n_valid": sizes[1],
+        "data.path": names["train"], "data.valid_path": names["valid"], "reason.n_valid": sizes[1],
         "reason.test_path": ",".join(tests), "reason.n_train": 0,
     }  # fmt: skip
 
@@ -157,7 +157,7 @@ def copy_gsm8k(data: Path, folder: Path) -> dict[str, Any]:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     return {
-        "reason.train_path": "train.jsonl.xz", "reason.valid_path": "valid.txt", "reason.test_path": "test.jsonl",
+        "data.path": "train.jsonl.xz", "data.valid_path": "valid.txt", "reason.test_path": "test.jsonl",
         "reason.n_valid": 500,
     }  # fmt: skip
 
@@ -218,7 +218,7 @@ def config_of(
 ) -> config.Config:
     """The settings of a run on this machine."""
     own = {"out": str(out), "reason.base": options["base"], "reason.stage0": str(out.parent / "stage0")}
-    for key in ("reason.train_path", "reason.valid_path", "reason.test_path"):
+    for key in ("data.path", "data.valid_path", "reason.test_path"):
         own[key] = ",".join(str((folder / name).absolute()) for name in settings[key].split(","))
     tiny = TINY if options["tiny"] == "true" else {}
     cfg = config.from_tree(settings | own | tiny | overrides, str(folder / "settings.json"))

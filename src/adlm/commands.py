@@ -50,8 +50,8 @@ class Command:
 
     @property
     def groups(self) -> list[str]:
-        """Groups that set something the command reads. A corpus is more than the tokenizer of a checkpoint."""
-        read = {key.rpartition(".")[0] for key in self.read_keys if key not in MODEL}
+        """Groups that set something the command reads: of `data` its name, a corpus."""
+        read = {key.rpartition(".")[0] for key in self.read_keys if not key.startswith("data.") or key == "data.name"}
         return [group for group in GROUPS if SECTION_OF.get(group, group) in read]
 
 
@@ -65,6 +65,9 @@ BOUND = (
     "eval.draws", "eval.block_length", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size",
 )  # fmt: skip
 SERVED = tuple(key for key in keys() if key.startswith("sampling.") and key.rpartition(".")[2] not in PER_REQUEST)
+
+TASK_FILES = ("data.path", "data.valid_path", "data.tokenizer", "data.root")
+"""Of a reasoning task, which is no corpus: its examples, and its vocabulary."""
 
 RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint; of the box: runs/box)"
 
@@ -221,7 +224,7 @@ COMMANDS: dict[str, Command] = {
         " table RUN ..: compare runs with the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
-        reads=("reason", *TRAINING, "eval"),
+        reads=("reason", *(section for section in TRAINING if section != "data"), *TASK_FILES, "eval"),
         ruled={"train.steps": "reason.epochs", "train.valid_every": "reason.valid_every"},
     ),
     "serve": Command(

@@ -27,6 +27,8 @@ RENAMED = {
     "reason.eval_batch_size": "eval.batch_size",
     "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
+    "reason.train_path": "data.path",
+    "reason.valid_path": "data.valid_path",
     "sampling.out": "out",
     "serve.slots": "sampling.batch_size",
     "train.row_pieces": "train.length_warmup",
@@ -34,7 +36,7 @@ RENAMED = {
     "train.valid_rows": "train.valid_sequences",
 }
 """Old key -> today's. One that is also in REMOVED is renamed on the command line, where the user asked for it, and
-dropped from saved settings: there it belonged to the command that wrote them."""
+dropped from saved settings, unless it asks for something there: then it is in the place of today's."""
 
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
@@ -76,6 +78,8 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.row_multiple": (),
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
+    "reason.train_path": ("",),
+    "reason.valid_path": ("",),
     "reason.words": (0,),
     "sampling.grid": ("",),
     "sampling.guidance": (0.0,),
@@ -119,10 +123,15 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
     if settings.get("reason.task") == "prosqa" and shape in TASK_OF_SHAPE:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}
         settings["reason.task"] = TASK_OF_SHAPE[shape]
+    idle = {
+        old
+        for old, value in settings.items()
+        if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old])
+    }
+    moved = {RENAMED[old] for old in settings.keys() & RENAMED.keys() & REMOVED.keys() - idle} if saved else set()
+    settings = {key: value for key, value in settings.items() if key not in idle | moved}
     current: dict[str, Any] = {}
     for old, value in settings.items():
-        if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old]):
-            continue
         key = RENAMED.get(old, old)
         gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)
         require(not gone, f"{source}: {old}={value} is not supported any more (docs/LOG.md says why)")

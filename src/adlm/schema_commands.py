@@ -144,7 +144,8 @@ class SamplingConfig:
 
 @dataclass
 class ReasonConfig:
-    """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout."""
+    """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout. Examples
+    in the task's published format are read from data.path and data.valid_path; without them they are generated."""
 
     task: Annotated[str, Choices(tables.TASKS)] = "prosqa"
     """The questions: a name of the tasks table, which also says how they are generated."""
@@ -153,17 +154,13 @@ class ReasonConfig:
     base: str = ""
     """Causal Hugging Face model to start from, by hub name (gpt2), folder or GGUF file; empty: our own stack (section
     model), from scratch."""
-    train_path: Place = ""
-    """Training examples in the task's published format; empty: generated (prosqa, prontoqa)."""
-    valid_path: Place = ""
-    """Validation examples; empty: generated, or the last n_valid of train_path."""
     test_path: str = ""
     """Test files, or names of tasks whose questions are generated (several: separated by commas), asked beside the
     generated test set; empty: only that one."""
     n_train: WholeNumber = 0
-    """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
+    """Training examples generated, or kept of data.path (0: the size of the published set, or the whole file)."""
     n_valid: Count = 300
-    """Validation examples generated, or kept of valid_path."""
+    """Validation examples generated, or kept of data.valid_path (without one: the last of data.path)."""
     n_test: WholeNumber = 500
     """Test examples generated (test_path is always used whole)."""
     story_steps: WholeNumber = 0

@@ -306,7 +306,7 @@ def test_changed_questions_are_refused(tmp_path):
     path = tmp_path / "train.json"
     examples = [{"question": f"What is {n} + 1?", "steps": [f"{n} + 1"], "answer": str(n + 1)} for n in range(20)]
     path.write_text(json.dumps(examples))
-    line = ("task=gsm8k", "method=no-cot", "reason.epochs=1", f"reason.train_path={path}", "reason.n_valid=4")
+    line = ("task=gsm8k", "method=no-cot", "reason.epochs=1", f"data.path={path}", "reason.n_valid=4")
     line += ("reason.n_train=0", "reason.n_test=0", "model.length=64")
     train(settings(tmp_path / "run", *line))
     examples[3]["question"] = "What is 7 + 1?"
@@ -512,9 +512,11 @@ def test_commands(tmp_path, capsys):
         (["eval"], "needs a run folder"),
         (["eval", "nowhere"], "not a finished reasoning run"),
         (["table", "nowhere"], "results.json"),
-        (["train", "task=gsm8k", "out=x"], "reason.train_path"),
+        (["train", "task=gsm8k", "out=x"], "data.path"),
         (["train", "method=acott"], "did you mean 'acot'"),
         (["train", "train.steps=5"], "train.steps: `adlm reason` does not read this key; reason.epochs rules"),
+        (["train", "data=lm1b"], "data=...: `adlm reason` does not read this group"),
+        (["train", "data.name=lm1b"], "data.name: `adlm reason` does not read this key"),
         (["ask", "nowhere"], "one question in quotes"),
         (["data", "task=gsm8k"], "name a file"),
     ],
@@ -568,6 +570,15 @@ def test_settings_of_earlier_versions(tmp_path):
     assert migrate(stored, "x") == {"reason.task": "prosqa-2hop", "reason.epochs": 3}
     with pytest.raises(ValueError, match=r"x: reason\.hops=3 is not supported any more"):
         migrate(stored | {"reason.hops": 3}, "x")
+
+
+def test_files_of_earlier_versions():
+    """A reasoning run had files of its own beside those of a corpus, which it did not read."""
+    stored = {"data.path": "", "data.valid_path": "", "reason.train_path": "a.json", "reason.valid_path": ""}
+    assert migrate(stored, "x") == {"data.path": "a.json", "data.valid_path": ""}
+    assert migrate(dict(reversed(stored.items())), "x") == {"data.path": "a.json", "data.valid_path": ""}
+    assert migrate(stored | {"reason.train_path": "", "data.path": "b.txt"}, "x")["data.path"] == "b.txt"
+    assert config.load(["task=gsm8k", "reason.train_path=c.json", "algo=ar"]).data.path == "c.json"
 
 
 def test_a_checkpoint_of_an_earlier_version(tmp_path):

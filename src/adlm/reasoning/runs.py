@@ -19,7 +19,7 @@ from adlm.reasoning.methods import encode, plans_of
 from adlm.reasoning.networks import SAFELY, HuggingFaceNetwork, OwnNetwork
 from adlm.reasoning.questions import is_guessed
 from adlm.reasoning.tasks import task_of
-from adlm.schema import Config, ReasonConfig
+from adlm.schema import Config, DataConfig, ReasonConfig
 from adlm.training.parallel import World
 
 EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
@@ -31,6 +31,7 @@ class LoadedRun(NamedTuple):
     network: OwnNetwork | HuggingFaceNetwork
     tokenizer: Tokenizer
     reason: ReasonConfig
+    data: DataConfig
     seed: int
     stage: int
     """The stage as which its questions are asked."""
@@ -55,7 +56,8 @@ def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts
     else:
         network.model.save_pretrained(folder)
         tokenizer.save(folder / export.TOKENIZER)
-    settings = {"format": export.FORMAT, "reason": asdict(cfg.reason), "seed": cfg.seed, **facts}
+    data = {"path": cfg.data.path, "valid_path": cfg.data.valid_path}
+    settings = {"format": export.FORMAT, "reason": asdict(cfg.reason), "data": data, "seed": cfg.seed, **facts}
     write_atomically(folder / SETTINGS, json.dumps(settings, indent=1))
 
 
@@ -65,7 +67,9 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
     require((folder / SETTINGS).is_file(), f"{path} is not a finished reasoning run: {folder / SETTINGS} is missing")
     fields = {"reason": dict, "seed": int, "stage": int, "max_new_tokens": int}
     settings = check_object(read_json(folder / SETTINGS), fields, {}, str(folder / SETTINGS))
-    reason = export.section(ReasonConfig, settings["reason"], str(folder / SETTINGS))
+    saved = {name: settings[name] for name in ("reason", "data") if name in settings}
+    found = export.sections(saved, str(folder / SETTINGS))
+    reason, data = found["reason"], found.get("data", DataConfig())
     stages = len(plans_of(reason))
     require(0 <= settings["stage"] < stages, f"{folder / SETTINGS}: stage={settings['stage']} of {stages} stages")
     if is_released(folder):
@@ -79,7 +83,11 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
         loaded = export.load_folder(folder)
         network, tokenizer = OwnNetwork(loaded.model), loaded.tokenizer
     return LoadedRun(
-        network.to(device).eval(), tokenizer, reason, settings["seed"], settings["stage"], settings["max_new_tokens"]
+        network.to(device).eval(),
+        tokenizer,
+        reason,
+        data,
+        *(settings[name] for name in ("seed", "stage", "max_new_tokens")),
     )
 
 

@@ -152,7 +152,7 @@ class ReasoningSetup:
 
     def __init__(self, cfg: Config, ranks: World):
         self.cfg, self.ranks, self.task = cfg, ranks, task_of(cfg.reason)
-        self.splits = load_splits(cfg.reason, cfg.seed)
+        self.splits = load_splits(cfg.reason, cfg.seed, cfg.data)
         network, self.tokenizer = build_network(cfg, self.splits.train)
         self.network = network.to(ranks.device)
         positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
@@ -299,8 +299,8 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     weights to begin with in place of fresh ones and reason.story_steps, so that several methods can share its steps."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
-        if cfg.reason.train_path or task_of(cfg.reason).generate is not None:
-            note(f"{cfg.reason.task}: {'reading' if cfg.reason.train_path else 'making'} the questions")
+        if cfg.data.path or task_of(cfg.reason).generate is not None:
+            note(f"{cfg.reason.task}: {'reading' if cfg.data.path else 'making'} the questions")
         setup = ReasoningSetup(cfg, ranks)
         schedule = setup.schedule
         for doubt in doubts(cfg, start is not None):
