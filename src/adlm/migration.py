@@ -71,6 +71,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.eval_batch_size": (),
     "reason.gamma": (),
     "reason.hops": (0,),
+    "reason.minutes": (0.0,),
     "reason.names": (0,),
     "reason.nodes": (0,),
     "reason.reset_optimizer": (),
@@ -96,6 +97,9 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 }
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
+
+COURSE = ("reason.minutes",)
+"""Keys of these that only said how a run was made: in its saved settings any value is dropped."""
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
 TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
@@ -126,7 +130,9 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
     idle = {
         old
         for old, value in settings.items()
-        if old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old])
+        if old in REMOVED
+        and (saved or old not in RENAMED)
+        and ((saved and old in COURSE) or _asks_for_nothing(value, REMOVED[old]))
     }
     moved = {RENAMED[old] for old in settings.keys() & RENAMED.keys() & REMOVED.keys() - idle} if saved else set()
     settings = {key: value for key, value in settings.items() if key not in idle | moved}

@@ -224,23 +224,6 @@ def test_resume_in_the_middle_of_a_stage_is_exact(tmp_path, monkeypatch, method)
         assert events[0] == events[1]
 
 
-def test_a_run_out_of_time_is_tested_and_can_go_on(tmp_path):
-    extra = ("method=acot", "reason.valid_every=1")
-    whole = train(settings(tmp_path / "whole", *extra))
-    cut = train(settings(tmp_path / "cut", *extra, "reason.minutes=1e-9"))
-    assert (cut.step, cut.finished, cut.stage) == (1, False, 0)
-    assert cut.valid["n"] == cut.tests["generated"]["n"] == 8
-    assert read_results(tmp_path / "cut")["tests"] == cut.tests
-    assert load_run(str(tmp_path / "cut"), torch.device("cpu")).stage == 0
-    assert cli.main(["reason", "eval", str(tmp_path / "cut"), "train.device=cpu", "reason.n_test=8"]) == 0
-    assert read_results(tmp_path / "cut")["tests"] == cut.tests  # asked as its stage answers
-    on = train(settings(tmp_path / "cut", *extra))
-    assert on.finished
-    assert on.stage == whole.stage == 3
-    networks = [load_run(str(tmp_path / name), torch.device("cpu")).network for name in ("whole", "cut")]
-    assert same_weights(*networks)
-
-
 def test_the_optimizer_starts_anew_with_every_stage(tmp_path, monkeypatch):
     reset, real = [], runs.Run.reset_optimizer
     monkeypatch.setattr(runs.Run, "reset_optimizer", lambda self: reset.append(self.step) or real(self))

@@ -50,7 +50,7 @@ from adlm.training.watch import note
 
 # What may change when a run is continued: how long it is, and how answers are written. Not how many questions are held
 # out, or from which file: the training questions are the others.
-FREE = ("reason.epochs", "reason.minutes", "reason.max_new_tokens", "reason.stage0")
+FREE = ("reason.epochs", "reason.max_new_tokens", "reason.stage0")
 GPU_LENGTH_MULTIPLE = 64
 """Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile."""
 COUNTED = 256
@@ -65,9 +65,9 @@ class ReasonResult(NamedTuple):
     run: str
     step: int
     finished: bool
-    """Every step was taken: neither a signal nor reason.minutes cut the run short."""
+    """Every step was taken: no signal cut the run short."""
     stage: int
-    """What was tested answers as this stage does; the last one, unless the run was cut short."""
+    """The stage of the last step; what was tested answers as it does."""
     valid: dict[str, float | int]
     """The best checkpoint on the validation questions."""
     tests: dict[str, dict[str, float | int]]
@@ -309,7 +309,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         cfg = replace(
             cfg, train=replace(cfg.train, steps=schedule.steps), checkpoint=replace(cfg.checkpoint, best=True)
         )
-        with Run(cfg, folder, ranks, cfg.reason.minutes) as run:
+        with Run(cfg, folder, ranks) as run:
             shared = SharedStage.of(cfg, setup, ranks) if cfg.reason.stage0 and schedule.last_stage else None
             kept = shared.read() if shared and run.resumed_step is None else None
             if kept is not None:
@@ -362,7 +362,7 @@ def train_stages(run: Run, setup: ReasoningSetup, module: Step, shared: SharedSt
         run.update(learning_rate_factor(cfg.optim, *schedule.within_stage(run.step)), count, tokens, examples)
 
         run.log_if_due(stage=stage)
-        if schedule.is_validated(run.step) or run.out_of_time:
+        if schedule.is_validated(run.step):
             accuracy = validate(run, setup, stage)
         if shared is not None and run.step == schedule.per_stage:
             shared.write(run)
@@ -412,10 +412,6 @@ def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | N
     """Ask the best network the test questions, and write it to the run folder. `accuracy`: of the last validation in
     this process."""
     assert run.log is not None
-    finished = run.step == setup.schedule.steps
-    if not finished:
-        left = f"{run.step} of {setup.schedule.steps}, in stage {stage}"
-        note(f"reason.minutes={setup.cfg.reason.minutes} are over at step {left}")
     tested = best_step(run)
     if tested != run.step:
         state = run.state()
@@ -430,7 +426,7 @@ def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | N
         export_run(run.folder, run.cfg, setup.network, setup.tokenizer, facts)
     run.log.close()
     stages = run.extra["stages"]
-    result = ReasonResult(str(run.folder), run.step, finished, stage, accuracy.facts(), tests, stages)
+    result = ReasonResult(str(run.folder), run.step, True, stage, accuracy.facts(), tests, stages)
     write_results(run.folder, setup.facts() | result._asdict())
     plot_curves(run.folder, "accuracy", "accuracy on validation questions")
     return result
