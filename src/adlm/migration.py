@@ -69,6 +69,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.balanced": (False,),
     "reason.easier": (0.0,),
     "reason.eval_batch_size": (),
+    "reason.fresh": (False,),
     "reason.gamma": (),
     "reason.hops": (0,),
     "reason.minutes": (0.0,),
@@ -98,7 +99,11 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
-COURSE = ("reason.minutes",)
+ORDER: dict[str, Any] = {"reason.fresh": False}
+"""Keys of these that said in which order a run reads its examples -> the one value that is left. The weights of another
+run load, and it is not continued (`not_continued`)."""
+
+COURSE = (*ORDER, "reason.minutes")
 """Keys of these that only said how a run was made: in its saved settings any value is dropped."""
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
@@ -144,6 +149,12 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
+
+
+def not_continued(settings: dict[str, Any]) -> str:
+    """The first of saved settings that no run can be continued with today; empty: there is none."""
+    said = (f"{key}={settings[key]}" for key, left in ORDER.items() if key in settings and settings[key] != left)
+    return next(said, "")
 
 
 def _items(value: Any) -> list[Any]:

@@ -170,8 +170,6 @@ class ReasonConfig:
     """Passes over the training examples, all stages together."""
     epochs_per_stage: Count = 5
     """Passes per stage; the last stage takes what is left of epochs."""
-    fresh: bool = False
-    """No example is read twice: an epoch is a pass over its own part of the training examples, one in `epochs`."""
     mixing: FractionBelowOne = 0.0
     """Fraction of the examples of a stage that are laid out as one of the stages before it, drawn evenly (0: none)."""
     sorted_batches: Count = 1

@@ -10,6 +10,7 @@ import torch
 from hugging_face import make_folder
 
 from adlm import cli, config
+from adlm.data.tokenizers import raw_bytes
 from adlm.migration import migrate
 from adlm.reasoning import tasks
 from adlm.reasoning.answers import Answerer
@@ -22,7 +23,7 @@ from adlm.reasoning.training import ReasoningSetup, StageSchedule, learn_stories
 from adlm.schema import CheckpointConfig
 from adlm.tables import METHODS, TASKS
 from adlm.training import run as runs
-from adlm.training.checkpoint import Checkpoints, read_weights
+from adlm.training.checkpoint import Checkpoints, check_same_run, read_weights
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import Interruption, World, world
 
@@ -61,17 +62,6 @@ def test_stages_follow_epochs(tmp_path):
     assert [step for step in range(36) if longer.starts_stage(step)] == [0, 6, 12, 18]
     assert longer.within_stage(35) == (17, 18)
     assert [step for step in range(1, 37) if longer.is_validated(step)] == [6, 12, 18, 24, 36]
-
-
-def test_fresh_examples_are_read_once(tmp_path):
-    schedule = StageSchedule(
-        settings(tmp_path, "method=icot", "reason.fresh=true"), 400
-    )  # 8 epochs of 50, in 4 batches
-    assert (schedule.per_epoch, schedule.steps) == (4, 32)
-    assert sorted(np.concatenate([schedule.examples(step) for step in range(32)])) == list(range(400))
-    assert [step for step in range(32) if schedule.starts_stage(step)] == [0, 8, 16, 24]
-    with pytest.raises(ValueError, match="too few"):
-        StageSchedule(settings(tmp_path, "method=icot", "reason.fresh=true"), 7)
 
 
 def test_without_validations_on_the_way_there_is_one_at_the_end(tmp_path, monkeypatch):
@@ -575,6 +565,20 @@ def test_a_checkpoint_of_an_earlier_version(tmp_path):
     checkpoints.path(4).mkdir(parents=True)
     (checkpoints.path(4) / "state.json").write_text(json.dumps({"step": 4, "progress": progress, "config": tree}))
     info = checkpoints.read_info(4)
+    assert "not_continued" not in info
     assert (info["best"], info["extra"]) == (0.25, {"stages": [{"stage": 0}]})
     assert (info["config"]["reason"]["task"], info["config"]["objective"]["gamma"]) == ("prosqa-2hop", 0.5)
     assert not {"gamma", "hops"} & set(info["config"]["reason"])
+
+
+def test_a_run_in_another_order_of_examples_is_not_continued(tmp_path):
+    """Its weights load: only whoever continues it asks."""
+    cfg = settings(tmp_path, "method=icot")
+    tree = asdict(cfg)
+    tree["reason"] |= {"fresh": True}
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
+    checkpoints.path(4).mkdir(parents=True)
+    (checkpoints.path(4) / "state.json").write_text(json.dumps({"step": 4, "tokenizer": "x", "config": tree}))
+    info = checkpoints.read_info(4)
+    with pytest.raises(ValueError, match=r"was started with reason\.fresh=True, which no run can be continued with"):
+        check_same_run(info, cfg, raw_bytes())

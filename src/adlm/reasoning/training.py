@@ -79,12 +79,12 @@ class ReasonResult(NamedTuple):
 
 class StageSchedule:
     """Which examples, and which stage, belong to an optimizer step. An epoch is a pass over all examples, each in a new
-    order, or (reason.fresh) over a part of its own; a stage is some epochs, and the last one takes what is left."""
+    order; a stage is some epochs, and the last one takes what is left."""
 
     def __init__(self, cfg: Config, n_examples: int, lengths: np.ndarray | None = None):
         """`lengths`: of the examples, by which reason.sorted_batches sorts."""
         self.cfg, self.seed, self.size, self.lengths = cfg.reason, cfg.seed, cfg.train.global_batch_size, lengths
-        self.n = n_examples // cfg.reason.epochs if cfg.reason.fresh else n_examples  # of an epoch
+        self.n = n_examples
         self.plans: list[StagePlan] = plans_of(cfg.reason)
         self.last_stage = len(self.plans) - 1
         needed = self.last_stage * cfg.reason.epochs_per_stage + 1
@@ -93,7 +93,6 @@ class StageSchedule:
             f"reason.epochs={cfg.reason.epochs} never reaches the last of the {len(self.plans)} stages of"
             f" reason.method={cfg.reason.method}; give at least {needed}, or lower reason.epochs_per_stage",
         )
-        require(self.n > 0, f"reason.fresh=true: {n_examples} examples are too few for {cfg.reason.epochs} epochs")
         self.per_epoch = math.ceil(self.n / self.size)
         self.steps = self.per_epoch * cfg.reason.epochs
         self.per_stage = self.per_epoch * cfg.reason.epochs_per_stage
@@ -320,7 +319,6 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
                 loss = learn_stories(setup)
                 note(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end")
             step_module = setup.step_module()
-            free = FREE[1:] if cfg.reason.fresh else FREE  # an epoch of fresh examples is one part in reason.epochs
             run.decay_all = True  # the published recipe of these tasks has one weight decay for all parameters
             run.begin(
                 step_module,
@@ -329,7 +327,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
                 setup.flops_per_token(),
                 data=setup.fingerprints(),
                 fixed=("model", "objective", "reason"),
-                free=free,
+                free=FREE,
             )
             run.extra.setdefault("stages", [])
             if kept is not None:

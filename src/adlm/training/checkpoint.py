@@ -37,7 +37,7 @@ from adlm.compat.distributed import SavedTensors
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, path_of, read_json, sync_folder
-from adlm.migration import migrate
+from adlm.migration import migrate, not_continued
 from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
 from adlm.training.manifest import STATE, described, problem_of, seal
 from adlm.training.optim import Ema, GradientGuard, state_of
@@ -277,6 +277,8 @@ class Checkpoints:
                     info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{path} is not the state of a reasoning run ({error})") from None
+        if gone := not_continued(flattened(info["config"])):
+            info["not_continued"] = gone
         config = migrated(info["config"], str(path))
         for name, section in (("data", DataConfig), ("reason", ReasonConfig)):  # relative in earlier versions
             config[name] = config.get(name, {}) | absolute_paths(section, config.get(name, {}))
@@ -321,14 +323,19 @@ class CheckedReader(dcp.FileSystemReader):
         return done
 
 
-def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Stored settings, by section and key, as this version names them."""
+def flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """Stored settings, by section and key, as dotted keys."""
     flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
     for section, values in config.items():
         if isinstance(values, dict):
             flat |= {f"{section}.{key}": value for key, value in values.items()}
+    return flat
+
+
+def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Stored settings, by section and key, as this version names them."""
     tree: dict[str, Any] = {}
-    for key, value in migrate(flat, source).items():
+    for key, value in migrate(flattened(config), source).items():
         section, dot, name = key.partition(".")
         if dot:
             tree.setdefault(section, {})[name] = value
@@ -355,6 +362,10 @@ def check_same_run(
     compared with that of the checkpoint (those of earlier versions have none). `fixed`: sections that may not change,
     but for the keys in `free`."""
     check_state(info, f"the checkpoint in out={cfg.out!r}")
+    gone = info.get("not_continued")
+    require(
+        not gone, f"out={cfg.out!r} was started with {gone}, which no run can be continued with today; use another out="
+    )
     then, now = info.get("data", {}).get("train"), (data or {}).get("train")
     if then and now and then != now:  # before the tokenizer, which may have been trained on it
         settings = "".join(f"; {change}" for change in changes(info, cfg, ("data",)))
