@@ -52,9 +52,9 @@ class Planned(NamedTuple):
         return f"{self.task}-{self.method}{self.label}-{self.seed}"
 
 
-# Batches of 128 in one micro-batch, sorted by length eight at a time; one compiled block, replayed as CUDA graphs.
+# Batches of 128 in one micro-batch; one compiled block, replayed as CUDA graphs.
 FAST = (
-    "algo=ar", "train.compile=block", "train.cuda_graphs=true", "train.log_every=20", "reason.sorted_batches=8",
+    "algo=ar", "train.compile=block", "train.cuda_graphs=true", "train.log_every=20",
     "eval.batch_size=500", "checkpoint.every=1000000", "checkpoint.keep=1",
 )  # fmt: skip
 # 26 epochs of 17,920 questions: 465,920 reads. Seven stages of three epochs, and five epochs without a trace.

@@ -78,6 +78,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.reset_optimizer": (),
     "reason.recite_rate": (),
     "reason.row_multiple": (),
+    "reason.sorted_batches": (8,),
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.train_path": ("",),
@@ -99,7 +100,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
-ORDER: dict[str, Any] = {"reason.fresh": False}
+ORDER: dict[str, Any] = {"reason.fresh": False, "reason.sorted_batches": 8}
 """Keys of these that said in which order a run reads its examples -> the one value that is left. The weights of another
 run load, and it is not continued (`not_continued`)."""
 

@@ -172,8 +172,6 @@ class ReasonConfig:
     """Passes per stage; the last stage takes what is left of epochs."""
     mixing: FractionBelowOne = 0.0
     """Fraction of the examples of a stage that are laid out as one of the stages before it, drawn evenly (0: none)."""
-    sorted_batches: Count = 1
-    """Batches whose examples are sorted by length together, so that a batch pads less (1: each for itself)."""
     stage0: Place = ""
     """Folder that keeps the weights after the first stage, for other methods that begin alike (empty: none)."""
     slots: WholeNumber = 6

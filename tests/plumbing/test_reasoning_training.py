@@ -344,11 +344,11 @@ def test_mixing_draws_earlier_stages(tmp_path):
         assert result.finished
 
 
-def test_sorted_batches_hold_the_same_examples(tmp_path):
+def test_sorted_batches_hold_the_same_examples(tmp_path, monkeypatch):
+    monkeypatch.setattr("adlm.reasoning.training.SORTED_BATCHES", 4)
     lengths = np.random.default_rng(0).integers(10, 90, 100)
-    plain, kept = (
-        StageSchedule(settings(tmp_path, f"reason.sorted_batches={n}"), 100, lengths) for n in (1, 4)
-    )  # batches of 16: six and a small one
+    # batches of 16: six and a small one
+    plain, kept = (StageSchedule(settings(tmp_path), 100, given) for given in (None, lengths))
     for epoch in (0, 1):
         steps = [[s.examples(7 * epoch + i) for i in range(7)] for s in (plain, kept)]
         assert sorted(np.concatenate(steps[1])) == list(range(100))

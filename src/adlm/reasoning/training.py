@@ -53,6 +53,8 @@ from adlm.training.watch import note
 FREE = ("reason.epochs", "reason.max_new_tokens", "reason.stage0")
 GPU_LENGTH_MULTIPLE = 64
 """Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile."""
+SORTED_BATCHES = 8
+"""Batches whose examples are sorted by length together, so that a batch pads less."""
 COUNTED = 256
 """Examples that say how long sequences are on average."""
 CPU = torch.device("cpu")
@@ -82,7 +84,7 @@ class StageSchedule:
     order; a stage is some epochs, and the last one takes what is left."""
 
     def __init__(self, cfg: Config, n_examples: int, lengths: np.ndarray | None = None):
-        """`lengths`: of the examples, by which reason.sorted_batches sorts."""
+        """`lengths`: of the examples, by which they are sorted; None: they are not."""
         self.cfg, self.seed, self.size, self.lengths = cfg.reason, cfg.seed, cfg.train.global_batch_size, lengths
         self.n = n_examples
         self.plans: list[StagePlan] = plans_of(cfg.reason)
@@ -107,14 +109,14 @@ class StageSchedule:
     def examples(self, step: int) -> np.ndarray:
         """The examples of a batch; the last batch of an epoch may be smaller. Batches that are sorted together hold the
         same examples as without, and come in an order drawn anew."""
-        at, together = step % self.per_epoch, self.cfg.sorted_batches
-        if together == 1 or self.lengths is None:
+        at = step % self.per_epoch
+        if self.lengths is None:
             return self.in_order(step, at, at + 1)
-        first = at - at % together
-        window = self.in_order(step, first, first + together)
+        first = at - at % SORTED_BATCHES
+        window = self.in_order(step, first, first + SORTED_BATCHES)
         window = window[np.argsort(self.lengths[window], kind="stable")]
         batches = [window[start : start + self.size] for start in range(0, len(window), self.size)]
-        key = np.uint64(fold(self.seed, Stream.ORDER, step - at % together))
+        key = np.uint64(fold(self.seed, Stream.ORDER, step - at % SORTED_BATCHES))
         return batches[np.argsort(mix(key, np.arange(len(batches), dtype=np.uint64)))[at - first]]
 
     def in_order(self, step: int, first: int, end: int) -> np.ndarray:
@@ -309,7 +311,9 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
             cfg, train=replace(cfg.train, steps=schedule.steps), checkpoint=replace(cfg.checkpoint, best=True)
         )
         with Run(cfg, folder, ranks) as run:
-            shared = SharedStage.of(cfg, setup, ranks) if cfg.reason.stage0 and schedule.last_stage else None
+            shared = (
+                SharedStage.of(cfg, setup, ranks, SORTED_BATCHES) if cfg.reason.stage0 and schedule.last_stage else None
+            )
             kept = shared.read() if shared and run.resumed_step is None else None
             if kept is not None:
                 setup.network.load_state_dict(kept.weights)
