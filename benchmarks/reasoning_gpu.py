@@ -66,7 +66,7 @@ COURSES: dict[str, tuple[str, ...]] = {
         *FAST, "task=prontoqa", "optim.schedule=constant", "reason.epochs=26", "reason.epochs_per_stage=3",
         "reason.valid_every=5",
     ),
-    "gsm8k": (*FAST, "task=gsm8k", "optim.schedule=constant", "reason.valid_every=5", "reason.max_new_tokens=160"),
+    "gsm8k": (*FAST, "task=gsm8k", "optim.schedule=constant", "reason.valid_every=5"),
 }  # fmt: skip
 THINKS = ("train.cuda_graphs=false",)
 """Thoughts are read one by one, which no graph replays."""
@@ -93,7 +93,7 @@ PUBLISHED = {"prosqa": "prosqa_test", "prontoqa": "prontoqa_test", "gsm8k": "tes
 """The test set of each task by which it is judged."""
 TINY = {
     "model.hidden_size": 32, "model.n_heads": 2, "model.n_blocks": 1, "train.global_batch_size": 4,
-    "train.batch_size": 4, "train.log_every": 2, "reason.max_new_tokens": 4, "reason.valid_every": 0,
+    "train.batch_size": 4, "train.log_every": 2, "reason.valid_every": 0,
     "train.cuda_graphs": "false", "train.compile": "false", "train.device": "cpu", "eval.batch_size": 8,
 }  # fmt: skip
 OPTIONS = {

@@ -72,6 +72,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.fresh": (False,),
     "reason.gamma": (),
     "reason.hops": (0,),
+    "reason.max_new_tokens": (0,),
     "reason.minutes": (0.0,),
     "reason.names": (0,),
     "reason.nodes": (0,),
@@ -104,7 +105,7 @@ ORDER: dict[str, Any] = {"reason.fresh": False, "reason.sorted_batches": 8}
 """Keys of these that said in which order a run reads its examples -> the one value that is left. The weights of another
 run load, and it is not continued (`not_continued`)."""
 
-COURSE = (*ORDER, "reason.minutes")
+COURSE = (*ORDER, "reason.max_new_tokens", "reason.minutes")
 """Keys of these that only said how a run was made: in its saved settings any value is dropped."""
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")

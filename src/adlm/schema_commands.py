@@ -184,8 +184,6 @@ class ReasonConfig:
     """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
     valid_every: WholeNumber = 1
     """Epochs between validations (the end of a stage is always validated); 0: only the end of the run."""
-    max_new_tokens: WholeNumber = 0
-    """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
 
 
 @dataclass

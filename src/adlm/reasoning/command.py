@@ -51,7 +51,7 @@ def evaluate_runs(cfg: Config, runs: list[str]) -> dict[str, Any]:
             run = load_run(path, ranks.device)
             tests = load_tests(run.reason, run.data, cfg.reason.n_test, cfg.reason.test_path, run.seed)
             require(bool(tests), f"nothing to ask {path}: give reason.test_path=FILE")
-            answerer = run.answerer(cfg.reason.max_new_tokens, cfg.eval.batch_size)
+            answerer = run.answerer(cfg.eval.batch_size)
             say = functools.partial(print, path, file=sys.stderr, flush=True)
             found[path] = ask_tests(Path(path), answerer, tests, ranks, say)
             if (Path(path) / "results.json").is_file():
@@ -68,7 +68,7 @@ def ask(cfg: Config, path: str, question: str) -> dict[str, Any]:
 
     require(bool(question.strip()), "adlm reason ask: the question is empty")
     with world(cfg.train) as ranks:
-        answerer = load_run(path, ranks.device).answerer(cfg.reason.max_new_tokens)
+        answerer = load_run(path, ranks.device).answerer()
         _, (reply,) = answerer.answer([Example(question.strip(), (), "", ())], ranks)
     anchors, answer = answerer.anchor_words(reply), written_answer(reply.text)
     if anchors:

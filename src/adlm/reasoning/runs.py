@@ -36,13 +36,13 @@ class LoadedRun(NamedTuple):
     stage: int
     """The stage as which its questions are asked."""
     max_new_tokens: int
+    """Longest answer it writes."""
 
-    def answerer(self, max_new_tokens: int = 0, batch_size: int = 0) -> Answerer:
-        """The network as its stage asks it; `max_new_tokens` 0: as it was trained."""
-        plan, limit = plans_of(self.reason)[self.stage], max_new_tokens or self.max_new_tokens
-        return Answerer(
-            self.network, self.tokenizer, task_of(self.reason), plan, limit, batch_size, self.reason.anchor_tokens
-        )
+    def answerer(self, batch_size: int = 0) -> Answerer:
+        """The network as its stage asks it."""
+        plan, task = plans_of(self.reason)[self.stage], task_of(self.reason)
+        how = self.max_new_tokens, batch_size, self.reason.anchor_tokens
+        return Answerer(self.network, self.tokenizer, task, plan, *how)
 
 
 def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:

@@ -48,9 +48,9 @@ from adlm.training.run import Run, claimed_run_folder
 from adlm.training.setup import show
 from adlm.training.watch import note
 
-# What may change when a run is continued: how long it is, and how answers are written. Not how many questions are held
-# out, or from which file: the training questions are the others.
-FREE = ("reason.epochs", "reason.max_new_tokens", "reason.stage0")
+# What may change when a run is continued: how long it is, and who shares its first stage. Not how many questions are
+# held out, or from which file: the training questions are the others.
+FREE = ("reason.epochs", "reason.stage0")
 GPU_LENGTH_MULTIPLE = 64
 """Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile."""
 SORTED_BATCHES = 8
@@ -162,7 +162,7 @@ class ReasoningSetup:
         self.train = encode(self.splits.train, self.tokenizer)
         plain = np.array([laid_out_length(example, StagePlan()) for example in self.train])
         self.schedule = StageSchedule(cfg, len(self.train), plain)
-        self.max_new_tokens = cfg.reason.max_new_tokens or longest_answer(self.train, self.schedule.plans)
+        self.max_new_tokens = longest_answer(self.train, self.schedule.plans)
         longest = max(laid_out_length(e, plan) for e in self.train for plan in self.schedule.plans)
         key = "reason.base" if cfg.reason.base else "model.length"
         require(
