@@ -27,6 +27,8 @@ RENAMED = {
     "reason.eval_batch_size": "eval.batch_size",
     "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
+    "reason.remove_steps": "reason.method",
+    "reason.slots_per_stage": "reason.method",
     "reason.train_path": "data.path",
     "reason.valid_path": "data.valid_path",
     "sampling.out": "out",
@@ -116,6 +118,12 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
 
 
+METHOD_OF_SLOTS = {("acot", "3"): "acot-3", ("coconut", "2"): "coconut-2"}
+"""Method and slots of a stage, where that was another number than 1 -> the method that has it today."""
+UNSTAGED = ("cot", "no-cot", "pause")
+"""Methods for which neither number meant anything."""
+
+
 def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
 
@@ -134,6 +142,7 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
     if settings.get("reason.task") == "prosqa" and shape in TASK_OF_SHAPE:
         settings = {key: value for key, value in settings.items() if key not in TASK_KEYS}
         settings["reason.task"] = TASK_OF_SHAPE[shape]
+    settings = _with_method(settings, source)
     idle = {
         old
         for old, value in settings.items()
@@ -151,6 +160,26 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
+
+
+def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
+    """The method by its name, where two keys said how many slots a stage adds, and whether acot removes steps."""
+    keys = ("reason.slots_per_stage", "reason.remove_steps")
+    per_stage, removes = (None if settings.get(key) is None else str(settings[key]).lower() for key in keys)
+    if per_stage is None and removes is None:
+        return settings
+    key = "method" if "method" in settings else "reason.method"
+    method, task = str(settings.get(key, "acot")), str(settings.get("reason.task", settings.get("task", "prosqa")))
+    today: str | None = method
+    if method not in UNSTAGED and per_stage not in (None, "1"):
+        today = METHOD_OF_SLOTS.get((method, str(per_stage)))
+    if method == "acot" and removes is not None:
+        does, did = task.startswith("prosqa"), removes in ("true", "yes", "on", "1")
+        if does != did:
+            today = "acot-kept" if today == "acot" and does else None
+    given = ", ".join(f"{key}={settings[key]}" for key in keys if key in settings)
+    require(today is not None, f"{source}: no method of today is reason.method={method} for {task} with {given}")
+    return {key: value for key, value in settings.items() if key not in keys} | {key: today}
 
 
 def not_continued(settings: dict[str, Any]) -> str:

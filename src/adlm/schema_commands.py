@@ -176,10 +176,6 @@ class ReasonConfig:
     """Folder that keeps the weights after the first stage, for other methods that begin alike (empty: none)."""
     slots: WholeNumber = 6
     """Most [ANT] positions of an example."""
-    slots_per_stage: Count = 1
-    """[ANT] positions added by each stage."""
-    remove_steps: bool = False
-    """acot: also remove one more step from the front of the trace at each stage (icot and coconut always do)."""
     anchor_tokens: Annotated[str, Choices(("first", "all"))] = "first"
     """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
     valid_every: WholeNumber = 1

@@ -17,6 +17,7 @@ from adlm.reasoning.answers import Answerer
 from adlm.reasoning.comparison import PAPER, mcnemar, paired
 from adlm.reasoning.generators import PROSQA_NAMES, STORY_KINDS, STORY_NAMES, Shape, retold
 from adlm.reasoning.logic import canonical, distances, read_either_or, read_fact, sentences
+from adlm.reasoning.methods import plans_of
 from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.tasks import PROSQA, PROSQA_2HOP, generate, load_splits
 from adlm.reasoning.training import ReasoningSetup, StageSchedule, learn_stories, train
@@ -154,7 +155,8 @@ def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
 def test_every_method_learns(tmp_path, method):
     """A few steps on one batch: the loss of the first and of the last stage falls."""
     cfg = settings(tmp_path, f"method={method}", "reason.n_train=16", "train.global_batch_size=16", "reason.epochs=40",
-                   "reason.epochs_per_stage=10", "reason.valid_every=40", "optim.schedule=constant")  # fmt: skip
+                   "reason.epochs_per_stage=10", "reason.valid_every=40", "optim.schedule=constant",
+                   f"reason.slots={2 * METHODS.load(method).slots_per_stage}")  # fmt: skip
     train(cfg)
     events = [e for e in read_metrics(tmp_path) if e["kind"] == "train"]
     stages = [
@@ -164,7 +166,7 @@ def test_every_method_learns(tmp_path, method):
     assert stages[0][-1] < 0.9 * stages[0][0], stages[0]
     assert stages[1][-1] < stages[1][0], stages[1]  # what was learned before helps: it starts lower
     anchored = {e["stage"] for e in events if "anchor" in e}
-    assert anchored == ({1, 2, 3} if method == "acot" else set())
+    assert anchored == {stage for stage, plan in enumerate(plans_of(cfg.reason)) if plan.anchored and plan.slots}
 
 
 def same_weights(one, two):
@@ -503,7 +505,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
 
 
 def test_tables():
-    assert set(METHODS) == set(PAPER)
+    assert set(METHODS) - set(PAPER) == {"acot-kept", "acot-3"}
     assert all(set(row) <= set(TASKS) for row in PAPER.values())
     for method in METHODS:
         assert config.load([f"method={method}", "task=prosqa", "algo=ar"]).reason.method == method
@@ -511,10 +513,12 @@ def test_tables():
         assert config.load([f"task={task}", "method=acot", "algo=ar"]).reason.task == task
     paper = config.load(["algo=ar", "task=prosqa", "method=acot"])
     assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (50, 5, 6)
-    assert paper.reason.remove_steps and paper.objective.gamma == 1.0
+    assert plans_of(paper.reason)[-1].removed and paper.objective.gamma == 1.0
     paper = config.load(["task=gsm8k", "method=acot", "algo=ar"])
     assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (25, 3, 2)
-    assert not paper.reason.remove_steps
+    assert not plans_of(paper.reason)[-1].removed
+    coconut = config.load(["experiment=coconut-gsm8k", "algo=ar"])
+    assert [plan.slots for plan in plans_of(coconut.reason)] == [0, 2, 4, 6, 6]
 
 
 def test_a_small_prosqa_of_an_earlier_version_is_not_set_beside_the_paper(tmp_path, capsys, monkeypatch):
@@ -543,6 +547,36 @@ def test_settings_of_earlier_versions(tmp_path):
     assert migrate(stored, "x") == {"reason.task": "prosqa-2hop", "reason.epochs": 3}
     with pytest.raises(ValueError, match=r"x: reason\.hops=3 is not supported any more"):
         migrate(stored | {"reason.hops": 3}, "x")
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "per_stage", "removes", "today"),
+    [
+        ("prosqa", "acot", 1, True, "acot"),
+        ("prosqa-2hop", "acot", 1, False, "acot-kept"),
+        ("gsm8k", "acot", 1, False, "acot"),
+        ("gsm8k", "acot", 1, True, None),
+        ("prosqa", "acot", 3, True, "acot-3"),
+        ("prosqa", "acot", 3, False, None),
+        ("prosqa", "acot", 2, True, None),
+        ("gsm8k", "coconut", 2, False, "coconut-2"),
+        ("prosqa", "coconut", 1, True, "coconut"),
+        ("prosqa", "icot", 2, True, None),
+        ("prosqa", "pause", 2, True, "pause"),
+    ],
+)
+def test_methods_of_earlier_versions(task, method, per_stage, removes, today):
+    """Slots of a stage and whether acot removes steps were keys; today the name of the method says both."""
+    stored = {"reason.task": task, "reason.method": method, "reason.slots_per_stage": per_stage}
+    stored |= {"reason.remove_steps": removes}
+    if today is None:
+        with pytest.raises(ValueError, match=f"no method of today is reason.method={method} for {task} with"):
+            migrate(stored, "x")
+    else:
+        assert migrate(stored, "x") == {"reason.task": task, "reason.method": today}
+        typed = [f"task={task}", f"method={method}", f"reason.slots_per_stage={per_stage}", "algo=ar"]
+        found = config.load([*typed, f"reason.remove_steps={str(removes).lower()}"])
+        assert found.reason.method == today
 
 
 def test_files_of_earlier_versions():

@@ -139,8 +139,8 @@ def write_results(run: Path, results: dict[str, Any]) -> None:
 
 
 def read_results(run: str | Path) -> dict[str, Any]:
-    """results.json, with the task as it is called today: earlier versions called every shape of ProsQA prosqa, and what
-    tells them apart is in the settings of the export."""
+    """results.json, with task and method as they are called today: earlier versions called every shape of ProsQA
+    prosqa, and what tells them apart is in the settings of the export."""
     path = Path(run) / RESULTS
     require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
     fields = {"task": str, "method": str, "network": str, "stage": int, "finished": bool, "valid": dict, "tests": dict}
@@ -151,7 +151,8 @@ def read_results(run: str | Path) -> dict[str, Any]:
     settings = Path(run) / EXPORT / SETTINGS
     if settings.is_file():
         try:
-            results["task"] = export.section(ReasonConfig, read_json(settings)["reason"]).task
+            reason = export.section(ReasonConfig, read_json(settings)["reason"])
+            results |= {"task": reason.task, "method": reason.method}
         except (ValueError, KeyError, TypeError):
             results["task"] += " (of another version)"
     return results

@@ -55,6 +55,8 @@ class ReasoningTask:
     """What is asked of the generator."""
     easier: float = 0.0
     """Fraction of the generated training questions with one hop and two nodes less, a curriculum by mixing."""
+    acot_removes: bool = False
+    """The paper's ACoT also removes the steps of the trace here; elsewhere it keeps them."""
     is_logic: bool = True
     """Questions are statements of who is what (`logic`)."""
     has_stories: bool = False
@@ -112,6 +114,7 @@ PROSQA = ReasoningTask(
     logic.canonical,
     17_886,
     generators.prosqa,
+    acot_removes=True,
     has_stories=True,
     story_lr_ratio=2.0,
 )
