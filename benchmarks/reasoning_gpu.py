@@ -60,13 +60,13 @@ FAST = (
 # 26 epochs of 17,920 questions: 465,920 reads. Seven stages of three epochs, and five epochs without a trace.
 COURSES: dict[str, tuple[str, ...]] = {
     "prosqa": (
-        *FAST, "experiment=prosqa-protocol", "reason.epochs=26", "reason.epochs_per_stage=3", "reason.valid_every=3",
+        *FAST, "experiment=prosqa-protocol", "reason.epochs=26", "reason.epochs_per_stage=3", "train.valid_every=420",
     ),
     "prontoqa": (
         *FAST, "task=prontoqa", "optim.schedule=constant", "reason.epochs=26", "reason.epochs_per_stage=3",
-        "reason.valid_every=5",
+        "train.valid_every=355",
     ),
-    "gsm8k": (*FAST, "task=gsm8k", "optim.schedule=constant", "reason.valid_every=5"),
+    "gsm8k": (*FAST, "task=gsm8k", "optim.schedule=constant", "train.valid_every=295"),
 }  # fmt: skip
 THINKS = ("train.cuda_graphs=false",)
 """Thoughts are read one by one, which no graph replays."""
@@ -91,7 +91,7 @@ PUBLISHED = {"prosqa": "prosqa_test", "prontoqa": "prontoqa_test", "gsm8k": "tes
 """The test set of each task by which it is judged."""
 TINY = {
     "model.hidden_size": 32, "model.n_heads": 2, "model.n_blocks": 1, "train.global_batch_size": 4,
-    "train.batch_size": 4, "train.log_every": 2, "reason.valid_every": 0,
+    "train.batch_size": 4, "train.log_every": 2, "train.valid_every": 0,
     "train.cuda_graphs": "false", "train.compile": "false", "train.device": "cpu", "eval.batch_size": 8,
 }  # fmt: skip
 OPTIONS = {

@@ -225,7 +225,7 @@ COMMANDS: dict[str, Command] = {
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
         reads=("reason", *(section for section in TRAINING if section != "data"), *TASK_FILES, "eval"),
-        ruled={"train.steps": "reason.epochs", "train.valid_every": "reason.valid_every"},
+        ruled={"train.steps": "reason.epochs"},
     ),
     "serve": Command(
         "adlm.serving:run_serve",

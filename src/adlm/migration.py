@@ -85,6 +85,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
     "reason.train_path": ("",),
+    "reason.valid_every": (None,),
     "reason.valid_path": ("",),
     "reason.words": (0,),
     "sampling.grid": ("",),
@@ -107,8 +108,11 @@ ORDER: dict[str, Any] = {"reason.fresh": False, "reason.sorted_batches": 8}
 """Keys of these that said in which order a run reads its examples -> the one value that is left. The weights of another
 run load, and it is not continued (`not_continued`)."""
 
-COURSE = (*ORDER, "reason.max_new_tokens", "reason.minutes")
+COURSE = (*ORDER, "reason.max_new_tokens", "reason.minutes", "reason.valid_every")
 """Keys of these that only said how a run was made: in its saved settings any value is dropped."""
+
+ADVICE = {"reason.valid_every": "train.valid_every says it, in optimizer steps"}
+"""Key that is gone -> what to do instead, where it is more than a name."""
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")
 TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
@@ -156,7 +160,8 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
     for old, value in settings.items():
         key = RENAMED.get(old, old)
         gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)
-        require(not gone, f"{source}: {old}={value} is not supported any more (docs/LOG.md says why)")
+        why = ADVICE.get(old, "docs/LOG.md says why")
+        require(not gone, f"{source}: {old}={value} is not supported any more ({why})")
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current

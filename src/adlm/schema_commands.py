@@ -169,7 +169,8 @@ class ReasonConfig:
     epochs: Count = 50
     """Passes over the training examples, all stages together."""
     epochs_per_stage: Count = 5
-    """Passes per stage; the last stage takes what is left of epochs."""
+    """Passes per stage; the last stage takes what is left of epochs. Every stage ends with a validation, beside those
+    of train.valid_every."""
     mixing: FractionBelowOne = 0.0
     """Fraction of the examples of a stage that are laid out as one of the stages before it, drawn evenly (0: none)."""
     stage0: Place = ""
@@ -178,8 +179,6 @@ class ReasonConfig:
     """Most [ANT] positions of an example."""
     anchor_tokens: Annotated[str, Choices(("first", "all"))] = "first"
     """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
-    valid_every: WholeNumber = 1
-    """Epochs between validations (the end of a stage is always validated); 0: only the end of the run."""
 
 
 @dataclass

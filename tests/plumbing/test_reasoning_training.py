@@ -31,7 +31,7 @@ from adlm.training.parallel import Interruption, World, world
 TINY = [
     "algo=ar", "model=nano", "task=prosqa-2hop", "model.hidden_size=32", "model.n_blocks=1", "model.n_heads=2",
     "reason.story_steps=0", "reason.n_train=40", "reason.n_valid=8", "reason.n_test=8", "reason.slots=2",
-    "reason.epochs=8", "reason.epochs_per_stage=2", "reason.valid_every=4", "train.global_batch_size=16",
+    "reason.epochs=8", "reason.epochs_per_stage=2", "train.valid_every=12", "train.global_batch_size=16",
     "train.log_every=1", "train.device=cpu", "optim.warmup=0", "data.tokenizer=bpe-420",
 ]  # fmt: skip
 
@@ -65,14 +65,14 @@ def test_stages_follow_epochs(tmp_path):
     assert [step for step in range(1, 37) if longer.is_validated(step)] == [6, 12, 18, 24, 36]
 
 
-def test_without_validations_on_the_way_there_is_one_at_the_end(tmp_path, monkeypatch):
+def test_without_validations_on_the_way_there_is_one_at_the_end_of_each_stage(tmp_path, monkeypatch):
     asked, seeds = [], set()
     real, seed = Answerer.answer, torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda number: (seeds.add(number), seed(number))[1])
     monkeypatch.setattr(Answerer, "answer", lambda *args: asked.append(args[1]) or real(*args))
-    result = train(settings(tmp_path, "method=icot", "reason.valid_every=0"))
-    assert len(asked) == 2  # validation and test questions, once each
-    assert [event["step"] for event in read_metrics(tmp_path) if event["kind"] == "valid"] == [result.step]
+    result = train(settings(tmp_path, "method=icot", "train.valid_every=0"))
+    assert len(asked) == 5  # validation questions at the end of each stage, then the test questions
+    assert [event["step"] for event in read_metrics(tmp_path) if event["kind"] == "valid"] == [6, 12, 18, result.step]
     assert result.valid["accuracy"] == result.stages[-1]["accuracy"]
     assert len(seeds) >= result.step > 1, "dropout is drawn anew at every step"
     state = next((tmp_path / "checkpoints").glob("step-*/state.json"))
@@ -155,7 +155,7 @@ def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
 def test_every_method_learns(tmp_path, method):
     """A few steps on one batch: the loss of the first and of the last stage falls."""
     cfg = settings(tmp_path, f"method={method}", "reason.n_train=16", "train.global_batch_size=16", "reason.epochs=40",
-                   "reason.epochs_per_stage=10", "reason.valid_every=40", "optim.schedule=constant",
+                   "reason.epochs_per_stage=10", "train.valid_every=40", "optim.schedule=constant",
                    f"reason.slots={2 * METHODS.load(method).slots_per_stage}")  # fmt: skip
     train(cfg)
     events = [e for e in read_metrics(tmp_path) if e["kind"] == "train"]
@@ -197,7 +197,7 @@ class Signal(Interruption):
 
 @pytest.mark.parametrize("method", ["acot", "coconut"])
 def test_resume_in_the_middle_of_a_stage_is_exact(tmp_path, monkeypatch, method):
-    extra = (f"method={method}", "model.dropout=0.1", "optim.ema=0.9", "reason.valid_every=1")
+    extra = (f"method={method}", "model.dropout=0.1", "optim.ema=0.9", "train.valid_every=3")
     whole = train(settings(tmp_path / "whole", *extra))
     for stop in (4, 12, 20):  # inside a stage, at the border of two, inside the last
         monkeypatch.setattr(runs, "Interruption", type("Stop", (Signal,), {"after": stop}))
@@ -245,7 +245,7 @@ def test_the_best_checkpoint_of_the_last_stage_is_kept(tmp_path, monkeypatch):
         return accuracy, texts
 
     monkeypatch.setattr(Answerer, "answer", answer)
-    result = train(settings(tmp_path, "method=icot", "reason.valid_every=1"))
+    result = train(settings(tmp_path, "method=icot", "train.valid_every=3"))
     exported = load_run(str(tmp_path), torch.device("cpu")).network.state_dict()
     assert all(torch.equal(exported[k], snapshots[7][k]) for k in exported)  # 0.7 beats 0.5; 0.9 was another stage's
     assert [s["accuracy"] for s in result.stages] == [0.2, 0.4, 0.8, 0.7]
@@ -262,7 +262,7 @@ def test_a_corrupt_best_checkpoint_is_not_exported(tmp_path, monkeypatch, capsys
         return accuracy._replace(n=10, correct=round(10 * value)), texts
 
     monkeypatch.setattr(Answerer, "answer", answer)
-    extra = ("method=no-cot", "reason.epochs=2", "reason.valid_every=1")
+    extra = ("method=no-cot", "reason.epochs=2", "train.valid_every=3")
     train(settings(tmp_path, *extra))
     assert json.loads((tmp_path / "export" / "reason.json").read_text())["step"] == 3
     (victim,) = (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp")
@@ -577,6 +577,14 @@ def test_methods_of_earlier_versions(task, method, per_stage, removes, today):
         typed = [f"task={task}", f"method={method}", f"reason.slots_per_stage={per_stage}", "algo=ar"]
         found = config.load([*typed, f"reason.remove_steps={str(removes).lower()}"])
         assert found.reason.method == today
+
+
+def test_epochs_between_validations_are_not_taken_for_steps():
+    assert migrate({"reason.valid_every": 5, "train.valid_every": 10_000}, "x") == {"train.valid_every": 10_000}
+    with pytest.raises(
+        ValueError, match=r"reason\.valid_every=5 is not .*train\.valid_every says it, in optimizer steps"
+    ):
+        config.load(["reason.valid_every=5"])
 
 
 def test_files_of_earlier_versions():

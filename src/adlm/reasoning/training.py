@@ -86,6 +86,7 @@ class StageSchedule:
     def __init__(self, cfg: Config, n_examples: int, lengths: np.ndarray | None = None):
         """`lengths`: of the examples, by which they are sorted; None: they are not."""
         self.cfg, self.seed, self.size, self.lengths = cfg.reason, cfg.seed, cfg.train.global_batch_size, lengths
+        self.valid_every = cfg.train.valid_every
         self.n = n_examples
         self.plans: list[StagePlan] = plans_of(cfg.reason)
         self.last_stage = len(self.plans) - 1
@@ -142,10 +143,9 @@ class StageSchedule:
         return step - first, (self.steps if stage == self.last_stage else first + self.per_stage) - first
 
     def is_validated(self, step: int) -> bool:
-        """After `step` steps: at the end of some epochs, of every stage and of the run; or of the run alone."""
-        if step % self.per_epoch or not self.cfg.valid_every:
-            return step == self.steps
-        return step == self.steps or self.starts_stage(step) or self.epoch(step) % self.cfg.valid_every == 0
+        """After `step` steps: at the end of every stage, and every train.valid_every steps."""
+        is_time = self.valid_every > 0 and step % self.valid_every == 0
+        return is_time or self.starts_stage(step) or step == self.steps
 
 
 class ReasoningSetup:
