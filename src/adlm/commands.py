@@ -62,7 +62,7 @@ MODEL = ("eval.ema", "train.device", "data.tokenizer", "data.root")
 """Which weights of a checkpoint are loaded, and where."""
 RANKS = ("train.device", "train.precision", "train.num_threads")
 BOUND = (
-    "eval.draws", "eval.block_length", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size",
+    "eval.draws", "eval.block_length", "eval.estimator", "eval.sequences", "eval.ema", "eval.batch_size",
 )  # fmt: skip
 SERVED = tuple(key for key in keys() if key.startswith("sampling.") and key.rpartition(".")[2] not in PER_REQUEST)
 
@@ -179,7 +179,7 @@ COMMANDS: dict[str, Command] = {
         required=1,
         rest=True,
         out=RESULT,
-        reads=("eval.draws", "eval.seed", *MODEL),
+        reads=("eval.draws", *MODEL),
     ),
     "evaluate": Command(
         "adlm.evaluation.evaluate:run_evaluate",

@@ -58,6 +58,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.reference": (),
     "eval.release_json": (),
     "eval.samplers": (),
+    "eval.seed": (0,),
     "eval.steps": (),
     "eval.temperatures": (),
     "eval.top_ps": (),
@@ -108,8 +109,8 @@ ORDER: dict[str, Any] = {"reason.fresh": False, "reason.sorted_batches": 8}
 """Keys of these that said in which order a run reads its examples -> the one value that is left. The weights of another
 run load, and it is not continued (`not_continued`)."""
 
-COURSE = (*ORDER, "reason.max_new_tokens", "reason.minutes", "reason.valid_every")
-"""Keys of these that only said how a run was made: in its saved settings any value is dropped."""
+COURSE = (*ORDER, "eval.seed", "reason.max_new_tokens", "reason.minutes", "reason.valid_every")
+"""Keys of these that only said how a run was made or measured: in its saved settings any value is dropped."""
 
 ADVICE = {"reason.valid_every": "train.valid_every says it, in optimizer steps"}
 """Key that is gone -> what to do instead, where it is more than a name."""

@@ -50,8 +50,6 @@ class EvalConfig:
     block_length: Annotated[str, Numbers()] = ""
     """ppl: block lengths K of the bound, one bound each: 1,4,16,64,1024 (0: the whole sequence; empty: the model's
     own)."""
-    seed: Seed = 0
-    """Of the evaluation noise; the same for all models, so that their numbers are paired."""
     sequences: WholeNumber = 0
     """Sequences evaluated (0: all)."""
     ema: bool = True

@@ -27,7 +27,7 @@ from adlm.errors import require
 from adlm.evaluation import data_facts, write_result
 from adlm.evaluation.intervals import RESAMPLES, Interval, bootstrap_mean, bootstrap_ratio, student
 from adlm.evaluation.judge import Judge, ReadingRule, Scored, digest, judge_key, judge_samples, open_judge
-from adlm.evaluation.perplexity import own_data
+from adlm.evaluation.perplexity import EVALUATION_SEED, own_data
 from adlm.io.paths import write_atomically
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World
@@ -150,8 +150,8 @@ def judge_facts(path: Path, opened: Callable[[], Judge], ev: Evaluation) -> dict
 
 
 def reference_sequences(ev: Evaluation, length: int) -> SequenceSet | None:
-    """As many sequences of the data as there are samples, chosen by eval.seed, of the samples' length; None where there
-    is no data."""
+    """As many sequences of the data as there are samples, of the samples' length, the same for all models; None
+    where there is no data."""
     cfg, lm, results = ev.cfg, ev.lm, ev.results
     try:
         with ev.ranks.main_first():
@@ -164,7 +164,7 @@ def reference_sequences(ev: Evaluation, length: int) -> SequenceSet | None:
         ev.say(f"note: {results['notes'][-1]}")
         return None
     n = min(len(blocks), cfg.sampling.n)
-    indices = np.sort(np.random.default_rng(cfg.eval.seed).permutation(len(blocks))[:n])
+    indices = np.sort(np.random.default_rng(EVALUATION_SEED).permutation(len(blocks))[:n])
     ends = np.full(n, blocks.length) if blocks.lengths is None else blocks.lengths[indices]
     kept = [
         (int(i), tokens[: min(int(end), length)].tolist())
