@@ -129,7 +129,7 @@ COMMANDS: dict[str, Command] = {
         "adlm.data.preparation:run_data",
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
         rest=True,
-        reads=("data", "model.length"),
+        reads=("data", "model.length", "train.num_threads"),
         loads_torch=False,
     ),
     "ppl": Command(

@@ -11,6 +11,7 @@ from adlm.errors import require
 
 RENAMED = {
     "data.max_rows": "data.max_sequences",
+    "data.num_proc": "train.num_threads",
     "data.valid_share": "data.valid_fraction",
     "bench.out": "out",
     "eval.out": "out",
@@ -121,12 +122,8 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
     (0, 0, 0, 0, True, False): "prosqa-balanced",
 }
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
-
-
 METHOD_OF_SLOTS = {("acot", "3"): "acot-3", ("coconut", "2"): "coconut-2"}
 """Method and slots of a stage, where that was another number than 1 -> the method that has it today."""
-UNSTAGED = ("cot", "no-cot", "pause")
-"""Methods for which neither number meant anything."""
 
 
 def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[str, Any]:
@@ -177,7 +174,7 @@ def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
     key = "method" if "method" in settings else "reason.method"
     method, task = str(settings.get(key, "acot")), str(settings.get("reason.task", settings.get("task", "prosqa")))
     today: str | None = method
-    if method not in UNSTAGED and per_stage not in (None, "1"):
+    if per_stage not in (None, "1") and method.removeprefix("no-") not in ("cot", "pause"):  # which have no stages
         today = METHOD_OF_SLOTS.get((method, str(per_stage)))
     if method == "acot" and removes is not None:
         does, did = task.startswith("prosqa"), removes in ("true", "yes", "on", "1")
@@ -188,10 +185,31 @@ def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in keys} | {key: today}
 
 
-def not_continued(settings: dict[str, Any]) -> str:
-    """The first of saved settings that no run can be continued with today; empty: there is none."""
-    said = (f"{key}={settings[key]}" for key, left in ORDER.items() if key in settings and settings[key] != left)
-    return next(said, "")
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Stored settings, by section and key, as dotted keys."""
+    flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    for section, values in config.items():
+        if isinstance(values, dict):
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+    return flat
+
+
+def migrate_tree(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Stored settings, by section and key, as this version names them."""
+    tree: dict[str, Any] = {}
+    for key, value in migrate(_flat(config), source).items():
+        section, dot, name = key.partition(".")
+        if dot:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
+    return tree
+
+
+def not_continued(config: dict[str, Any]) -> str:
+    """The first of a run's stored settings with which no run can be continued today; empty: there is none."""
+    flat = _flat(config)
+    return next((f"{key}={flat[key]}" for key, left in ORDER.items() if key in flat and flat[key] != left), "")
 
 
 def _items(value: Any) -> list[Any]:

@@ -64,7 +64,6 @@ TOY = (
     f"data.path={HERE / 'train.txt'}",
     f"data.valid_path={HERE / 'valid.txt'}",
     "data.tokenizer=text8",
-    "data.num_proc=1",
     "recipe=published",
     "model=nano",
     "model.hidden_size=32",

@@ -44,7 +44,7 @@ validation during training; tests repeat measurements with others."""
 # Tokens of one forward pass when eval.batch_size does not say how many sequences.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 # Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
-BESIDE = ("name", "tokenizer", "cache_dir", "engine", "num_proc", "root", "max_sequences")
+BESIDE = ("name", "tokenizer", "cache_dir", "engine", "root", "max_sequences")
 NatsOf = Callable[[Sequences, int], Tensor]
 """Sequences and the number of the draw -> nats of each sequence."""
 
@@ -112,7 +112,7 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
     if own.valid_name:
         own = replace(own, name=own.valid_name, path="", valid_name="")
     most = data.max_sequences or own.max_sequences
-    here = {name: getattr(data, name) for name in ("cache_dir", "engine", "num_proc")}
+    here = {name: getattr(data, name) for name in ("cache_dir", "engine")}
     return replace(own, **here, root=data.root or own.root, max_sequences=most)
 
 

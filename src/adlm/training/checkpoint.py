@@ -37,7 +37,7 @@ from adlm.compat.distributed import SavedTensors
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, path_of, read_json, sync_folder
-from adlm.migration import migrate, not_continued
+from adlm.migration import migrate_tree, not_continued
 from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
 from adlm.training.manifest import STATE, described, problem_of, seal
 from adlm.training.optim import Ema, GradientGuard, state_of
@@ -277,9 +277,9 @@ class Checkpoints:
                     info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{path} is not the state of a reasoning run ({error})") from None
-        if gone := not_continued(flattened(info["config"])):
+        if gone := not_continued(info["config"]):
             info["not_continued"] = gone
-        config = migrated(info["config"], str(path))
+        config = migrate_tree(info["config"], str(path))
         for name, section in (("data", DataConfig), ("reason", ReasonConfig)):  # relative in earlier versions
             config[name] = config.get(name, {}) | absolute_paths(section, config.get(name, {}))
         return info | {"config": config}
@@ -321,27 +321,6 @@ class CheckedReader(dcp.FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def flattened(config: dict[str, Any]) -> dict[str, Any]:
-    """Stored settings, by section and key, as dotted keys."""
-    flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
-    for section, values in config.items():
-        if isinstance(values, dict):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
-    return flat
-
-
-def migrated(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Stored settings, by section and key, as this version names them."""
-    tree: dict[str, Any] = {}
-    for key, value in migrate(flattened(config), source).items():
-        section, dot, name = key.partition(".")
-        if dot:
-            tree.setdefault(section, {})[name] = value
-        else:
-            tree[section] = value
-    return tree
 
 
 def check_state(info: dict[str, Any], source: str) -> None:
