@@ -92,7 +92,7 @@ PUBLISHED = {"prosqa": "prosqa_test", "prontoqa": "prontoqa_test", "gsm8k": "tes
 TINY = {
     "model.hidden_size": 32, "model.n_heads": 2, "model.n_blocks": 1, "train.global_batch_size": 4,
     "train.batch_size": 4, "train.log_every": 2, "train.valid_every": 0,
-    "train.cuda_graphs": "false", "train.compile": "false", "train.device": "cpu", "eval.batch_size": 8,
+    "train.cuda_graphs": "false", "train.compile": "false", "train.device": "cpu", "eval.batch_size": 250,
 }  # fmt: skip
 OPTIONS = {
     "data": "", "folder": "", "base": "", "out": "runs/reasoning", "report": "", "minutes": "9", "runs": "",

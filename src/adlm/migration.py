@@ -55,6 +55,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.chain_rows": (),
     "eval.chain_sequences": (),
     "eval.features": (),
+    "eval.mauve": ("auto", "true"),
     "eval.out": (),
     "eval.reference": (),
     "eval.release_json": (),
@@ -110,10 +111,13 @@ ORDER: dict[str, Any] = {"reason.fresh": False, "reason.sorted_batches": 8}
 """Keys of these that said in which order a run reads its examples -> the one value that is left. The weights of another
 run load, and it is not continued (`not_continued`)."""
 
-COURSE = (*ORDER, "eval.seed", "reason.max_new_tokens", "reason.minutes", "reason.valid_every")
+COURSE = (*ORDER, "eval.mauve", "eval.seed", "reason.max_new_tokens", "reason.minutes", "reason.valid_every")
 """Keys of these that only said how a run was made or measured: in its saved settings any value is dropped."""
 
-ADVICE = {"reason.valid_every": "train.valid_every says it, in optimizer steps"}
+ADVICE = {
+    "eval.mauve": "MAUVE is computed where mauve-text is installed and there is data to compare with",
+    "reason.valid_every": "train.valid_every says it, in optimizer steps",
+}
 """Key that is gone -> what to do instead, where it is more than a name."""
 
 TASK_KEYS = ("reason.hops", "reason.nodes", "reason.words", "reason.names", "reason.balanced", "reason.terse")

@@ -60,8 +60,6 @@ class EvalConfig:
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     batch_size: WholeNumber = 0
     """Sequences per forward pass; 0: as many as fit easily (ppl, zeroshot), 8 (evaluate's judge), 128 (reason)."""
-    mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
-    """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
 
 
 @dataclass

@@ -106,7 +106,7 @@ def measure_all(ev: Evaluation, settings: list["Setting"], samples: dict[str, li
         return
     results["definitions"] = {"gen_ppl": GEN_PPL, **results["definitions"]}
     scored = score_all(ev, everything, entries)
-    if data is not None and not results["failed"] and mauve_wanted(ev, everything):
+    if data is not None and not results["failed"] and mauve_possible(ev, everything):
         results["definitions"]["mauve"] = f"{MAUVE}; features of {judge}"
         n = ev.cfg.sampling.n
         if len(data.sequences) < ENOUGH or n < ENOUGH:
@@ -159,8 +159,6 @@ def reference_sequences(ev: Evaluation, length: int) -> SequenceSet | None:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         reason = " ".join(str(error).split())
         ev.note(f"nothing to compare with: {reason}")
-        if cfg.eval.mauve == "true":
-            results["failed"] = f"eval.mauve=true needs data to compare with: {reason}"
         ev.say(f"note: {results['notes'][-1]}")
         return None
     n = min(len(blocks), cfg.sampling.n)
@@ -222,10 +220,8 @@ def mauve_available() -> bool:
     return importlib.util.find_spec("mauve") is not None
 
 
-def mauve_wanted(ev: Evaluation, sets: list[SequenceSet]) -> bool:
-    """Whether eval.mauve asks for it; why it cannot be computed is noted."""
-    if ev.cfg.eval.mauve == "false":
-        return False
+def mauve_possible(ev: Evaluation, sets: list[SequenceSet]) -> bool:
+    """Whether it can be computed; why not is noted."""
     if not mauve_available():
         ev.note("no MAUVE: pip install 'adlm[mauve]'")
         return False
