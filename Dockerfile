@@ -5,7 +5,7 @@
 #   docker run -p 8000:8000 -e ADLM_API_KEY=... -v ./runs/demo:/srv/runs/demo:ro adlm
 #   docker run --gpus all -p 8000:8000 -e ADLM_API_KEY=... -v ./my-model:/srv/model:ro adlm:gpu model
 #
-# What is given after the image's name goes to `adlm serve`: checkpoints, port=..., slots=..., sampling.steps=...
+# What is given after the image's name goes to `adlm serve`: checkpoints, port=..., sampling.batch_size=..., sampling.steps=...
 FROM python:3.11-slim
 
 # cpu: torch without CUDA; gpu: the ordinary wheels, which bring CUDA's libraries along (a driver is all the host needs).

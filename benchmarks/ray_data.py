@@ -86,17 +86,17 @@ def main() -> int:
         home = Path(place)
         (home / "corpus").mkdir()
         corpus = write_corpus(home / "corpus", args.megabytes, args.files)
-        folder, facts = prepare(command(corpus, home / "plain", "data.num_proc=1"))
+        folder, facts = prepare(command(corpus, home / "plain", "train.num_threads=1"))
         expected = contents(folder)
         result["threads, 1"] = round(facts["tokens"] / facts["seconds"])
         same = []
         for n in args.workers:
             cache = home / f"ray-{n}"
-            folder, facts = prepare(command(corpus, cache, "data.engine=ray", f"data.num_proc={n}"))
+            folder, facts = prepare(command(corpus, cache, "data.engine=ray", f"train.num_threads={n}"))
             same.append(contents(folder) == expected)
             result[f"ray, {n}"] = round(facts["tokens"] / facts["seconds"])
         cache = home / "worker-killed"
-        line = command(corpus, cache, "data.engine=ray", "data.num_proc=2")
+        line = command(corpus, cache, "data.engine=ray", "train.num_threads=2")
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         wait_for_shards(cache, 2, process)
         result["killed"] = kill_one_worker(process)
@@ -104,7 +104,7 @@ def main() -> int:
         folder = Path(json.loads(out.splitlines()[-1])["train"]["folder"])
         same.append(process.returncode == 0 and contents(folder) == expected)
         cache = home / "command-killed"
-        line = command(corpus, cache, "data.engine=ray", "data.num_proc=2")
+        line = command(corpus, cache, "data.engine=ray", "train.num_threads=2")
         process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for_shards(cache, 3, process)
         process.kill()

@@ -26,15 +26,12 @@ from adlm.reasoning.tasks import load_splits
 from adlm.reasoning.training import train
 from adlm.tables import METHODS
 
-VARIANTS = {method: (f"method={method}",) for method in METHODS}
-VARIANTS["acot-kept"] = ("method=acot", "reason.remove_steps=false")
-"""acot as it is for ProsQA, every step removed in the end, and as it is elsewhere: the trace is kept."""
 SETTINGS = ("algo=ar", "model=nano", "task=prosqa-2hop", "train.device=cpu")
 
 
 def main(argv: list[str]) -> None:
     overrides = [word for word in argv if "=" in word]
-    methods = [word for word in argv if "=" not in word] or list(VARIANTS)
+    methods = [word for word in argv if "=" not in word] or list(METHODS)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -43,7 +40,7 @@ def main(argv: list[str]) -> None:
         for guess, fraction in guesses.items():
             print(f"guess: {guess:30} {100 * fraction:5.1f}%")
         for method in methods:
-            cfg = config.load([*SETTINGS, *VARIANTS[method], f"out={folder / method}", *overrides, *files])
+            cfg = config.load([*SETTINGS, f"method={method}", f"out={folder / method}", *overrides, *files])
             start, used = time.monotonic(), time.process_time()
             result = train(cfg)
             if not result.valid:
@@ -72,7 +69,8 @@ def questions(folder: Path, overrides: list[str]) -> tuple[dict[str, float], lis
     sets = {"train": splits.train, "valid": splits.valid, "test": splits.tests["generated"]}
     for name, examples in sets.items():
         (folder / f"{name}.json").write_text(json.dumps([example._asdict() for example in examples]))
-    return blind_guesses(sets["test"]), [f"reason.{name}_path={folder / name}.json" for name in sets]
+    keys = {"train": "data.path", "valid": "data.valid_path", "test": "reason.test_path"}
+    return blind_guesses(sets["test"]), [f"{keys[name]}={folder / name}.json" for name in sets]
 
 
 def show(rows: list[dict]) -> None:

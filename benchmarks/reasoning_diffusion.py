@@ -43,7 +43,7 @@ DIFFUSION = ("objective.gamma=1", "train.valid_every=0", "train.sample_every=0",
 RUNS = {
     "adlm": ("algo=adlm", "objective.anchor_rule=given", *DIFFUSION),
     "mdlm-matched": ("algo=mdlm-matched", *DIFFUSION),
-    "acot": ("algo=ar", "method=acot", "reason.epochs_per_stage=3", "train.compile=block", "reason.valid_every=5"),
+    "acot": ("algo=ar", "method=acot", "reason.epochs_per_stage=3", "train.compile=block", "train.valid_every=700"),
 }
 STEPS_OF_ACOT = 8
 """Stages of acot, the last of which has as many epochs as two others."""

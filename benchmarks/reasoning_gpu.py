@@ -52,21 +52,21 @@ class Planned(NamedTuple):
         return f"{self.task}-{self.method}{self.label}-{self.seed}"
 
 
-# Batches of 128 in one micro-batch, sorted by length eight at a time; one compiled block, replayed as CUDA graphs.
+# Batches of 128 in one micro-batch; one compiled block, replayed as CUDA graphs.
 FAST = (
-    "algo=ar", "train.compile=block", "train.cuda_graphs=true", "train.log_every=20", "reason.sorted_batches=8",
+    "algo=ar", "train.compile=block", "train.cuda_graphs=true", "train.log_every=20",
     "eval.batch_size=500", "checkpoint.every=1000000", "checkpoint.keep=1",
 )  # fmt: skip
 # 26 epochs of 17,920 questions: 465,920 reads. Seven stages of three epochs, and five epochs without a trace.
 COURSES: dict[str, tuple[str, ...]] = {
     "prosqa": (
-        *FAST, "experiment=prosqa-protocol", "reason.epochs=26", "reason.epochs_per_stage=3", "reason.valid_every=3",
+        *FAST, "experiment=prosqa-protocol", "reason.epochs=26", "reason.epochs_per_stage=3", "train.valid_every=420",
     ),
     "prontoqa": (
         *FAST, "task=prontoqa", "optim.schedule=constant", "reason.epochs=26", "reason.epochs_per_stage=3",
-        "reason.valid_every=5",
+        "train.valid_every=355",
     ),
-    "gsm8k": (*FAST, "task=gsm8k", "optim.schedule=constant", "reason.valid_every=5", "reason.max_new_tokens=160"),
+    "gsm8k": (*FAST, "task=gsm8k", "optim.schedule=constant", "train.valid_every=295"),
 }  # fmt: skip
 THINKS = ("train.cuda_graphs=false",)
 """Thoughts are read one by one, which no graph replays."""
@@ -81,9 +81,7 @@ SCHEDULE = [
     Planned("gsm8k", "acot", 1),
     Planned("prosqa", "acot", 1, ",gamma=0.1", ("objective.gamma=0.1",)),
     Planned("prosqa", "acot", 1, ",gamma=0.3", ("objective.gamma=0.3",)),
-    Planned(
-        "prosqa", "acot", 1, ",all-tokens", ("reason.anchor_tokens=all", "reason.slots=18", "reason.slots_per_stage=3")
-    ),
+    Planned("prosqa", "acot-3", 1, ",all-tokens", ("reason.anchor_tokens=all", "reason.slots=18")),
     Planned("prosqa", "acot", 1, ",mixed", ("reason.mixing=0.1",)),
 ]
 SIZES = {"prosqa": (17_920, 300, 500), "prontoqa": (9_088, 200, 800)}
@@ -93,8 +91,8 @@ PUBLISHED = {"prosqa": "prosqa_test", "prontoqa": "prontoqa_test", "gsm8k": "tes
 """The test set of each task by which it is judged."""
 TINY = {
     "model.hidden_size": 32, "model.n_heads": 2, "model.n_blocks": 1, "train.global_batch_size": 4,
-    "train.batch_size": 4, "train.log_every": 2, "reason.max_new_tokens": 4, "reason.valid_every": 0,
-    "train.cuda_graphs": "false", "train.compile": "false", "train.device": "cpu", "eval.batch_size": 8,
+    "train.batch_size": 4, "train.log_every": 2, "train.valid_every": 0,
+    "train.cuda_graphs": "false", "train.compile": "false", "train.device": "cpu", "eval.batch_size": 250,
 }  # fmt: skip
 OPTIONS = {
     "data": "", "folder": "", "base": "", "out": "runs/reasoning", "report": "", "minutes": "9", "runs": "",
@@ -146,7 +144,7 @@ def make_questions(task: str, data: Path, folder: Path, tiny: bool) -> dict[str,
         (folder / published.name).write_text(json.dumps(records[: sizes[2]] if tiny else records))
         tests = [published.name, *tests]
     return {
-        "reason.train_path": names["train"], "reason.valid_path": names["valid"], "reason.n_valid": sizes[1],
+        "data.path": names["train"], "data.valid_path": names["valid"], "reason.n_valid": sizes[1],
         "reason.test_path": ",".join(tests), "reason.n_train": 0,
     }  # fmt: skip
 
@@ -157,7 +155,7 @@ def copy_gsm8k(data: Path, folder: Path) -> dict[str, Any]:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     return {
-        "reason.train_path": "train.jsonl.xz", "reason.valid_path": "valid.txt", "reason.test_path": "test.jsonl",
+        "data.path": "train.jsonl.xz", "data.valid_path": "valid.txt", "reason.test_path": "test.jsonl",
         "reason.n_valid": 500,
     }  # fmt: skip
 
@@ -218,7 +216,7 @@ def config_of(
 ) -> config.Config:
     """The settings of a run on this machine."""
     own = {"out": str(out), "reason.base": options["base"], "reason.stage0": str(out.parent / "stage0")}
-    for key in ("reason.train_path", "reason.valid_path", "reason.test_path"):
+    for key in ("data.path", "data.valid_path", "reason.test_path"):
         own[key] = ",".join(str((folder / name).absolute()) for name in settings[key].split(","))
     tiny = TINY if options["tiny"] == "true" else {}
     cfg = config.from_tree(settings | own | tiny | overrides, str(folder / "settings.json"))

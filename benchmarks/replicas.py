@@ -42,7 +42,7 @@ def start(path: Path, port: int, slots: int) -> subprocess.Popen:
         "serve",
         str(path),
         f"port={port}",
-        f"slots={slots}",
+        f"sampling.batch_size={slots}",
         "queue=1000",
         "train.device=cpu",
         "workers=1",

@@ -267,7 +267,7 @@ def run(args: argparse.Namespace, path: str) -> dict:
     pool = make_pool(args)
     texts = expected(lm, pool)
     print(f"{lm!r}: {len(pool)} different requests", file=sys.stderr)
-    line = ["serve", path, "port=0", f"slots={args.slots}", "queue=1000", f"train.device={args.device}"]
+    line = ["serve", path, "port=0", f"sampling.batch_size={args.slots}", "queue=1000", f"train.device={args.device}"]
     server = subprocess.Popen(
         [sys.executable, "-m", "adlm", *line], stdout=subprocess.PIPE, text=True, cwd=ROOT / "src"
     )

@@ -23,7 +23,7 @@ from adlm.commands import COMMANDS, ELSEWHERE, Command
 from adlm.compat.command_lines import release_line
 from adlm.config.keys import allowed_text, default_text, group_choices, group_help, keys, nearest
 from adlm.errors import choose, missing_extra, require
-from adlm.migration import REMOVED
+from adlm.migration import REMOVED, RENAMED
 from adlm.schema import Config, as_yaml
 from adlm.tables import GROUPS
 
@@ -88,8 +88,8 @@ def _run(argv: list[str], strict: bool) -> int:
         raise UsageError(str(error)) from None
     command = COMMANDS[name]
     overrides, words, flags = _sort(command, argv[1:])
-    known = keys().keys() | REMOVED.keys()
-    overrides = [f"{command.short}.{o}" if f"{command.short}.{o.partition('=')[0]}" in known else o for o in overrides]
+    own = {key.partition(".")[2] for key in (*keys(), *REMOVED, *RENAMED) if key.startswith(f"{command.short}.")}
+    overrides = [f"{command.short}.{text}" if text.partition("=")[0] in own else text for text in overrides]
     if "help" in flags:
         print_help(name, command)
         return 0

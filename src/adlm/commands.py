@@ -50,8 +50,8 @@ class Command:
 
     @property
     def groups(self) -> list[str]:
-        """Groups that set something the command reads. A corpus is more than the tokenizer of a checkpoint."""
-        read = {key.rpartition(".")[0] for key in self.read_keys if key not in MODEL}
+        """Groups that set something the command reads: of `data` its name, a corpus."""
+        read = {key.rpartition(".")[0] for key in self.read_keys if not key.startswith("data.") or key == "data.name"}
         return [group for group in GROUPS if SECTION_OF.get(group, group) in read]
 
 
@@ -62,9 +62,12 @@ MODEL = ("eval.ema", "train.device", "data.tokenizer", "data.root")
 """Which weights of a checkpoint are loaded, and where."""
 RANKS = ("train.device", "train.precision", "train.num_threads")
 BOUND = (
-    "eval.draws", "eval.block_length", "eval.estimator", "eval.seed", "eval.sequences", "eval.ema", "eval.batch_size",
+    "eval.draws", "eval.block_length", "eval.estimator", "eval.sequences", "eval.ema", "eval.batch_size",
 )  # fmt: skip
 SERVED = tuple(key for key in keys() if key.startswith("sampling.") and key.rpartition(".")[2] not in PER_REQUEST)
+
+TASK_FILES = ("data.path", "data.valid_path", "data.tokenizer", "data.root")
+"""Of a reasoning task, which is no corpus: its examples, and its vocabulary."""
 
 RESULT = "FILE.json of the result, or a folder for it (empty: beside the checkpoint; of the box: runs/box)"
 
@@ -126,7 +129,7 @@ COMMANDS: dict[str, Command] = {
         "adlm.data.preparation:run_data",
         "list: the corpora; prepare [train] [valid]: tokenise and pack one, ready for training",
         rest=True,
-        reads=("data", "model.length"),
+        reads=("data", "model.length", "train.num_threads"),
         loads_torch=False,
     ),
     "ppl": Command(
@@ -176,7 +179,7 @@ COMMANDS: dict[str, Command] = {
         required=1,
         rest=True,
         out=RESULT,
-        reads=("eval.draws", "eval.seed", *MODEL),
+        reads=("eval.draws", *MODEL),
     ),
     "evaluate": Command(
         "adlm.evaluation.evaluate:run_evaluate",
@@ -221,15 +224,15 @@ COMMANDS: dict[str, Command] = {
         " table RUN ..: compare runs with the paper; data: what the questions are like",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
-        reads=("reason", *TRAINING, "eval"),
-        ruled={"train.steps": "reason.epochs", "train.valid_every": "reason.valid_every"},
+        reads=("reason", *(section for section in TRAINING if section != "data"), *TASK_FILES, "eval"),
+        ruled={"train.steps": "reason.epochs"},
     ),
     "serve": Command(
         "adlm.serving:run_serve",
         "answer requests over HTTP, with a page to watch text appear: adlm serve [CHECKPOINT ...] port=8000",
         rest=True,
         short="serve",
-        reads=("serve", *SERVED, "eval.checkpoint", *MODEL, "train.num_threads"),
+        reads=("serve", *SERVED, "sampling.batch_size", "eval.checkpoint", *MODEL, "train.num_threads"),
         loads_torch=False,
     ),
     "config": Command(

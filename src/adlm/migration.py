@@ -5,7 +5,7 @@ value asked for nothing, and refused where a model or run really used it. `adlm.
 settings come in, and nothing below it knows old names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 
 RENAMED = {
     "data.max_rows": "data.max_sequences",
+    "data.num_proc": "train.num_threads",
     "data.valid_share": "data.valid_fraction",
     "bench.out": "out",
     "eval.out": "out",
@@ -33,13 +34,18 @@ RENAMED = {
     "reason.eval_batch_size": "eval.batch_size",
     "reason.gamma": "objective.gamma",
     "reason.recite": "reason.story_steps",
+    "reason.remove_steps": "reason.method",
+    "reason.slots_per_stage": "reason.method",
+    "reason.train_path": "data.path",
+    "reason.valid_path": "data.valid_path",
     "sampling.out": "out",
+    "serve.slots": "sampling.batch_size",
     "train.row_pieces": "train.length_warmup",
     "train.row_pieces_share": "train.length_warmup_fraction",
     "train.valid_rows": "train.valid_sequences",
 }
 """Old key -> today's. One that is also in REMOVED is renamed on the command line, where the user asked for it, and
-dropped from saved settings: there it belonged to the command that wrote them."""
+dropped from saved settings, unless it asks for something there: then it is in the place of today's."""
 
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
@@ -61,10 +67,12 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "eval.chain_rows": (),
     "eval.chain_sequences": (),
     "eval.features": (),
+    "eval.mauve": ("auto", "true"),
     "eval.out": (),
     "eval.reference": (),
     "eval.release_json": (),
     "eval.samplers": (),
+    "eval.seed": (0,),
     "eval.steps": (),
     "eval.temperatures": (),
     "eval.top_ps": (),
@@ -82,17 +90,25 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "reason.balanced": (False,),
     "reason.easier": (0.0,),
     "reason.eval_batch_size": (),
+    "reason.fresh": (False,),
     "reason.gamma": (),
     "reason.hops": (0,),
+    "reason.max_new_tokens": (0,),
+    "reason.minutes": (0.0,),
     "reason.names": (0,),
     "reason.nodes": (0,),
     "reason.reset_optimizer": (),
     "reason.recite_rate": (),
     "reason.row_multiple": (),
+    "reason.sorted_batches": (8,),
     "reason.story_lr_ratio": (),
     "reason.terse": (False,),
+    "reason.train_path": ("",),
+    "reason.valid_every": (None,),
+    "reason.valid_path": ("",),
     "reason.words": (0,),
     "sampling.grid": ("",),
+    "sampling.guidance": (0.0,),
     "sampling.out": (),
     "serve.max_body": (),
     "serve.read_timeout": (),
@@ -108,13 +124,24 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 """Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
 value may be dropped (it never touched what a model computes)."""
 
-TRAINING_ONLY = {"lora.alpha", "objective.gamma_end", "objective.time_density_anneal", "train.spike_factor"}
+TRAINING_ONLY = {
+    "lora.alpha", "objective.gamma_end", "objective.time_density_anneal", "reason.fresh", "reason.sorted_batches",
+    "train.spike_factor",
+}  # fmt: skip
 """Keys of REMOVED that said how a run goes on, and not what its model computes (adapters say their alpha
 themselves): such a model is loaded, and such a run is not resumed."""
 
+REPORT_ONLY = {
+    "bench.vocab_size", "cluster.links", "cluster.mtbf", "eval.mauve", "eval.seed", "reason.max_new_tokens",
+    "reason.minutes", "reason.valid_every",
+}  # fmt: skip
+"""Keys of REMOVED that said how a run was measured, or what a prediction says: any saved value is dropped."""
 
-REPORT_ONLY = {"bench.vocab_size", "cluster.links", "cluster.mtbf"}
-"""Keys of REMOVED that changed what a measurement or a prediction says, and nothing that is kept."""
+ADVICE = {
+    "eval.mauve": "MAUVE is computed where mauve-text is installed and there is data to compare with",
+    "reason.valid_every": "train.valid_every says it, in optimizer steps",
+}
+"""Key that is gone -> what to do instead, where it is more than a name."""
 
 
 @dataclass(frozen=True)
@@ -189,19 +216,21 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
     (0, 0, 0, 0, True, False): "prosqa-balanced",
 }
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
+METHOD_OF_SLOTS = {("acot", "3"): "acot-3", ("coconut", "2"): "coconut-2"}
+"""Method and slots of a stage, where that was another number than 1 -> the method that has it today."""
 
 
 def migrate(
     settings: dict[str, Any],
     source: str,
     groups: Callable[[], Mapping[str, Any]] | None = None,
-    resumes: bool = False,
+    resumed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
 
     `groups`: they were typed on a command line, as texts, and change what the groups of that line say, which this
-    returns. `resumes`: they are those of a run that goes on. Where an old name and today's are both given, today's
-    counts.
+    returns. `resumed`: they are those of a run that resumes, which reads these sections. Where an old name and today's
+    are both given, today's counts.
     """
     saved = groups is None
     deep = [key for key, value in settings.items() if any(isinstance(v, list | dict) for v in _items(value))]
@@ -222,14 +251,21 @@ def migrate(
     for joined in JOINED:
         settings = _with_joined(settings, joined, source, groups)
     settings = _with_mlp_size(settings, source, groups)
+    settings = _with_method(settings, source)
+
+    def is_idle(old: str, value: Any) -> bool:
+        dropped = saved and (old in REPORT_ONLY or (old in TRAINING_ONLY and old.partition(".")[0] not in resumed))
+        return dropped or ((saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old]))
+
+    idle = {old for old, value in settings.items() if old in REMOVED and is_idle(old, value)}
+    moved = {RENAMED[old] for old in settings.keys() & RENAMED.keys() & REMOVED.keys() - idle} if saved else set()
+    settings = {key: value for key, value in settings.items() if key not in idle | moved}
     current: dict[str, Any] = {}
     for old, value in settings.items():
-        idle = old in REMOVED and (saved or old not in RENAMED) and _asks_for_nothing(value, REMOVED[old])
-        if idle or (saved and (old in REPORT_ONLY or (old in TRAINING_ONLY and not resumes))):
-            continue
         key = RENAMED.get(old, old)
         gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)
-        require(not gone, f"{source}: {old}={value} is not supported any more (docs/LOG.md says why)")
+        why = ADVICE.get(old, "docs/LOG.md says why")
+        require(not gone, f"{source}: {old}={value} is not supported any more ({why})")
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
@@ -286,6 +322,42 @@ def _is_true(settings: Mapping[str, Any], key: str) -> bool:
     text = str(settings[key]).lower()
     require(text in TRUTH, f"{key}={settings[key]!s:.60} is not true or false")
     return TRUTH[text]
+
+
+def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
+    """The method by its name, where two keys said how many slots a stage adds, and whether acot removes steps."""
+    keys = ("reason.slots_per_stage", "reason.remove_steps")
+    per_stage, removes = (None if settings.get(key) is None else str(settings[key]).lower() for key in keys)
+    if per_stage is None and removes is None:
+        return settings
+    key = "method" if "method" in settings else "reason.method"
+    method, task = str(settings.get(key, "acot")), str(settings.get("reason.task", settings.get("task", "prosqa")))
+    today: str | None = method
+    if per_stage not in (None, "1") and method.removeprefix("no-") not in ("cot", "pause"):  # which have no stages
+        today = METHOD_OF_SLOTS.get((method, str(per_stage)))
+    if method == "acot" and removes is not None:
+        does, did = task.startswith("prosqa"), removes in ("true", "yes", "on", "1")
+        if does != did:
+            today = "acot-kept" if today == "acot" and does else None
+    given = ", ".join(f"{key}={settings[key]}" for key in keys if key in settings)
+    require(today is not None, f"{source}: no method of today is reason.method={method} for {task} with {given}")
+    return {key: value for key, value in settings.items() if key not in keys} | {key: today}
+
+
+def migrate_tree(config: dict[str, Any], source: str, resumed: Collection[str] = ()) -> dict[str, Any]:
+    """Stored settings, by section and key, as this version names them."""
+    flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    for section, values in config.items():
+        if isinstance(values, dict):
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+    tree: dict[str, Any] = {}
+    for key, value in migrate(flat, source, resumed=resumed).items():
+        section, dot, name = key.partition(".")
+        if dot:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
+    return tree
 
 
 def _items(value: Any) -> list[Any]:

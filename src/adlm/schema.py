@@ -146,8 +146,6 @@ class DataConfig:
     """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
     engine: Annotated[str, Choices(("threads", "ray"))] = "threads"
     """Who tokenises: threads of this machine, or ray: the cluster of RAY_ADDRESS, or one that is started here."""
-    num_proc: WholeNumber = 0
-    """Threads that tokenise, or processes of a Ray started here; 0: all cores."""
     max_sequences: WholeNumber = 0
     """Keep only this many sequences of each split (0: all), reading no further than needed."""
     root: Place = ""
@@ -226,7 +224,8 @@ class TrainConfig:
     device: str = "auto"
     """auto (the best there is), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
     num_threads: Annotated[int, Range(low=0, high=1024)] = 0
-    """CPU threads; 0: all cores (1 per process under torchrun unless OMP_NUM_THREADS says otherwise)."""
+    """CPU threads, also those that tokenise, or processes of a Ray started here; 0: all cores (under torchrun 1 per
+    process, but for tokenising, unless OMP_NUM_THREADS says otherwise)."""
 
     @property
     def is_sharded(self) -> bool:

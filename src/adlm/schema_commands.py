@@ -50,8 +50,6 @@ class EvalConfig:
     block_length: Annotated[str, Numbers()] = ""
     """ppl: block lengths K of the bound, one bound each: 1,4,16,64,1024 (0: the whole sequence; empty: the model's
     own)."""
-    seed: Seed = 0
-    """Of the evaluation noise; the same for all models, so that their numbers are paired."""
     sequences: WholeNumber = 0
     """Sequences evaluated (0: all)."""
     ema: bool = True
@@ -62,8 +60,6 @@ class EvalConfig:
     """evaluate: what the judge reads: text (decoded, retokenised), tokens (as drawn; same tokenizer) or release."""
     batch_size: WholeNumber = 0
     """Sequences per forward pass; 0: as many as fit easily (ppl, zeroshot), 8 (evaluate's judge), 128 (reason)."""
-    mauve: Annotated[str, Choices(("auto", "true", "false"))] = "auto"
-    """evaluate: auto (where mauve-text is installed and there is data to compare with), true or false."""
 
 
 @dataclass
@@ -80,8 +76,8 @@ class SamplingConfig:
     """Samples to draw."""
     length: WholeNumber = 0
     """Tokens per sample; 0: the model's length."""
-    batch_size: Count = 16
-    """Rows that share a network call."""
+    batch_size: Count = 32
+    """Sequences that share a network call; of a server, those of each model and worker."""
     seed: Seed = 0
     """Decides every random choice; sample i uses seed + i."""
     temperature: Annotated[float, Range(low=0, high=3e38)] = 1.0
@@ -105,8 +101,6 @@ class SamplingConfig:
     (-1: 0.2)."""
     parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
-    guidance: Annotated[float, Range(low=0, high=100)] = 0.0
-    """Classifier-free guidance weight against the canvas without its prompt (0: off)."""
     stride: WholeNumber = 0
     """Semi-autoregressive: new tokens per window beyond the model's length (0: off)."""
     prompt: str = ""
@@ -146,7 +140,8 @@ class SamplingConfig:
 
 @dataclass
 class ReasonConfig:
-    """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout."""
+    """Staged fine-tuning on reasoning tasks (`adlm reason`); a stage is epochs_per_stage epochs of one layout. Examples
+    in the task's published format are read from data.path and data.valid_path; without them they are generated."""
 
     task: Annotated[str, Choices(tables.TASKS)] = "prosqa"
     """The questions: a name of the tasks table, which also says how they are generated."""
@@ -155,17 +150,13 @@ class ReasonConfig:
     base: str = ""
     """Causal Hugging Face model to start from, by hub name (gpt2), folder or GGUF file; empty: our own stack (section
     model), from scratch."""
-    train_path: Place = ""
-    """Training examples in the task's published format; empty: generated (prosqa, prontoqa)."""
-    valid_path: Place = ""
-    """Validation examples; empty: generated, or the last n_valid of train_path."""
     test_path: str = ""
     """Test files, or names of tasks whose questions are generated (several: separated by commas), asked beside the
     generated test set; empty: only that one."""
     n_train: WholeNumber = 0
-    """Training examples generated, or kept of train_path (0: the size of the published set, or the whole file)."""
+    """Training examples generated, or kept of data.path (0: the size of the published set, or the whole file)."""
     n_valid: Count = 300
-    """Validation examples generated, or kept of valid_path."""
+    """Validation examples generated, or kept of data.valid_path (without one: the last of data.path)."""
     n_test: WholeNumber = 500
     """Test examples generated (test_path is always used whole)."""
     story_steps: WholeNumber = 0
@@ -174,34 +165,22 @@ class ReasonConfig:
     epochs: Count = 50
     """Passes over the training examples, all stages together."""
     epochs_per_stage: Count = 5
-    """Passes per stage; the last stage takes what is left of epochs."""
-    fresh: bool = False
-    """No example is read twice: an epoch is a pass over its own part of the training examples, one in `epochs`."""
+    """Passes per stage; the last stage takes what is left of epochs. Every stage ends with a validation, beside those
+    of train.valid_every."""
     mixing: FractionBelowOne = 0.0
     """Fraction of the examples of a stage that are laid out as one of the stages before it, drawn evenly (0: none)."""
-    sorted_batches: Count = 1
-    """Batches whose examples are sorted by length together, so that a batch pads less (1: each for itself)."""
     stage0: Place = ""
     """Folder that keeps the weights after the first stage, for other methods that begin alike (empty: none)."""
     slots: WholeNumber = 6
     """Most [ANT] positions of an example."""
-    slots_per_stage: Count = 1
-    """[ANT] positions added by each stage."""
-    remove_steps: bool = False
-    """acot: also remove one more step from the front of the trace at each stage (icot and coconut always do)."""
     anchor_tokens: Annotated[str, Choices(("first", "all"))] = "first"
     """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
-    valid_every: WholeNumber = 1
-    """Epochs between validations (the end of a stage is always validated); 0: only the end of the run."""
-    minutes: NotNegative = 0.0
-    """Stop training after this many minutes and test what there is, as its stage answers (0: no limit)."""
-    max_new_tokens: WholeNumber = 0
-    """Longest answer generated, in tokens; 0: one and a half times the longest of the training examples."""
 
 
 @dataclass
 class ServeConfig:
-    """`adlm serve`: where it listens and what one client may ask for. sampling.* are the defaults of requests."""
+    """`adlm serve`: where it listens and what one client may ask for. sampling.* are the defaults of requests, but
+    for sampling.batch_size, which is the server's."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface (then set a key)."""
@@ -213,10 +192,8 @@ class ServeConfig:
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
     workers: WholeNumber = 0
     """Processes behind the port, each with all models; 0: one for each GPU."""
-    slots: Count = 32
-    """Sequences of a model, and of a worker, that share network calls."""
     queue: Count = 256
-    """Sequences that may wait for a slot; beyond, requests are answered 429."""
+    """Sequences that may wait beyond sampling.batch_size; then requests are answered 429."""
     max_length: WholeNumber = 0
     """Longest sequence of a request in tokens; 0: the model's length."""
     max_steps: Count = 4096

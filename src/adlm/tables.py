@@ -283,8 +283,11 @@ METHODS = Table(
         "no-cot": "adlm.reasoning.methods:NO_COT",
         "pause": "adlm.reasoning.methods:PAUSE",
         "acot": "adlm.reasoning.methods:ACOT",
+        "acot-kept": "adlm.reasoning.methods:ACOT_KEPT",
+        "acot-3": "adlm.reasoning.methods:ACOT_3",
         "icot": "adlm.reasoning.methods:ICOT",
         "coconut": "adlm.reasoning.methods:COCONUT",
+        "coconut-2": "adlm.reasoning.methods:COCONUT_2",
         "coconut-pause": "adlm.reasoning.methods:COCONUT_PAUSE",
     },
 )

@@ -349,7 +349,6 @@ def test_whole_trajectories(sampler, record_property):
             "all holes must stand at the end.*or sampling.block_length=12",
         ),
         (make(0, K=4, required=[[1]]), "required words"),
-        (make(0, K=4, guidance=1.0), r"sampling\.guidance"),
         (make(0, K=4, length=14, stride=4), r"sampling\.stride"),
     ],
 )

@@ -67,7 +67,7 @@ def test_the_sampling_line_runs_and_writes_its_json(run):
     line = (
         f"{README_SAMPLE} eval.checkpoint_path=ckpts/tiny.ckpt sampling.num_sample_batches=3 sampling.steps=8 "
         f"eval.gen_ppl_eval_model_name_or_path={folder / 'judge'} data.path={folder / 'docs.jsonl'} "
-        "data.tokenizer=bytes eval.mauve=false"
+        "data.tokenizer=bytes"
     )
     env = {**os.environ, "ADLM_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-u", "-m", "adlm_main", *shlex.split(line)]
@@ -91,4 +91,4 @@ def test_the_sampling_line_runs_and_writes_its_json(run):
     assert found["entropies"] == pytest.approx([entropy(x["tokens"]) for x in samples])
     assert found["entropy"] == pytest.approx(sum(found["entropies"]) / 3)
     assert found["text_samples"] == [tokenizer.decode(x["tokens"]) for x in samples]
-    assert found["MAUVE"] is None
+    assert found["MAUVE"] is None or 0 <= found["MAUVE"] <= 1, "where mauve-text is installed"

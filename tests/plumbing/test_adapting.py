@@ -12,7 +12,7 @@ from adlm import cli
 from adlm.io.load import load_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-DATA = (f"data.path={GOLDEN / 'train.txt'}", f"data.valid_path={GOLDEN / 'valid.txt'}", "data.num_proc=1")
+DATA = (f"data.path={GOLDEN / 'train.txt'}", f"data.valid_path={GOLDEN / 'valid.txt'}")
 LITTLE = ("train.device=cpu", "train.num_threads=1", "train.valid_every=0", "train.global_batch_size=8")
 
 
@@ -31,7 +31,7 @@ def adapt(base, name, *more):
 
 
 def measured(base, place, capsys, *more):
-    line = ["ppl", str(place), "data=file", f"data.path={GOLDEN / 'valid.txt'}", "data.num_proc=1", "eval.draws=1"]
+    line = ["ppl", str(place), "data=file", f"data.path={GOLDEN / 'valid.txt'}", "train.num_threads=1", "eval.draws=1"]
     line += [f"data.cache_dir={base / 'cache'}", "train.device=cpu", "train.num_threads=1", "--json"]
     assert cli.main([*line, f"out={base / 'results'}", *more]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -55,7 +55,6 @@ def test_templates_read_the_whole_canvas(lm):
     [
         ({"block_length": 6}, r"^block_length=6: the model was trained for blocks of 1, 4, 8, 32$"),
         ({"block_length": -1}, "block_length=-1 must be at least 0"),
-        ({"block_length": 4, "guidance": 1.0}, "guidance hides"),
         ({"block_length": 4, "required": ["dog"]}, "required words"),
         ({"length": 40}, "longer than 32"),
     ],

@@ -198,7 +198,7 @@ def test_every_algorithm_of_the_package_can_be_compared():
 
 
 def entry(algo: str, row_nats: np.ndarray, tokens: np.ndarray, kind: str = "continuous", seed: int = 1) -> Entry:
-    phase = None if kind == "exact" else phases(0, len(row_nats)).numpy()
+    phase = None if kind == "exact" else phases(len(row_nats)).numpy()
     estimate = summarise(row_nats[:, None], tokens, phase)
     return Entry(algo, kind, estimate.as_dict(), row_nats.tolist(), tokens.tolist(), 1, 1.0, 1.0, 1, {"seed": seed})
 
@@ -209,14 +209,14 @@ def test_paired_differences_see_what_intervals_hide():
     base = rng.normal(100, 30, 200)  # rows differ far more than models do
     shift = 0.5 + rng.normal(0, 0.2, 200)
     a, b = entry("adlm", base, tokens), entry("mdlm", base + shift, tokens)
-    d = paired(b, a, 0)
+    d = paired(b, a)
     assert d is not None and d.interval is not None
     assert d.nats == pytest.approx(shift.sum() / tokens.sum()) and d.interval[0] > 0
     low, high = a.estimate["nats_interval"]
     assert low < b.estimate["nats_per_token"] < high, "the intervals alone could not tell them apart"
     assert d.row_error == pytest.approx(0.2 / math.sqrt(200) / 32, rel=0.25)
     exact = entry("ar", base, tokens - 1, "exact")
-    assert paired(exact, a, 0) is None and paired(a, a, 0) is None
+    assert paired(exact, a) is None and paired(a, a) is None
     table = Comparison([b, exact, a], "adlm", Config())
     assert [e.name for e in table.entries] == ["adlm", "mdlm", "ar"] and list(table.differences) == ["mdlm"]
 

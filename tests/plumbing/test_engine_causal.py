@@ -112,7 +112,6 @@ def test_frames_and_cancelling(model):
         (Request([1, M, 2]), "all holes must stand at the end"),
         (Request([1, 2]), "no holes"),
         (make(0, required=[[1]]), "required words need a diffusion model"),
-        (make(0, guidance=1.0), "guidance"),
         (make(0, length=13, stride=4), "stride"),
     ],
 )

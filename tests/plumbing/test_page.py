@@ -48,14 +48,15 @@ STATIC = Path(__file__).parents[2] / "src/adlm/serving/static"
 
 
 @contextlib.contextmanager
-def serving(models, port=0, key="", **settings):
+def serving(models, port=0, key="", slots=32, **settings):
     """A server in a thread; ends as if killed: connections are cut."""
     from adlm.schema import SamplingConfig, ServeConfig
     from adlm.serving.app import make_app
     from adlm.serving.server import make_server
     from adlm.serving.service import Service
 
-    service = Service(models, ServeConfig(port=port, **settings), SamplingConfig(steps=16, top_p=0.9))
+    sampling = SamplingConfig(steps=16, top_p=0.9, batch_size=slots)
+    service = Service(models, ServeConfig(port=port, **settings), sampling)
     uvicorn = make_server(make_app(service, key), service)
     thread = threading.Thread(target=uvicorn.run, daemon=True)
     thread.start()

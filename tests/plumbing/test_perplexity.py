@@ -158,9 +158,11 @@ def test_exact_count_masks_exactly_k_and_weighs_them():
     assert torch.allclose(task.terms["nelbo"].weights_N, (12 / k).repeat_interleave(k))
 
 
-def measure_toy(model, tokens, cfg: EvalConfig, eps: float = 1e-3) -> dict[str, Estimate]:
-    objective = ObjectiveConfig(name="nelbo", sampling_eps=eps)
-    return measure(loaded_of(model, objective), Table(tokens), replace(cfg, batch_size=4096), ALONE)  # type: ignore[arg-type]
+def measure_toy(model, tokens, cfg: EvalConfig, seed: int = 0) -> dict[str, Estimate]:
+    objective = ObjectiveConfig(name="nelbo", sampling_eps=1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adlm.evaluation.perplexity.EVALUATION_SEED", seed)
+        return measure(loaded_of(model, objective), Table(tokens), replace(cfg, batch_size=4096), ALONE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("draws", [1, 4])
@@ -175,8 +177,8 @@ def test_the_interval_covers_the_exact_bound(toy, estimator, eps, draws):
     n, repeats, covered, covered_rows = 600, 200, 0, 0
     for repeat in range(repeats):
         drawn = torch.multinomial(p, n, replacement=True, generator=generator)
-        cfg = EvalConfig(draws=draws, estimator=estimator, seed=repeat)
-        (e,) = measure_toy(model, sequences[drawn], cfg).values()
+        cfg = EvalConfig(draws=draws, estimator=estimator)
+        (e,) = measure_toy(model, sequences[drawn], cfg, repeat).values()
         assert e.interval is not None
         covered += e.interval[0] <= population <= e.interval[1]
         if draws > 1:
@@ -192,7 +194,7 @@ def test_stratification_pays(toy):
     """The spread over seeds is what the errors say, and far below that of independent times."""
     model, sequences, _ = toy
     tokens = sequences[torch.arange(800) % 8]
-    found = [measure_toy(model, tokens, EvalConfig(draws=2, seed=s, estimator="both")) for s in range(60)]
+    found = [measure_toy(model, tokens, EvalConfig(draws=2, estimator="both"), s) for s in range(60)]
     for name in ("continuous", "exact-count"):
         spread = np.std([f[name].nats for f in found], ddof=1)
         said = np.mean([f[name].monte_carlo_error for f in found])  # type: ignore[arg-type]
@@ -204,7 +206,7 @@ def test_stratification_pays(toy):
 def test_two_seeds_agree_within_the_interval(toy):
     model, sequences, _ = toy
     tokens = sequences[torch.arange(800) % 8]
-    a, b = (measure_toy(model, tokens, EvalConfig(draws=4, seed=s))["continuous"] for s in (0, 1))
+    a, b = (measure_toy(model, tokens, EvalConfig(draws=4), s)["continuous"] for s in (0, 1))
     assert a.nats != b.nats
     assert abs(a.nats - b.nats) < 3 * math.hypot(a.monte_carlo_error or 0, b.monte_carlo_error or 0)
 

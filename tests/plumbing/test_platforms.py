@@ -193,7 +193,7 @@ def test_mps_draws_and_scores_as_the_cpu_does(causal, tmp_path, mps):
     folder = export(tmp_path / "model", conditioning="constant" if causal else "sigma", causal=causal)
     host, device = (adlm.load(folder, device=name) for name in ("cpu", "mps"))
     assert device.device.type == "mps"
-    ways = [{"sampler": "remdm-conf", "top_p": 0.9}, {"sampler": "anchor-first"}, {"guidance": 1.0, "prompt": "The "}]
+    ways = [{"sampler": "remdm-conf", "top_p": 0.9}, {"sampler": "anchor-first"}, {"min_p": 0.1, "prompt": "The "}]
     for way in [{"top_k": 5}] if causal else ways:
         texts = [[g.tokens for g in lm.generate(n=2, steps=4, length=12, **way)] for lm in (host, device)]
         assert texts[0] == texts[1]

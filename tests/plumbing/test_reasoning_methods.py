@@ -70,7 +70,8 @@ def test_pause():
 
 
 def test_acot_keeps_the_trace():
-    zero, one, two = layouts("acot")
+    zero, one, two = layouts("acot-kept")
+    assert layouts("acot", task="gsm8k") == layouts("acot", task="prontoqa") == [zero, one, two]
     check(zero, *plain([1, 2, 10, 11, 20, 30, 31, 40, 0], 2))
     check(
         one,
@@ -91,7 +92,7 @@ def test_acot_keeps_the_trace():
 
 
 def test_acot_removes_steps():
-    zero, one, two, last = layouts("acot", remove_steps=True)
+    zero, one, two, last = layouts("acot", task="prosqa-2hop")
     check(zero, *plain([1, 2, 10, 11, 20, 30, 31, 40, 0], 2))
     check(
         one,
@@ -145,19 +146,21 @@ def test_coconut(method, fed_back):
 
 def test_several_slots_a_stage():
     """Coconut on GSM8K: two thoughts a stage, three stages, then nothing left of the trace."""
-    plans = plans_of(config("coconut", slots=6, slots_per_stage=2))
+    plans = plans_of(config("coconut-2", slots=6))
     assert [(p.slots, p.removed) for p in plans] == [(0, 0), (2, 1), (4, 2), (6, 3), (6, ALL)]
+    plans = plans_of(config("acot-3", slots=6))
+    assert [(p.slots, p.removed, p.anchored) for p in plans[1:]] == [(3, 1, True), (6, 2, True), (6, ALL, True)]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_ends_with_the_answer_and_nothing_given_is_learned(method):
-    for layout in layouts(method, slots=4, remove_steps=True):
+    for layout in layouts(method, slots=6):
         written = [t for t in layout.targets if t != _]
         assert layout.tokens[layout.prompt :] == written
         assert written[-2:] == [40, 0]
         assert all(layout.tokens[i + 1] == t for i, t in enumerate(layout.targets) if t != _)
         assert [i for i, token in enumerate(layout.tokens) if token == A] == list(layout.slots)
-    for plan, layout in zip(plans_of(config(method, slots=4)), layouts(method, slots=4)):
+    for plan, layout in zip(plans_of(config(method, slots=6)), layouts(method, slots=6)):
         assert laid_out_length(TOY, plan) == len(layout.tokens)
         assert written_length(TOY, plan) == len(layout.tokens) - layout.prompt
 
@@ -166,7 +169,7 @@ def test_every_method_ends_with_the_answer_and_nothing_given_is_learned(method):
     ("options", "message"),
     [
         ({"method": "acott"}, "did you mean 'acot'"),
-        ({"method": "acot", "slots": 5, "slots_per_stage": 2}, r"multiple of reason\.slots_per_stage"),
+        ({"method": "acot-3", "slots": 5}, "multiple of 3, the slots that a stage of reason.method=acot-3"),
         ({"method": "acot", "slots": 0}, r"reason\.slots=0"),
     ],
 )
@@ -204,7 +207,7 @@ def test_janets_ducks(assets, gpt2):
 def test_tom_is_a_lempus(assets, gpt2):
     """ProsQA, question 1: six [ANT], labelled Tom, terpus, brimpus, lempus and two without label; no trace is left."""
     example = logic.read(assets / "data/prosqa/prosqa_valid.json")[0]
-    cfg = ReasonConfig(task="prosqa", method="acot", slots=6, remove_steps=True)
+    cfg = ReasonConfig(task="prosqa", method="acot", slots=6)
     (encoded,) = encode([example], gpt2)
     layout = lay_out(encoded, plans_of(cfg)[-1], markers_of(gpt2))
     assert [gpt2.decode(a).strip() for a in encoded.anchors] == ["Tom", "terpus", "brimpus", "lempus"]

@@ -35,7 +35,7 @@ from adlm.reasoning.tasks import (
     read_gsm8k,
     same_number,
 )
-from adlm.schema import ReasonConfig
+from adlm.schema import DataConfig, ReasonConfig
 from adlm.tables import TASKS
 
 SMALL = ReasonConfig(task="prosqa-2hop", n_train=60, n_valid=20, n_test=20)
@@ -478,27 +478,27 @@ def test_several_test_files(tmp_path):
 def test_files_give_all_splits(tmp_path):
     examples = generate(PROSQA, 40, seed=2)
     (tmp_path / "train.json").write_text(json.dumps([e._asdict() for e in examples]))
-    cfg = ReasonConfig(task="prosqa", train_path=str(tmp_path / "train.json"), n_valid=10, n_train=25)
-    splits = load_splits(cfg, seed=1)
+    cfg, data = ReasonConfig(task="prosqa", n_valid=10, n_train=25), DataConfig(path=str(tmp_path / "train.json"))
+    splits = load_splits(cfg, 1, data)
     assert splits.train == examples[:25]
     assert splits.valid == examples[30:]
     assert splits.tests == {}
     test = ReasonConfig(**{**vars(cfg), "test_path": str(tmp_path / "train.json")})
     with pytest.raises(ValueError, match="held out"):
-        load_splits(test, seed=1)
+        load_splits(test, 1, data)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("task", "path", "message"),
     [
-        ({"task": "gsm8k"}, "reason.train_path"),
-        ({"task": "gsm9k"}, "did you mean 'gsm8k'"),
-        ({"train_path": "nowhere.json"}, "is not a file"),
+        ("gsm8k", "", "data.path"),
+        ("gsm9k", "", "did you mean 'gsm8k'"),
+        ("prosqa", "nowhere.json", "data.path='nowhere.json' is not a file"),
     ],
 )
-def test_splits_say_what_is_missing(options, message):
+def test_splits_say_what_is_missing(task, path, message):
     with pytest.raises(ValueError, match=message):
-        load_splits(ReasonConfig(**options), seed=1)
+        load_splits(ReasonConfig(task=task), 1, DataConfig(path=path))
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_records_are_checked(tmp_path, task, record, message):
     examples[1] |= record
     (tmp_path / "train.json").write_text(json.dumps(examples))
     with pytest.raises(ValueError, match=message):
-        load_splits(ReasonConfig(task=task, train_path=str(tmp_path / "train.json"), n_valid=1), seed=1)
+        load_splits(ReasonConfig(task=task, n_valid=1), 1, DataConfig(path=str(tmp_path / "train.json")))
 
 
 def test_a_file_of_another_task_is_refused(tmp_path):

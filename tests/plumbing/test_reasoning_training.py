@@ -16,6 +16,7 @@ from adlm.reasoning.answers import Answerer
 from adlm.reasoning.comparison import PAPER, mcnemar, paired
 from adlm.reasoning.generators import PROSQA_NAMES, STORY_KINDS, STORY_NAMES, Shape, retold
 from adlm.reasoning.logic import canonical, distances, read_either_or, read_fact, sentences
+from adlm.reasoning.methods import plans_of
 from adlm.reasoning.runs import load_run, read_results
 from adlm.reasoning.tasks import PROSQA, PROSQA_2HOP, generate, load_splits
 from adlm.reasoning.training import ReasoningSetup, StageSchedule, learn_stories, train
@@ -29,7 +30,7 @@ from adlm.training.parallel import Interruption, World, world
 TINY = [
     "algo=ar", "model=nano", "task=prosqa-2hop", "model.hidden_size=32", "model.n_blocks=1", "model.n_heads=2",
     "reason.story_steps=0", "reason.n_train=40", "reason.n_valid=8", "reason.n_test=8", "reason.slots=2",
-    "reason.epochs=8", "reason.epochs_per_stage=2", "reason.valid_every=4", "train.global_batch_size=16",
+    "reason.epochs=8", "reason.epochs_per_stage=2", "train.valid_every=12", "train.global_batch_size=16",
     "train.log_every=1", "train.device=cpu", "optim.warmup=0", "data.tokenizer=bpe-420",
 ]  # fmt: skip
 
@@ -63,25 +64,14 @@ def test_stages_follow_epochs(tmp_path):
     assert [step for step in range(1, 37) if longer.is_validated(step)] == [6, 12, 18, 24, 36]
 
 
-def test_fresh_examples_are_read_once(tmp_path):
-    schedule = StageSchedule(
-        settings(tmp_path, "method=icot", "reason.fresh=true"), 400
-    )  # 8 epochs of 50, in 4 batches
-    assert (schedule.per_epoch, schedule.steps) == (4, 32)
-    assert sorted(np.concatenate([schedule.examples(step) for step in range(32)])) == list(range(400))
-    assert [step for step in range(32) if schedule.starts_stage(step)] == [0, 8, 16, 24]
-    with pytest.raises(ValueError, match="too few"):
-        StageSchedule(settings(tmp_path, "method=icot", "reason.fresh=true"), 7)
-
-
-def test_without_validations_on_the_way_there_is_one_at_the_end(tmp_path, monkeypatch):
+def test_without_validations_on_the_way_there_is_one_at_the_end_of_each_stage(tmp_path, monkeypatch):
     asked, seeds = [], set()
     real, seed = Answerer.answer, torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda number: (seeds.add(number), seed(number))[1])
     monkeypatch.setattr(Answerer, "answer", lambda *args: asked.append(args[1]) or real(*args))
-    result = train(settings(tmp_path, "method=icot", "reason.valid_every=0"))
-    assert len(asked) == 2  # validation and test questions, once each
-    assert [event["step"] for event in read_metrics(tmp_path) if event["kind"] == "valid"] == [result.step]
+    result = train(settings(tmp_path, "method=icot", "train.valid_every=0"))
+    assert len(asked) == 5  # validation questions at the end of each stage, then the test questions
+    assert [event["step"] for event in read_metrics(tmp_path) if event["kind"] == "valid"] == [6, 12, 18, result.step]
     assert result.valid["accuracy"] == result.stages[-1]["accuracy"]
     assert len(seeds) >= result.step > 1, "dropout is drawn anew at every step"
     state = next((tmp_path / "checkpoints").glob("step-*/state.json"))
@@ -164,7 +154,8 @@ def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):
 def test_every_method_learns(tmp_path, method):
     """A few steps on one batch: the loss of the first and of the last stage falls."""
     cfg = settings(tmp_path, f"method={method}", "reason.n_train=16", "train.global_batch_size=16", "reason.epochs=40",
-                   "reason.epochs_per_stage=10", "reason.valid_every=40", "optim.schedule=constant")  # fmt: skip
+                   "reason.epochs_per_stage=10", "train.valid_every=40", "optim.schedule=constant",
+                   f"reason.slots={2 * METHODS.load(method).slots_per_stage}")  # fmt: skip
     train(cfg)
     events = [e for e in read_metrics(tmp_path) if e["kind"] == "train"]
     stages = [
@@ -174,7 +165,7 @@ def test_every_method_learns(tmp_path, method):
     assert stages[0][-1] < 0.9 * stages[0][0], stages[0]
     assert stages[1][-1] < stages[1][0], stages[1]  # what was learned before helps: it starts lower
     anchored = {e["stage"] for e in events if "anchor" in e}
-    assert anchored == ({1, 2, 3} if method == "acot" else set())
+    assert anchored == {stage for stage, plan in enumerate(plans_of(cfg.reason)) if plan.anchored and plan.slots}
 
 
 def same_weights(one, two):
@@ -205,7 +196,7 @@ class Signal(Interruption):
 
 @pytest.mark.parametrize("method", ["acot", "coconut"])
 def test_resume_in_the_middle_of_a_stage_is_exact(tmp_path, monkeypatch, method):
-    extra = (f"method={method}", "model.dropout=0.1", "optim.ema=0.9", "reason.valid_every=1")
+    extra = (f"method={method}", "model.dropout=0.1", "optim.ema=0.9", "train.valid_every=3")
     whole = train(settings(tmp_path / "whole", *extra))
     for stop in (4, 12, 20):  # inside a stage, at the border of two, inside the last
         monkeypatch.setattr(runs, "Interruption", type("Stop", (Signal,), {"after": stop}))
@@ -222,23 +213,6 @@ def test_resume_in_the_middle_of_a_stage_is_exact(tmp_path, monkeypatch, method)
             for name in ("whole", f"part{stop}")
         ]
         assert events[0] == events[1]
-
-
-def test_a_run_out_of_time_is_tested_and_can_go_on(tmp_path):
-    extra = ("method=acot", "reason.valid_every=1")
-    whole = train(settings(tmp_path / "whole", *extra))
-    cut = train(settings(tmp_path / "cut", *extra, "reason.minutes=1e-9"))
-    assert (cut.step, cut.finished, cut.stage) == (1, False, 0)
-    assert cut.valid["n"] == cut.tests["generated"]["n"] == 8
-    assert read_results(tmp_path / "cut")["tests"] == cut.tests
-    assert load_run(str(tmp_path / "cut"), torch.device("cpu")).stage == 0
-    assert cli.main(["reason", "eval", str(tmp_path / "cut"), "train.device=cpu", "reason.n_test=8"]) == 0
-    assert read_results(tmp_path / "cut")["tests"] == cut.tests  # asked as its stage answers
-    on = train(settings(tmp_path / "cut", *extra))
-    assert on.finished
-    assert on.stage == whole.stage == 3
-    networks = [load_run(str(tmp_path / name), torch.device("cpu")).network for name in ("whole", "cut")]
-    assert same_weights(*networks)
 
 
 def test_the_optimizer_starts_anew_with_every_stage(tmp_path, monkeypatch):
@@ -270,7 +244,7 @@ def test_the_best_checkpoint_of_the_last_stage_is_kept(tmp_path, monkeypatch):
         return accuracy, texts
 
     monkeypatch.setattr(Answerer, "answer", answer)
-    result = train(settings(tmp_path, "method=icot", "reason.valid_every=1"))
+    result = train(settings(tmp_path, "method=icot", "train.valid_every=3"))
     exported = load_run(str(tmp_path), torch.device("cpu")).network.state_dict()
     assert all(torch.equal(exported[k], snapshots[7][k]) for k in exported)  # 0.7 beats 0.5; 0.9 was another stage's
     assert [s["accuracy"] for s in result.stages] == [0.2, 0.4, 0.8, 0.7]
@@ -287,7 +261,7 @@ def test_a_corrupt_best_checkpoint_is_not_exported(tmp_path, monkeypatch, capsys
         return accuracy._replace(n=10, correct=round(10 * value)), texts
 
     monkeypatch.setattr(Answerer, "answer", answer)
-    extra = ("method=no-cot", "reason.epochs=2", "reason.valid_every=1")
+    extra = ("method=no-cot", "reason.epochs=2", "train.valid_every=3")
     train(settings(tmp_path, *extra))
     assert json.loads((tmp_path / "export" / "reason.json").read_text())["step"] == 3
     (victim,) = (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp")
@@ -306,7 +280,7 @@ def test_changed_questions_are_refused(tmp_path):
     path = tmp_path / "train.json"
     examples = [{"question": f"What is {n} + 1?", "steps": [f"{n} + 1"], "answer": str(n + 1)} for n in range(20)]
     path.write_text(json.dumps(examples))
-    line = ("task=gsm8k", "method=no-cot", "reason.epochs=1", f"reason.train_path={path}", "reason.n_valid=4")
+    line = ("task=gsm8k", "method=no-cot", "reason.epochs=1", f"data.path={path}", "reason.n_valid=4")
     line += ("reason.n_train=0", "reason.n_test=0", "model.length=64")
     train(settings(tmp_path / "run", *line))
     examples[3]["question"] = "What is 7 + 1?"
@@ -371,11 +345,11 @@ def test_mixing_draws_earlier_stages(tmp_path):
         assert result.finished
 
 
-def test_sorted_batches_hold_the_same_examples(tmp_path):
+def test_sorted_batches_hold_the_same_examples(tmp_path, monkeypatch):
+    monkeypatch.setattr("adlm.reasoning.training.SORTED_BATCHES", 4)
     lengths = np.random.default_rng(0).integers(10, 90, 100)
-    plain, kept = (
-        StageSchedule(settings(tmp_path, f"reason.sorted_batches={n}"), 100, lengths) for n in (1, 4)
-    )  # batches of 16: six and a small one
+    # batches of 16: six and a small one
+    plain, kept = (StageSchedule(settings(tmp_path), 100, given) for given in (None, lengths))
     for epoch in (0, 1):
         steps = [[s.examples(7 * epoch + i) for i in range(7)] for s in (plain, kept)]
         assert sorted(np.concatenate(steps[1])) == list(range(100))
@@ -512,9 +486,11 @@ def test_commands(tmp_path, capsys):
         (["eval"], "needs a run folder"),
         (["eval", "nowhere"], "not a finished reasoning run"),
         (["table", "nowhere"], "results.json"),
-        (["train", "task=gsm8k", "out=x"], "reason.train_path"),
+        (["train", "task=gsm8k", "out=x"], "data.path"),
         (["train", "method=acott"], "did you mean 'acot'"),
         (["train", "train.steps=5"], "train.steps: `adlm reason` does not read this key; reason.epochs rules"),
+        (["train", "data=lm1b"], "data=...: `adlm reason` does not read this group"),
+        (["train", "data.name=lm1b"], "data.name: `adlm reason` does not read this key"),
         (["ask", "nowhere"], "one question in quotes"),
         (["data", "task=gsm8k"], "name a file"),
     ],
@@ -528,7 +504,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
 
 
 def test_tables():
-    assert set(METHODS) == set(PAPER)
+    assert set(METHODS) - set(PAPER) == {"acot-kept", "acot-3"}
     assert all(set(row) <= set(TASKS) for row in PAPER.values())
     for method in METHODS:
         assert config.load([f"method={method}", "task=prosqa", "algo=ar"]).reason.method == method
@@ -536,10 +512,12 @@ def test_tables():
         assert config.load([f"task={task}", "method=acot", "algo=ar"]).reason.task == task
     paper = config.load(["algo=ar", "task=prosqa", "method=acot"])
     assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (50, 5, 6)
-    assert paper.reason.remove_steps and paper.objective.gamma == 1.0
+    assert plans_of(paper.reason)[-1].removed and paper.objective.gamma == 1.0
     paper = config.load(["task=gsm8k", "method=acot", "algo=ar"])
     assert (paper.reason.epochs, paper.reason.epochs_per_stage, paper.reason.slots) == (25, 3, 2)
-    assert not paper.reason.remove_steps
+    assert not plans_of(paper.reason)[-1].removed
+    coconut = config.load(["experiment=coconut-gsm8k", "algo=ar"])
+    assert [plan.slots for plan in plans_of(coconut.reason)] == [0, 2, 4, 6, 6]
 
 
 def test_a_small_prosqa_of_an_earlier_version_is_not_set_beside_the_paper(tmp_path, capsys, monkeypatch):
@@ -570,6 +548,53 @@ def test_settings_of_earlier_versions(tmp_path):
         migrate(stored | {"reason.hops": 3}, "x")
 
 
+@pytest.mark.parametrize(
+    ("task", "method", "per_stage", "removes", "today"),
+    [
+        ("prosqa", "acot", 1, True, "acot"),
+        ("prosqa-2hop", "acot", 1, False, "acot-kept"),
+        ("gsm8k", "acot", 1, False, "acot"),
+        ("gsm8k", "acot", 1, True, None),
+        ("prosqa", "acot", 3, True, "acot-3"),
+        ("prosqa", "acot", 3, False, None),
+        ("prosqa", "acot", 2, True, None),
+        ("gsm8k", "coconut", 2, False, "coconut-2"),
+        ("prosqa", "coconut", 1, True, "coconut"),
+        ("prosqa", "icot", 2, True, None),
+        ("prosqa", "pause", 2, True, "pause"),
+    ],
+)
+def test_methods_of_earlier_versions(task, method, per_stage, removes, today):
+    """Slots of a stage and whether acot removes steps were keys; today the name of the method says both."""
+    stored = {"reason.task": task, "reason.method": method, "reason.slots_per_stage": per_stage}
+    stored |= {"reason.remove_steps": removes}
+    if today is None:
+        with pytest.raises(ValueError, match=f"no method of today is reason.method={method} for {task} with"):
+            migrate(stored, "x")
+    else:
+        assert migrate(stored, "x") == {"reason.task": task, "reason.method": today}
+        typed = [f"task={task}", f"method={method}", f"reason.slots_per_stage={per_stage}", "algo=ar"]
+        found = config.load([*typed, f"reason.remove_steps={str(removes).lower()}"])
+        assert found.reason.method == today
+
+
+def test_epochs_between_validations_are_not_taken_for_steps():
+    assert migrate({"reason.valid_every": 5, "train.valid_every": 10_000}, "x") == {"train.valid_every": 10_000}
+    with pytest.raises(
+        ValueError, match=r"reason\.valid_every=5 is not .*train\.valid_every says it, in optimizer steps"
+    ):
+        config.load(["reason.valid_every=5"])
+
+
+def test_files_of_earlier_versions():
+    """A reasoning run had files of its own beside those of a corpus, which it did not read."""
+    stored = {"data.path": "", "data.valid_path": "", "reason.train_path": "a.json", "reason.valid_path": ""}
+    assert migrate(stored, "x") == {"data.path": "a.json", "data.valid_path": ""}
+    assert migrate(dict(reversed(stored.items())), "x") == {"data.path": "a.json", "data.valid_path": ""}
+    assert migrate(stored | {"reason.train_path": "", "data.path": "b.txt"}, "x")["data.path"] == "b.txt"
+    assert config.load(["task=gsm8k", "reason.train_path=c.json", "algo=ar"]).data.path == "c.json"
+
+
 def test_a_checkpoint_of_an_earlier_version(tmp_path):
     """Accuracy was kept where lower is better now, and the weight of the anchors was a key of reasoning."""
     tree = asdict(settings(tmp_path, "method=acot"))
@@ -584,3 +609,17 @@ def test_a_checkpoint_of_an_earlier_version(tmp_path):
     assert (info["best"], info["extra"]) == (0.25, {"stages": [{"stage": 0}]})
     assert (info["config"]["reason"]["task"], info["config"]["objective"]["gamma"]) == ("prosqa-2hop", 0.5)
     assert not {"gamma", "hops"} & set(info["config"]["reason"])
+
+
+def test_a_run_in_another_order_of_examples_is_not_continued(tmp_path):
+    """Its weights load: only whoever continues it asks."""
+    cfg = settings(tmp_path, "method=icot")
+    tree = asdict(cfg)
+    tree["reason"] |= {"fresh": True}
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu"), "fp32", "none"))
+    checkpoints.path(4).mkdir(parents=True)
+    (checkpoints.path(4) / "state.json").write_text(json.dumps({"step": 4, "tokenizer": "x", "config": tree}))
+    checkpoints.read_info(4)
+    checkpoints.read_info(4, resumed=("train", "model"))  # a run of `adlm train`, which never read it
+    with pytest.raises(ValueError, match=r"reason\.fresh=True is not supported any more"):
+        checkpoints.read_info(4, resumed=("train", "reason"))

@@ -13,9 +13,9 @@ from adlm.serving import listen, names
 def test_keys_of_the_section_may_be_typed_without_its_name(monkeypatch):
     seen = []
     monkeypatch.setattr("adlm.serving.run_serve", lambda cfg, args: seen.append((cfg, args)))
-    assert cli.main(["serve", "a", "b", "port=8001", "serve.slots=3", "sampling.steps=5", "timeout=2.5"]) == 0
+    assert cli.main(["serve", "a", "b", "port=8001", "slots=3", "sampling.steps=5", "timeout=2.5"]) == 0
     cfg, args = seen[0]
-    assert (cfg.serve.port, cfg.serve.slots, cfg.serve.timeout, cfg.sampling.steps) == (8001, 3, 2.5, 5)
+    assert (cfg.serve.port, cfg.sampling.batch_size, cfg.serve.timeout, cfg.sampling.steps) == (8001, 3, 2.5, 5)
     assert args == ["a", "b"]
 
 
@@ -23,9 +23,9 @@ def test_keys_of_the_section_may_be_typed_without_its_name(monkeypatch):
     ("typed", "says"),
     [
         ("port=70000", "serve.port=70000 must be in [0, 65535]"),
-        ("slots=0", "serve.slots=0 must be at least 1"),
+        ("sampling.batch_size=0", "sampling.batch_size=0 must be at least 1"),
         ("timeout=0", "serve.timeout=0.0 must be above 0"),
-        ("slot=3", "did you mean"),
+        ("prot=3", "did you mean"),
     ],
 )
 def test_bad_settings_are_one_line(capsys, typed, says):
@@ -36,7 +36,7 @@ def test_bad_settings_are_one_line(capsys, typed, says):
 
 def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
     folder = readable_model(tmp_path / "tiny")
-    assert cli.main(["serve", str(folder), "slots=1", "queue=1", "max_n=3"]) == 1
+    assert cli.main(["serve", str(folder), "sampling.batch_size=1", "queue=1", "max_n=3"]) == 1
     assert "serve.max_n=3 texts could never be accepted" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -49,7 +49,6 @@ def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
     ("typed", "says"),
     [
         (["sampling.prompt=The", "sampling.n=1"], "sampling.prompt: `adlm serve` does not read this key"),
-        (["sampling.batch_size=64"], "sampling.batch_size: `adlm serve` does not read this key"),
         (
             ["sampling.steps=100", "max_steps=50"],
             "sampling.steps=100 is more than serve.max_steps=50: every request without steps would be refused",
@@ -94,4 +93,4 @@ def test_without_a_checkpoint_the_box_then_the_demo_then_advice(tmp_path, monkey
 def test_every_serve_key_has_a_default_that_passes_the_checks():
     cfg = config.load([])
     assert cfg.serve.host == "127.0.0.1" and cfg.serve.cors == "" and cfg.serve.api_key == ""
-    assert cfg.serve.max_n <= cfg.serve.slots + cfg.serve.queue
+    assert cfg.serve.max_n <= cfg.sampling.batch_size + cfg.serve.queue

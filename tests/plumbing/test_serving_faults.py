@@ -535,7 +535,7 @@ def test_a_score_under_way_is_told_that_the_server_goes(lm, monkeypatch):
 def test_kill_term_under_load(lm, tmp_path):
     """The real command, the real signal: every client gets its whole answer or a clear refusal, and the exit is 0."""
     folder = readable_model(tmp_path / "tiny")
-    command = [sys.executable, "-m", "adlm", "serve", str(folder), "port=0", "slots=4", "grace=120"]
+    command = [sys.executable, "-m", "adlm", "serve", str(folder), "port=0", "sampling.batch_size=4", "grace=120"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     line = next(line for line in process.stdout if line.startswith("adlm serves on"))

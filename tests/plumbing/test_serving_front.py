@@ -31,7 +31,8 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", 
 @contextlib.contextmanager
 def served(folder: Path, *settings: str):
     """The command with two workers: (process, url, lines of its log)."""
-    line = [sys.executable, "-m", "adlm", "serve", str(folder), "port=0", "workers=2", "slots=4", *settings]
+    own = ["port=0", "workers=2", "sampling.batch_size=4", *settings]
+    line = [sys.executable, "-m", "adlm", "serve", str(folder), *own]
     process = subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said: list[str] = []
     assert process.stdout is not None and process.stderr is not None
@@ -174,7 +175,7 @@ class Idle:
 def test_the_queue_is_one_for_all():
     async def scene() -> None:
         first, second = Idle(0), Idle(1)
-        front = Front(ServeConfig(slots=2, queue=3), [first, second])  # type: ignore[list-item]
+        front = Front(ServeConfig(queue=3), 2, [first, second])  # type: ignore[list-item]
         taken = [await front.acquire(1, again=False) for _ in range(4)]
         assert (first.load, second.load) == (2, 2) and {w.number for w in taken} == {0, 1}
         waiting = [asyncio.create_task(front.acquire(1, again=False)) for _ in range(3)]
@@ -235,7 +236,7 @@ def test_a_request_is_not_sent_again_to_a_worker_that_lost_it(monkeypatch):
         sent.append(message)
 
     monkeypatch.setattr("adlm.serving.front.exchange", exchange)
-    front = Front(ServeConfig(slots=8), [dying, other])
+    front = Front(ServeConfig(), 8, [dying, other])
     scope = {
         "raw_path": b"/v1/completions",
         "path": "/v1/completions",

@@ -33,7 +33,6 @@ def overrides(folder: Path, **changes: object) -> list[str]:
         "data.tokenizer": "bytes",
         "data.valid_fraction": 0.1,
         "data.cache_dir": folder / "cache",
-        "data.num_proc": 1,
         "recipe": "published",
         "model": "nano",
         "model.hidden_size": 16,

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,7 @@ def serving(
     key: str = "",
     wait: bool = True,
     sampling: SamplingConfig = SamplingConfig(steps=8),  # noqa: B008
+    slots: int = 4,
     **settings,
 ) -> Iterator[SimpleNamespace]:
     """Serve from a thread, ready unless not waited for. `settings` are fields of ServeConfig."""
@@ -50,8 +52,8 @@ def serving(
     from adlm.serving.server import make_server
     from adlm.serving.service import Service
 
-    cfg = ServeConfig(**{"port": 0, "slots": 4, "grace": 5.0, **settings})
-    service = Service(models, cfg, sampling)
+    cfg = ServeConfig(**{"port": 0, "grace": 5.0, **settings})
+    service = Service(models, cfg, replace(sampling, batch_size=slots))
     server = make_server(make_app(service, key), service)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

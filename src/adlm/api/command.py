@@ -44,7 +44,7 @@ from adlm.training.parallel import World, world
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
 # Settings that are gone, as they were: a rerun still continues files of earlier versions.
-GONE = {"grid": ""}
+GONE = {"grid": "", "guidance": 0.0}
 # Settings that earlier versions had not, as they were: they are left out where they say what they said.
 LATER = {"block_length": 0}
 # How every line of `record` begins

@@ -77,7 +77,6 @@ class StreamSettings(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
-    guidance: float
     stride: int
     eta: float
     t_on: float
@@ -99,7 +98,7 @@ class Generation:
     text: str
     tokens: list[int]
     nfe: int
-    """Network evaluations (a diffusion model needs far fewer than steps x tokens; guidance counts two each)."""
+    """Network evaluations (a diffusion model needs far fewer than steps x tokens)."""
     seconds: float
     """From its first evaluation to its end; texts of one batch share that time."""
     seed: int

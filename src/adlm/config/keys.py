@@ -42,7 +42,8 @@ PER_REQUEST = (
     "n", "length", "prompt", "template", "banned", "required", "regex", "choices", "response_format",
     "batch_size", "seed",
 )  # fmt: skip
-"""Settings of `sampling` that a server has no default for: every request says them, or they are not its business."""
+"""Settings of `sampling` that are no defaults of a server's requests: every request says them, or they are not its
+business."""
 
 
 @functools.cache

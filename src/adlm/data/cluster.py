@@ -25,7 +25,7 @@ from adlm.data import formats
 from adlm.data.blocks import cache_folder
 from adlm.data.packing import Progress, Shards, Tokens, encoded, grouped, load_shard, save_shard
 from adlm.data.sources import Source
-from adlm.data.tokenizers import Tokenizer
+from adlm.data.tokenizers import Tokenizer, limit_threads, threads
 from adlm.data.urls import fetch_file, url_of
 from adlm.errors import require
 from adlm.schema import DataConfig
@@ -46,7 +46,7 @@ class RayShards(Shards):
         corpus inside the package or on the hub, and a text so small that its last document is cut."""
         if not source.files or source.corpus.form == "text8":
             return super().of_source(source, length)
-        start_ray(self.cfg.num_proc)
+        start_ray(threads())
         ranges = self.parts(source)
         return super().of_source(source, length) if ranges is None else self.from_cluster(source, ranges)
 
@@ -142,7 +142,7 @@ def read_groups(row: Row, source: Source, kept: set[str]) -> Iterator[Row]:
 
 
 def encode_group(row: Row, tokenizer: Tokenizer) -> Row:
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # Ray has a process for each core
+    limit_threads(1)  # Ray has a process for each core
     texts = [str(text) for text in row["texts"]]
     found = {"shard": row["shard"], "documents": row["documents"], "flat": b"", "lengths": b""}
     if texts:

@@ -31,7 +31,7 @@ from adlm.data.packing import PackedSequences, Progress, Shards
 from adlm.data.pairs import pack as pack_pairs
 from adlm.data.pairs import packing_name, padded_length
 from adlm.data.sources import Source, readable_corpus, resolve
-from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.data.tokenizers import Tokenizer, limit_threads, load_tokenizer
 from adlm.errors import choose, require
 from adlm.io.paths import path_of, write_atomically
 from adlm.schema import Config, DataConfig
@@ -162,9 +162,6 @@ def _build(
     if source.holds_pairs:
         stored = padded_length(source.every_pair(), tokenizer, length)
     began = time.monotonic()
-    if cfg.num_proc:
-        # Read by the library's thread pool when it first starts; an earlier choice in this process stands.
-        os.environ.setdefault("RAYON_NUM_THREADS", str(cfg.num_proc))
     writer = BlockWriter(partial, stored, tokenizer.vocab_size, cfg.max_sequences)
     with contextlib.closing(writer), Progress(f"preparing {source.name} {source.split}") as progress:
         shards = _shards(cfg, partial / "shards", tokenizer, progress)
@@ -308,6 +305,7 @@ def run_data(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     if action == "list":
         require(len(args) <= 1, f"adlm data list takes no further word, got {args[1:]}")
         return list_corpora()
+    limit_threads(cfg.train.num_threads)
     return prepare_splits(cfg, list(args[1:]) or ["train", "valid"])
 
 

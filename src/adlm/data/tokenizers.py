@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,20 @@ ROLES = {
     "eos": ("[EOS]", "</s>", "<|end_of_text|>", "[SEP]", "<|endoftext|>"),
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
 }
+THREADS = "RAYON_NUM_THREADS"
+
+
+def limit_threads(n: int) -> None:
+    """Tokenise with n threads in this process (0: all cores). The library reads the number when it tokenises the first
+    text; an earlier choice stands."""
+    if n:
+        os.environ.setdefault(THREADS, str(n))
+
+
+def threads() -> int:
+    """How many threads tokenise; 0: as many as there are cores."""
+    found = os.environ.get(THREADS, "")
+    return int(found) if found.isdigit() else 0
 
 
 class Tokenizer:
@@ -80,7 +95,7 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode`, on all cores (set RAYON_NUM_THREADS to use fewer)."""
+        """As `encode`, on all cores, or as many as `limit_threads` allows."""
         with panics(self.name):
             return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 

@@ -85,8 +85,6 @@ def needs_whole(request: Request, first: int, block: int, model: Network) -> str
         return "text stands after the holes, and all holes must stand at the end"
     if request.required:
         return "required words need a diffusion model that can plan ahead"
-    if request.settings.guidance:
-        return "sampling.guidance hides the text before the holes"
     return "sampling.stride moves a window" if len(request.tokens) > model.config.length else ""
 
 

@@ -23,7 +23,7 @@ Head = Callable[[Tensor], Tensor]
 
 # Rows of Draws.ints and Draws.floats
 SLOT, POSITION, SEED, STEP, TOP_K, RELEASE = range(6)
-TEMPERATURE, TOP_P, MIN_P, GUIDANCE = range(4)
+TEMPERATURE, TOP_P, MIN_P = range(3)
 
 LOGITS_AT_ONCE = 1 << 22  # float64 noise and its temporaries: about 200 MB
 PIECES = (16, 64, 256)  # static shapes
@@ -61,7 +61,6 @@ class DrawSettings(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    guidance: float = 0.0
 
 
 class Draws(NamedTuple):
@@ -74,11 +73,11 @@ class Draws(NamedTuple):
     def of(cls, settings: Sequence[DrawSettings], positions: Sequence[NDArray[np.int64]]) -> "Draws":
         """Each sequence's settings, repeated for each of its positions."""
         if not settings:
-            return cls(np.zeros((6, 0), dtype=np.int64), np.zeros((4, 0)))
-        slot, seed, step, release, temperature, top_k, top_p, min_p, guidance = zip(*settings)
+            return cls(np.zeros((6, 0), dtype=np.int64), np.zeros((3, 0)))
+        slot, seed, step, release, temperature, top_k, top_p, min_p = zip(*settings)
         counts = [len(p) for p in positions]
         ints = np.array([slot, slot, seed, step, top_k, release], dtype=np.int64)
-        floats = np.array([temperature, top_p, min_p, guidance], dtype=np.float64)
+        floats = np.array([temperature, top_p, min_p], dtype=np.float64)
         draws = cls(np.repeat(ints, counts, axis=1), np.repeat(floats, counts, axis=1))
         draws.ints[POSITION] = np.concatenate(positions)
         return draws

@@ -40,7 +40,6 @@ class Canvas(ActiveSequence):
     event: Event = IDLE
     block: int = 0
     """Length of its blocks; 0: it is read as a whole."""
-    guided: bool = False
     open_fraction: float = 1.0
     """Fraction of the window's positions that are holes. A sampler's times are fractions of holes; what the network is
     conditioned on is the fraction of masks in all it reads, as in training."""
@@ -110,8 +109,6 @@ class Engine(BaseEngine[Canvas]):
         canvas.window = window
         self.evaluator.load(i, window.tokens, window.banned, window.at)
         holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id) + window.at
-        # where nothing is fixed there is nothing to hide: the second sequence would be the first one again
-        canvas.guided = canvas.request.settings.guidance > 0 and len(holes) < len(window.tokens)
         # the release conditions on the sampler's time, whatever is given
         canvas.open_fraction = 1.0 if canvas.request.settings.parity else len(holes) / len(window.tokens)
         if canvas.block:
@@ -204,24 +201,17 @@ class Engine(BaseEngine[Canvas]):
         places, matches = self.places(drawing, canvases)
         slot_N = np.repeat(np.array(drawing, dtype=np.int64), [len(p) for p in places])
         draws = draws_of(drawing, canvases, places)
-        call = Call(reading, t_B, masks(drawing, canvases), np.stack([slot_N] * 2), draws, matches)
+        call = Call(reading, t_B, masks(drawing, canvases), slot_N, draws, matches)
         self.settle(drawing, canvases, self.evaluator.evaluate(call, reads(canvases)))
 
     def call(self, group: list[int], canvases: list[Canvas], length: int) -> Call:
         """The network call of a group of canvases, as arrays."""
-        events = [c.event for c in canvases]
-        # A guided sequence takes part twice: as it is, and with its fixed positions hidden.
-        n, guided = len(group), [k for k, c in enumerate(canvases) if c.guided]
-        away = np.arange(n)
-        away[guided] = n + np.arange(len(guided))
-        t, open_fraction = np.array([(e.t, c.open_fraction) for e, c in zip(events, canvases)]).T
         places, matches = self.places(group, canvases)
-        slots = np.array([[*group, *(group[k] for k in guided)], [0] * n + [1] * len(guided)], dtype=np.int64)
         return Call(
-            read=Canvases(length, slots),
-            t=np.concatenate([t * open_fraction, 1 - (1 - t[guided]) * open_fraction[guided]]),
+            read=Canvases(length, np.array(group, dtype=np.int64)),
+            t=np.array([c.event.t * c.open_fraction for c in canvases]),
             mask=masks(group, canvases),
-            source=np.repeat(np.stack([np.arange(n), away]), [len(p) for p in places], axis=1),
+            source=np.repeat(np.arange(len(group)), [len(p) for p in places]),
             draws=draws_of(group, canvases, places),
             matches=matches,
         )
@@ -252,7 +242,7 @@ class Engine(BaseEngine[Canvas]):
         """After an evaluation: go on to the next event of each slot, to its next window, or end it."""
         shown, filled, asked, b = [], [], [], 0
         for i, canvas in zip(group, canvases):
-            canvas.nfe += 2 if canvas.guided else 1
+            canvas.nfe += 1
             d, window, request, seen = canvas.event.draw, canvas.window, canvas.request, None
             b += len(d)
             if request.watch:
@@ -371,4 +361,4 @@ def draw_settings(slot: int, canvas: Canvas) -> DrawSettings:
         filters = 0.0, 0, 1.0, 0.0
     elif s.parity and not canvas.sampler.filtered_in_release:
         filters = 1.0, 0, 1.0, 0.0
-    return DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", *filters, s.guidance)
+    return DrawSettings(slot, canvas.window.seed, event.step, s.parity == "release", *filters)

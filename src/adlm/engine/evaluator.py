@@ -2,8 +2,7 @@
 
 `Evaluator.evaluate` masks what was masked again, reads the canvases, runs the network once, draws at the chosen
 positions only and writes the tokens back. Where they are few, the network's last block is finished at those positions
-only, too. Nothing comes to the host unless asked for. Guidance needs no second head: heads are linear, so
-(1+w) logits - w logits' is the head of (1+w) h - w h'.
+only, too. Nothing comes to the host unless asked for.
 """
 
 import functools
@@ -21,7 +20,6 @@ from adlm.diffusion.schedules import Schedule, noise_level
 from adlm.engine.blocks import BlockReader, BlockReading, own_block
 from adlm.engine.drawing import (
     ANY,
-    GUIDANCE,
     PIECES,
     POSITION,
     SLOT,
@@ -39,7 +37,6 @@ from adlm.errors import choose
 from adlm.io.paths import float64_device
 from adlm.models import Network
 from adlm.models.backends import choose_attention
-from adlm.models.network import at_least_float32
 from adlm.samplers.base import Prediction
 from adlm.schema import ObjectiveConfig
 
@@ -52,7 +49,7 @@ class Canvases(NamedTuple):
 
     length: int
     slots: NDArray[np.int64]
-    """[2, B]: slot of each sequence of the call; 1 where the slot's fixed positions are hidden (guidance)."""
+    """[B]: slot of each sequence of the call."""
 
 
 class Call(NamedTuple):
@@ -65,7 +62,7 @@ class Call(NamedTuple):
     mask: NDArray[np.int64]
     """[2, M]: slot and position to mask first."""
     source: NDArray[np.int64]
-    """[2, N]: sequence of the call each draw reads, and the one it is guided away from."""
+    """[N]: sequence of the call that each draw reads."""
     draws: Draws
     matches: tuple[Match, ...] = ()
     """Where texts must match: what each sequence of the call may become. Its draws are then all its masked positions,
@@ -99,7 +96,6 @@ class Evaluator:
         # At least one slot more than there are: padding reads and writes there.
         rows = max(slots + 1, at_least(slots, SEQUENCE_SIZES))
         self.canvas_SL = torch.full((rows, self.length), self.mask_id, device=self.device)
-        self.fixed_SL = torch.zeros(rows, self.length, dtype=torch.bool, device=self.device)
         self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
         self.spare = slots
         self.observer: Observer | None = None
@@ -137,42 +133,29 @@ class Evaluator:
     # The two halves of an evaluation, each one graph launch. Both may be repeated: they read no state they change.
 
     def look(
-        self, mask: Tensor, slots: Tensor, sigma_B: Tensor, at_BQ: Tensor | None, L: int
+        self, mask: Tensor, slot_B: Tensor, sigma_B: Tensor, at_BQ: Tensor | None, L: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Mask what was masked again, and run the network: hidden states for both heads, and the tokens it saw.
 
         `at_BQ`: positions of each sequence at which the denoiser is wanted; None: everywhere.
         """
         self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
-        tokens_BL = self.canvas_SL[slots[0], :L]
-        hide_BL = self.fixed_SL[slots[0], :L] & (slots[1] > 0).unsqueeze(-1)
-        tokens_BL = tokens_BL.masked_fill(hide_BL, self.mask_id)
+        tokens_BL = self.canvas_SL[slot_B, :L]
         return *self.hidden(tokens_BL, sigma_B, at_BQ), tokens_BL
-
-    def chosen(self, denoiser_BLD: Tensor, source: Tensor, floats: Tensor, guided: bool) -> Tensor:
-        """Hidden states at the positions to draw, guidance included. `source`: their places in the flattened states,
-        and those of the states they are guided away from."""
-        h_MD = denoiser_BLD.flatten(0, 1)
-        h_ND = h_MD[source[0]]
-        if guided:
-            here, away = at_least_float32(h_ND), at_least_float32(h_MD[source[1]])
-            w = floats[GUIDANCE].unsqueeze(-1).to(here.dtype)
-            h_ND = (1 + w) * here - w * away
-        return h_ND
 
     def draw(
         self,
         denoiser_BLD: Tensor,
-        source: Tensor,
+        place_N: Tensor,
         ints: Tensor,
         floats: Tensor,
         filters: Filters,
-        guided: bool,
         reads: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Draw one piece and write it into the canvas; returns what the samplers read of each draw."""
-        h_ND = self.chosen(denoiser_BLD, source, floats, guided)
-        return self.write(self.drawer(h_ND, ints, floats, filters), ints, reads)
+        """Draw one piece and write it into the canvas; returns what the samplers read of each draw. `place_N`: where
+        its states are in the flattened ones."""
+        drawn = self.drawer(denoiser_BLD.flatten(0, 1)[place_N], ints, floats, filters)
+        return self.write(drawn, ints, reads)
 
     def write(self, drawn: Drawn, ints: Tensor, reads: tuple[str, ...]) -> tuple[Tensor, ...]:
         """Put what was drawn on the canvas; returns what the samplers read of it."""
@@ -183,8 +166,7 @@ class Evaluator:
     @torch.inference_mode()
     def warm_up(self, length: int = 0, least: int = 1) -> None:
         """Compile and capture the shapes that `least` sequences or more of this length need, with few tokens that are
-        masked again and without guidance; of a model that writes in blocks, those of its own block length and short
-        texts."""
+        masked again; of a model that writes in blocks, those of its own block length and short texts."""
         if not self.graphs.on:
             return
 
@@ -193,8 +175,8 @@ class Evaluator:
 
         def draw_from(states: Tensor) -> None:
             for size in PIECES:
-                ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, 0, columns=size)
-                self.write_draws(Fixed(states), numbers(0, 0, columns=size), ints, floats.double(), ANY, False, ())
+                ints, floats = numbers(self.spare, 0, 0, 0, 0, 0, columns=size), numbers(1, 1, 0, columns=size)
+                self.write_draws(Fixed(states), numbers(0, columns=size)[0], ints, floats.double(), ANY, ())
 
         block = own_block(self.model)
         # The largest first: it is compiled for its own size, the others share one compilation of any size.
@@ -206,10 +188,10 @@ class Evaluator:
             for n in self.blocks.sizes(block, B) if block else ():
                 rows, keys = numbers(0, block, 0, columns=B), self.blocks.keys(n)
                 draw_from(self.blocks.read(mask, rows, 0, n, keys)[0])
-            sigma_B, slots = torch.zeros(B, device=self.device).double(), numbers(self.spare, 0, columns=B)
+            sigma_B, slot_B = torch.zeros(B, device=self.device).double(), numbers(self.spare, columns=B)[0]
             for most in () if block else FEW:
                 at_BQ = numbers(*[0] * B, columns=most)
-                draw_from(self.read_canvases(mask, slots, sigma_B, at_BQ, length or self.length)[0])
+                draw_from(self.read_canvases(mask, slot_B, sigma_B, at_BQ, length or self.length)[0])
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """The noise level at fractions t of masks; a network that is not conditioned on it ignores the numbers."""
@@ -219,7 +201,6 @@ class Evaluator:
         """Put tokens on the canvas of a slot, from position `at` on; what may not be drawn there."""
         tokens_L, here = torch.tensor(tokens, device=self.device), slice(at, at + len(tokens))
         self.canvas_SL[slot, here] = tokens_L
-        self.fixed_SL[slot, here] = tokens_L != self.mask_id
         self.drawer.ban(slot, banned)
 
     def read(self, slots: Sequence[int], first: Sequence[int], length: int) -> NDArray[np.int64]:
@@ -232,43 +213,42 @@ class Evaluator:
 
     def places(self, call: Call, sequences: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
         """Where the states of the draws come from: the positions wanted of each of the `sequences` [B, Q] (None: all),
-        and for each draw its place among all of them, and that of the state it is guided away from [2, N]."""
+        and for each draw its place among all of them [N]."""
         position_N = call.draws.ints[POSITION]
         if isinstance(call.read, BlockReading):
             return None, call.read.places(call.source, position_N - self.blocks.shift)
-        length, sequence_N = call.read.length, call.source[0]  # sequences in ascending order
+        length, sequence_N = call.read.length, call.source  # sequences in ascending order
         column_N = np.arange(len(sequence_N)) - np.searchsorted(sequence_N, sequence_N)
         most = int(column_N.max(initial=0)) + 1
         if most > min(FEW[-1], length):
-            return None, call.source * length + position_N
+            return None, sequence_N * length + position_N
         wanted = at_least(most, FEW) if self.graphs.on else most
         at_BQ = np.zeros((sequences, wanted), dtype=np.int64)
-        at_BQ[call.source, column_N] = position_N
-        return at_BQ, call.source * wanted + column_N
+        at_BQ[sequence_N, column_N] = position_N
+        return at_BQ, sequence_N * wanted + column_N
 
     @torch.inference_mode()
     def evaluate(self, call: Call, reads: frozenset[str] = frozenset()) -> Prediction:
         """Run one call; returns the fields of Prediction that were asked for, for all draws in order."""
-        B, N, M = len(call.t), call.source.shape[1], call.mask.shape[1]
+        B, N, M = len(call.t), len(call.source), call.mask.shape[1]
         sizes = self.drawer.sizes(N) if not call.matches else [N]
         more, more_sequences, more_masks = sum(sizes) - N, 0, 0
         if self.graphs.on:
             more_sequences, more_masks = at_least(B, SEQUENCE_SIZES) - B, at_least(M, MASK_SIZES) - M
         draws = call.draws.padded(more, self.spare)
-        guided = bool((call.draws.floats[GUIDANCE] > 0).any())
-        at_BQ, places = self.places(call, B + more_sequences)
+        at_BQ, places_N = self.places(call, B + more_sequences)
         # What the padding masks and draws lands in the spare slot.
         arrays = [
             widen(call.mask, more_masks, (self.spare, 0)),
             widen(self.sigma(call.t), more_sequences),
-            widen(places, more),
+            widen(places_N, more),
             draws.ints,
             draws.floats,
             call.read.rows
             if isinstance(call.read, BlockReading)
-            else widen(call.read.slots, more_sequences, (self.spare, 0)),
+            else widen(call.read.slots, more_sequences, self.spare),
         ]
-        mask, sigma_B, source, ints, floats, rows, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
+        mask, sigma_B, place_N, ints, floats, rows, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
         filters, names = self.drawer.filters(draws), tuple(sorted(reads & LOOKS.keys()))
         if isinstance(call.read, BlockReading):
             states = self.blocks.read(mask, rows, 0, call.read.n, call.read.keys)
@@ -279,19 +259,19 @@ class Evaluator:
             self.observer(call, tokens_BL, anchor_BLD)
         seen: list[tuple[Tensor, ...]] = []
         if call.matches:
-            h_ND = self.chosen(denoiser_BLD, source, floats, guided)
+            h_ND = denoiser_BLD.flatten(0, 1)[place_N]
             seen = [self.draw_matching(h_ND, ints, floats, call.draws, m, names) for m in columns_of(call.matches)]
         for piece in pieces(sizes if not call.matches else []):
-            columns = source[:, piece], ints[:, piece], floats[:, piece]
-            values = self.write_draws(Fixed(denoiser_BLD), *columns, filters, guided, names)
+            columns = place_N[piece], ints[:, piece], floats[:, piece]
+            values = self.write_draws(Fixed(denoiser_BLD), *columns, filters, names)
             seen.append(tuple(v.clone() for v in values))  # the next piece of that size overwrites them
         found = {name: torch.cat(parts)[:N].double().cpu().numpy() for name, parts in zip(names, zip(*seen))}
         if "normaliser" in reads:
-            found["normaliser"] = self.normaliser_look(self.chosen(denoiser_BLD, source, floats, guided)[:N])
+            found["normaliser"] = self.normaliser_look(denoiser_BLD.flatten(0, 1)[place_N[:N]])
         if "anchor" in reads:
             assert anchor_BLD is not None
-            whole = places if at_BQ is None else call.source * anchor_BLD.shape[1] + call.draws.ints[POSITION]
-            at_N, sequence_N = (torch.from_numpy(a[0]).to(self.device) for a in (whole, call.source))
+            whole_N = places_N if at_BQ is None else call.source * anchor_BLD.shape[1] + call.draws.ints[POSITION]
+            at_N, sequence_N = (torch.from_numpy(a).to(self.device) for a in (whole_N, call.source))
             found["anchor"] = self.anchor_look(anchor_BLD.flatten(0, 1)[at_N], tokens_BL, sequence_N, ints[:, :N])
         if call.matches:
             drawn_N = np.concatenate([match.drawn for match in call.matches])

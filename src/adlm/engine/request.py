@@ -55,7 +55,7 @@ class Result:
     tokens: list[int]
     seed: int
     nfe: int
-    """Network evaluations this sequence took part in (guidance counts two each)."""
+    """Network evaluations this sequence took part in."""
     seconds: float
     """From the sequence's first evaluation to its end; other sequences shared that time."""
     finished: bool = True

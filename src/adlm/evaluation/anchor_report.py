@@ -23,6 +23,7 @@ from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.errors import require
 from adlm.evaluation import model_facts, result_path, versions, write_result
 from adlm.evaluation.anchors import NETWORKS, Guesses, Level, Reading, anchors_of, read_hidden, read_levels
+from adlm.evaluation.perplexity import EVALUATION_SEED
 from adlm.io.export import Loaded
 from adlm.io.paths import write_atomically
 from adlm.objectives.anchors import describe_rule, for_texts
@@ -46,7 +47,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     rule = for_texts(lm.loaded.objective)
     room = lm.length - 1  # beside the begin token
     sequences = [torch.tensor([lm.tokenizer.bos_id, *tokens[a : a + room]]) for a in range(0, len(tokens), room)]
-    levels = read_levels(lm, rule, sequences, cfg.eval.draws, cfg.eval.seed)
+    levels = read_levels(lm, rule, sequences, cfg.eval.draws, EVALUATION_SEED)
     anchors = [
         flag for x_L in sequences for flag in (anchors_of(rule, x_L) & (x_L != lm.tokenizer.bos_id)).tolist()[1:]
     ]
@@ -57,7 +58,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
         "anchors": sum(anchors),
         "levels": [level.as_dict() for level in levels],
         "readings": token_readings(lm, tokens, anchors, levels),
-        "settings": {"draws": cfg.eval.draws, "seed": cfg.eval.seed},
+        "settings": {"draws": cfg.eval.draws, "seed": EVALUATION_SEED},
         "versions": versions(lm.device),
     }
     show(result)

@@ -54,12 +54,12 @@ class Entry:
     """Step and bound of every validation on the way."""
 
 
-def paired(entry: Entry, reference: Entry, seed: int) -> Estimate | None:
+def paired(entry: Entry, reference: Entry) -> Estimate | None:
     """Nats per token of `entry` above `reference`, with the error of the paired difference; None if not alike."""
     if entry is reference or (entry.kind, entry.row_tokens) != (reference.kind, reference.row_tokens):
         return None
     difference_N1 = (np.array(entry.row_nats) - np.array(reference.row_nats))[:, None]
-    phase_N = None if entry.kind == "exact" else phases(seed, len(difference_N1)).numpy()
+    phase_N = None if entry.kind == "exact" else phases(len(difference_N1)).numpy()
     return summarise(difference_N1, np.array(entry.row_tokens), phase_N)
 
 
@@ -115,7 +115,7 @@ class Comparison:
         for entry in self.entries:
             # causal runs are set against ar, where it is there
             to = by_name.get("ar" if entry.kind == "exact" else reference)
-            if to and (found := paired(entry, to, cfg.eval.seed)) is not None:
+            if to and (found := paired(entry, to)) is not None:
                 self.differences[entry.name] = (to.name, found)
 
     def rows(self) -> list[list[str]]:

@@ -28,7 +28,7 @@ from adlm.errors import require
 from adlm.evaluation import beside, model_facts, versions
 from adlm.evaluation.evaluate_report import build_report, show
 from adlm.evaluation.judge import is_ours, locate
-from adlm.evaluation.measures import DEFINITIONS, Evaluation, entropy, judge_name, mauve_available, measure_all
+from adlm.evaluation.measures import DEFINITIONS, Evaluation, entropy, judge_name, measure_all
 from adlm.evaluation.perplexity import open_checkpoint
 from adlm.io import progress
 from adlm.io.load import locate as locate_checkpoint
@@ -100,9 +100,6 @@ def check_packages(e: EvalConfig) -> None:
     place = locate(name) if (name := judge_name(e)) else ""
     if place and not (is_ours(place) or place.endswith(".gguf")) and importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-    if e.mauve == "true" and not mauve_available():
-        raise ModuleNotFoundError("No module named 'mauve'", name="mauve")
-    require(e.mauve != "true" or bool(judge_name(e)), "eval.mauve=true needs the features of a judge: eval.judge")
 
 
 def result_folder(cfg: Config) -> Path:

@@ -27,7 +27,7 @@ from adlm.errors import require
 from adlm.evaluation import data_facts, write_result
 from adlm.evaluation.intervals import RESAMPLES, Interval, bootstrap_mean, bootstrap_ratio, student
 from adlm.evaluation.judge import Judge, ReadingRule, Scored, digest, judge_key, judge_samples, open_judge
-from adlm.evaluation.perplexity import own_data
+from adlm.evaluation.perplexity import EVALUATION_SEED, own_data
 from adlm.io.paths import write_atomically
 from adlm.schema import Config, EvalConfig
 from adlm.training.parallel import World
@@ -106,7 +106,7 @@ def measure_all(ev: Evaluation, settings: list["Setting"], samples: dict[str, li
         return
     results["definitions"] = {"gen_ppl": GEN_PPL, **results["definitions"]}
     scored = score_all(ev, everything, entries)
-    if data is not None and not results["failed"] and mauve_wanted(ev, everything):
+    if data is not None and not results["failed"] and mauve_possible(ev, everything):
         results["definitions"]["mauve"] = f"{MAUVE}; features of {judge}"
         n = ev.cfg.sampling.n
         if len(data.sequences) < ENOUGH or n < ENOUGH:
@@ -150,8 +150,8 @@ def judge_facts(path: Path, opened: Callable[[], Judge], ev: Evaluation) -> dict
 
 
 def reference_sequences(ev: Evaluation, length: int) -> SequenceSet | None:
-    """As many sequences of the data as there are samples, chosen by eval.seed, of the samples' length; None where there
-    is no data."""
+    """As many sequences of the data as there are samples, of the samples' length, the same for all models; None
+    where there is no data."""
     cfg, lm, results = ev.cfg, ev.lm, ev.results
     try:
         with ev.ranks.main_first():
@@ -159,12 +159,10 @@ def reference_sequences(ev: Evaluation, length: int) -> SequenceSet | None:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         reason = " ".join(str(error).split())
         ev.note(f"nothing to compare with: {reason}")
-        if cfg.eval.mauve == "true":
-            results["failed"] = f"eval.mauve=true needs data to compare with: {reason}"
         ev.say(f"note: {results['notes'][-1]}")
         return None
     n = min(len(blocks), cfg.sampling.n)
-    indices = np.sort(np.random.default_rng(cfg.eval.seed).permutation(len(blocks))[:n])
+    indices = np.sort(np.random.default_rng(EVALUATION_SEED).permutation(len(blocks))[:n])
     ends = np.full(n, blocks.length) if blocks.lengths is None else blocks.lengths[indices]
     kept = [
         (int(i), tokens[: min(int(end), length)].tolist())
@@ -222,10 +220,8 @@ def mauve_available() -> bool:
     return importlib.util.find_spec("mauve") is not None
 
 
-def mauve_wanted(ev: Evaluation, sets: list[SequenceSet]) -> bool:
-    """Whether eval.mauve asks for it; why it cannot be computed is noted."""
-    if ev.cfg.eval.mauve == "false":
-        return False
+def mauve_possible(ev: Evaluation, sets: list[SequenceSet]) -> bool:
+    """Whether it can be computed; why not is noted."""
     if not mauve_available():
         ev.note("no MAUVE: pip install 'adlm[mauve]'")
         return False

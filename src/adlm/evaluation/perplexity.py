@@ -2,9 +2,9 @@
 
 Diffusion models have a bound: the average over times (`continuous`) or over numbers of masks (`exact-count`) of a
 weighted cross-entropy. Sequence i is seen at the D = eval.draws times (d + phase_i) / D, and the phases of all
-sequences are stratified over [0, 1): evenly spread over sequences and draws together. With one draw and seed 0 the
-noise is that of the validation during training. Causal models have an exact likelihood, and need no noise. A
-block-diffusion model has a bound for every block length K (eval.block_length), named `K=16`; K = 1 is exact.
+sequences are stratified over [0, 1): evenly spread over sequences and draws together. With one draw the noise is that
+of the validation during training. Causal models have an exact likelihood, and need no noise. A block-diffusion model
+has a bound for every block length K (eval.block_length), named `K=16`; K = 1 is exact.
 
 Batches do not depend on the number of ranks (whole batches are dealt out), so neither does any number.
 """
@@ -38,10 +38,13 @@ from adlm.schema import Config, DataConfig, EvalConfig, ModelConfig
 from adlm.training.batches import batch_of, sequences_on
 from adlm.training.parallel import World, world
 
+EVALUATION_SEED = 0
+"""Of the evaluation noise: the same for all models, so that their numbers are paired. With 0 the noise is that of the
+validation during training; tests repeat measurements with others."""
 # Tokens of one forward pass when eval.batch_size does not say how many sequences.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 # Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
-BESIDE = ("name", "tokenizer", "cache_dir", "engine", "num_proc", "root", "max_sequences")
+BESIDE = ("name", "tokenizer", "cache_dir", "engine", "root", "max_sequences")
 NatsOf = Callable[[Sequences, int], Tensor]
 """Sequences and the number of the draw -> nats of each sequence."""
 
@@ -109,7 +112,7 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
     if own.valid_name:
         own = replace(own, name=own.valid_name, path="", valid_name="")
     most = data.max_sequences or own.max_sequences
-    here = {name: getattr(data, name) for name in ("cache_dir", "engine", "num_proc")}
+    here = {name: getattr(data, name) for name in ("cache_dir", "engine")}
     return replace(own, **here, root=data.root or own.root, max_sequences=most)
 
 
@@ -118,7 +121,7 @@ def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
     return {
         "draws": cfg.draws,
         "estimator": cfg.estimator,
-        "seed": cfg.seed,
+        "seed": EVALUATION_SEED,
         "block_length": cfg.block_length,
         "sequences": cfg.sequences,
         "precision": ranks.precision,
@@ -145,7 +148,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> di
 def bounds(loaded: Loaded, settings: ModelConfig, blocks: Blocks, cfg: EvalConfig, ranks: World) -> dict[str, Estimate]:
     """The estimates of one block length, by estimator. `settings`: the model's, with that block length."""
     model = loaded.model
-    objective = make_objective(loaded.objective, loaded.noise, model.mask_id, cfg.seed, settings)
+    objective = make_objective(loaded.objective, loaded.noise, model.mask_id, EVALUATION_SEED, settings)
 
     def continuous(sequences: Sequences, draw: int) -> Tensor:
         return sequence_bounds(model, objective.corrupt_for_bound(sequences, draw))
@@ -180,7 +183,7 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
     """
     n, exact, device = min(len(blocks), cfg.sequences or len(blocks)), name == "exact", ranks.float64_device
     size = cfg.batch_size or max(1, BATCH_TOKENS.get(ranks.device.type, BATCH_TOKENS["cpu"]) // blocks.length)
-    draws, phase_N = (1, None) if exact else (cfg.draws, phases(cfg.seed, n))
+    draws, phase_N = (1, None) if exact else (cfg.draws, phases(n))
     values_ND = np.zeros((n, draws))
     mine = range(ranks.rank * size, n, ranks.size * size)
     with progress("exact likelihood" if exact else f"{name} bound", len(mine) * draws, ranks.is_main) as advance:
@@ -191,21 +194,21 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
                 if phase_N is not None:
                     batch = batch._replace(times_B=(d + phase_N[torch.from_numpy(indices)].to(device)) / draws)
                 with ranks.autocast():
-                    values_ND[indices, d] = nats_of(batch, noise_counter(cfg.seed, d)).cpu().numpy()
+                    values_ND[indices, d] = nats_of(batch, noise_counter(d)).cpu().numpy()
                 advance()
     # Every rank holds its own sequences and zeros: the sum is exact.
     values_ND = ranks.sum(torch.from_numpy(values_ND).to(device)).cpu().numpy()
     return summarise(values_ND, token_counts(blocks, n, given), None if phase_N is None else phase_N.numpy())
 
 
-def noise_counter(seed: int, draw: int) -> int:
-    """The counter that separates the noise of draws and seeds; seed 0 is the noise of validation during training."""
-    return draw if seed == 0 else fold(seed, Stream.SPLIT, draw)
+def noise_counter(draw: int) -> int:
+    """The counter that separates the noise of draws."""
+    return fold(EVALUATION_SEED, Stream.SPLIT, draw) if EVALUATION_SEED else draw
 
 
-def phases(seed: int, n: int) -> Tensor:
+def phases(n: int) -> Tensor:
     """Where in its slice of time each of n sequences is seen: stratified over [0, 1), float64."""
-    return draw_times(VALIDATION_SEED, noise_counter(seed, 0), torch.arange(n), n)
+    return draw_times(VALIDATION_SEED, noise_counter(0), torch.arange(n), n)
 
 
 def scored_spans(blocks: Blocks, n: int, given: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -82,7 +82,6 @@ def sequences_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
         packing="documents" if trained.packing == "documents" else wishes.packing,
         root=wishes.root,
         cache_dir=wishes.cache_dir,
-        num_proc=wishes.num_proc,
         max_sequences=wishes.max_sequences,
     )
     return prepare_fitting(data, loaded.tokenizer, loaded.model.config.length)

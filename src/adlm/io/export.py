@@ -265,18 +265,35 @@ def check_shapes(found: dict[str, tuple[int, ...]], cfg: ModelConfig, vocab_size
 def section(kind: type[T], values: dict[str, Any], source: str = CONFIG) -> T:
     """One section of saved settings of any version as its class: `section(ModelConfig, info["model"])`.
 
-    Keys that this version has moved to another section are left out; keys of a newer version are refused by name.
+    Keys that this version has moved to another section are left out; unknown ones are refused by name.
     Names of a table are not looked up here: a model may have an anchor rule that is gone, and still be used.
     """
-    prefix = next(name for name, hint in get_type_hints(Config).items() if hint is kind) + "."
-    check_object(values, {}, {}, f"{source}: {prefix.removesuffix('.')}")
-    current = migrate({prefix + name: value for name, value in values.items()}, source)
-    own = {key.removeprefix(prefix): value for key, value in current.items() if key.startswith(prefix)}
-    unknown = sorted(set(own) - {f.name for f in fields(kind)})  # type: ignore[arg-type]
+    name = next(name for name, hint in get_type_hints(Config).items() if hint is kind)
+    return sections({name: values}, source).get(name, kind())
+
+
+def sections(tree: dict[str, dict[str, Any]], source: str = CONFIG) -> dict[str, Any]:
+    """Sections of saved settings, those included that this version has moved some of their keys to."""
+    kinds, flat = get_type_hints(Config), {}
+    for name, values in tree.items():
+        check_object(values, {}, {}, f"{source}: {name}")
+        flat |= {f"{name}.{key}": value for key, value in values.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in migrate(flat, source).items():
+        section, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(section, {})[name] = value
+    return {name: _made(kinds[name], name, values, source) for name, values in found.items()}
+
+
+def _made(kind: type[T], section: str, values: dict[str, Any], source: str) -> T:
+    unknown = sorted(set(values) - {f.name for f in fields(kind)})  # type: ignore[arg-type]
     require(not unknown, f"{source} has unknown {kind.__name__} keys: {', '.join(unknown)}")
     hints = get_type_hints(kind, include_extras=True)
     try:
-        return kind(**{name: accept(prefix + name, value, _without_names(hints[name])) for name, value in own.items()})
+        return kind(
+            **{name: accept(f"{section}.{name}", value, _without_names(hints[name])) for name, value in values.items()}
+        )
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -49,9 +49,9 @@ def evaluate_runs(cfg: Config, runs: list[str]) -> dict[str, Any]:
     with world(cfg.train) as ranks:
         for path in runs:
             run = load_run(path, ranks.device)
-            tests = load_tests(run.reason, cfg.reason.n_test, cfg.reason.test_path, run.seed)
+            tests = load_tests(run.reason, run.data, cfg.reason.n_test, cfg.reason.test_path, run.seed)
             require(bool(tests), f"nothing to ask {path}: give reason.test_path=FILE")
-            answerer = run.answerer(cfg.reason.max_new_tokens, cfg.eval.batch_size)
+            answerer = run.answerer(cfg.eval.batch_size)
             say = functools.partial(print, path, file=sys.stderr, flush=True)
             found[path] = ask_tests(Path(path), answerer, tests, ranks, say)
             if (Path(path) / "results.json").is_file():
@@ -68,7 +68,7 @@ def ask(cfg: Config, path: str, question: str) -> dict[str, Any]:
 
     require(bool(question.strip()), "adlm reason ask: the question is empty")
     with world(cfg.train) as ranks:
-        answerer = load_run(path, ranks.device).answerer(cfg.reason.max_new_tokens)
+        answerer = load_run(path, ranks.device).answerer()
         _, (reply,) = answerer.answer([Example(question.strip(), (), "", ())], ranks)
     anchors, answer = answerer.anchor_words(reply), written_answer(reply.text)
     if anchors:
@@ -85,10 +85,10 @@ def show_data(cfg: Config, files: list[str]) -> dict[str, Any]:
 
     task = task_of(cfg.reason)
     sets = {}
-    if task.generate is not None or cfg.reason.train_path:
-        sets["train"] = load_splits(cfg.reason, cfg.seed).train
-    sets |= {stem(file): read_file(task, file, "test_path") for file in files}
-    require(bool(sets), f"reason.task={cfg.reason.task} has no generator: name a file, or give reason.train_path")
+    if task.generate is not None or cfg.data.path:
+        sets["train"] = load_splits(cfg.reason, cfg.seed, cfg.data).train
+    sets |= {stem(file): read_file(task, file, "adlm reason data") for file in files}
+    require(bool(sets), f"reason.task={cfg.reason.task} has no generator: name a file, or give data.path")
     texts = map(whole_text, next(iter(sets.values())))  # what a bpe-N is trained on
     tokenizer = load_tokenizer(cfg.data.tokenizer, texts, cfg.data.root) if cfg.data.tokenizer else None
     header, rows = side_by_side(sets, task.is_logic, tokenizer)

@@ -145,8 +145,8 @@ class Infilling:
 
     @classmethod
     def of(cls, cfg: Config) -> "Infilling":
-        """The questions of cfg.reason."""
-        splits = load_splits(cfg.reason, cfg.seed)
+        """The questions of cfg.reason and cfg.data."""
+        splits = load_splits(cfg.reason, cfg.seed, cfg.data)
         tokenizer = word_tokenizer(splits.train)
         everything = [*splits.train, *splits.valid, *(e for part in splits.tests.values() for e in part)]
         layout = InfillLayout.of(everything, tokenizer)

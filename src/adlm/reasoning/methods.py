@@ -10,14 +10,14 @@ anchor of the trace (ACoT), or its input is the output of the position before it
 [BOA] and [EOA] either, so that the first stage of every staged method is plain chain of thought.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.reasoning.examples import Example, answer_text, question_text, step_text
 from adlm.schema import ReasonConfig
-from adlm.tables import METHODS
+from adlm.tables import METHODS, TASKS
 
 BOA, ANT, EOA = "[BOA]", "[ANT]", "[EOA]"
 IGNORE = -1
@@ -46,8 +46,10 @@ class Method:
     staged: bool = False
     slots: bool = False
     """It has slots."""
+    slots_per_stage: int = 1
+    """Slots that a stage adds."""
     removes: bool | None = False
-    """It removes the steps of the trace; None: reason.remove_steps decides."""
+    """It removes the steps of the trace; None: as the paper does for the task (`ReasoningTask.acot_removes`)."""
     anchored: bool = False
     fed_back: bool = False
 
@@ -56,12 +58,13 @@ class Method:
         if not self.staged:
             return [StagePlan(cfg.slots if self.slots else 0, ALL if self.removes else 0)]
         require(
-            cfg.slots > 0 and cfg.slots % cfg.slots_per_stage == 0,
-            f"reason.slots={cfg.slots} must be a positive multiple of reason.slots_per_stage={cfg.slots_per_stage}",
+            cfg.slots > 0 and cfg.slots % self.slots_per_stage == 0,
+            f"reason.slots={cfg.slots} must be a positive multiple of {self.slots_per_stage}, the slots that a stage of"
+            f" reason.method={cfg.method} adds",
         )
-        removes, plans = cfg.remove_steps if self.removes is None else self.removes, []
-        for stage in range(cfg.slots // cfg.slots_per_stage + 1):
-            n_slots = stage * cfg.slots_per_stage if self.slots else 0
+        removes, plans = TASKS.load(cfg.task).acot_removes if self.removes is None else self.removes, []
+        for stage in range(cfg.slots // self.slots_per_stage + 1):
+            n_slots = stage * self.slots_per_stage if self.slots else 0
             plans.append(StagePlan(n_slots, stage if removes else 0, self.anchored, self.fed_back and n_slots > 0))
         return [*plans, plans[-1]._replace(removed=ALL)] if removes else plans
 
@@ -70,8 +73,11 @@ COT = Method()
 NO_COT = Method(removes=True)
 PAUSE = Method(slots=True, removes=True)
 ACOT = Method(staged=True, slots=True, removes=None, anchored=True)
+ACOT_KEPT = replace(ACOT, removes=False)
+ACOT_3 = replace(ACOT, slots_per_stage=3)
 ICOT = Method(staged=True, removes=True)
 COCONUT = Method(staged=True, slots=True, removes=True, fed_back=True)
+COCONUT_2 = replace(COCONUT, slots_per_stage=2)
 COCONUT_PAUSE = Method(staged=True, slots=True, removes=True)
 
 

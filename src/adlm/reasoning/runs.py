@@ -19,7 +19,7 @@ from adlm.reasoning.methods import encode, plans_of
 from adlm.reasoning.networks import SAFELY, HuggingFaceNetwork, OwnNetwork
 from adlm.reasoning.questions import is_guessed
 from adlm.reasoning.tasks import task_of
-from adlm.schema import Config, ReasonConfig
+from adlm.schema import Config, DataConfig, ReasonConfig
 from adlm.training.parallel import World
 
 EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
@@ -31,17 +31,18 @@ class LoadedRun(NamedTuple):
     network: OwnNetwork | HuggingFaceNetwork
     tokenizer: Tokenizer
     reason: ReasonConfig
+    data: DataConfig
     seed: int
     stage: int
     """The stage as which its questions are asked."""
     max_new_tokens: int
+    """Longest answer it writes."""
 
-    def answerer(self, max_new_tokens: int = 0, batch_size: int = 0) -> Answerer:
-        """The network as its stage asks it; `max_new_tokens` 0: as it was trained."""
-        plan, limit = plans_of(self.reason)[self.stage], max_new_tokens or self.max_new_tokens
-        return Answerer(
-            self.network, self.tokenizer, task_of(self.reason), plan, limit, batch_size, self.reason.anchor_tokens
-        )
+    def answerer(self, batch_size: int = 0) -> Answerer:
+        """The network as its stage asks it."""
+        plan, task = plans_of(self.reason)[self.stage], task_of(self.reason)
+        how = self.max_new_tokens, batch_size, self.reason.anchor_tokens
+        return Answerer(self.network, self.tokenizer, task, plan, *how)
 
 
 def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
@@ -55,7 +56,8 @@ def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts
     else:
         network.model.save_pretrained(folder)
         tokenizer.save(folder / export.TOKENIZER)
-    settings = {"format": export.FORMAT, "reason": asdict(cfg.reason), "seed": cfg.seed, **facts}
+    data = {"path": cfg.data.path, "valid_path": cfg.data.valid_path}
+    settings = {"format": export.FORMAT, "reason": asdict(cfg.reason), "data": data, "seed": cfg.seed, **facts}
     write_atomically(folder / SETTINGS, json.dumps(settings, indent=1))
 
 
@@ -65,7 +67,9 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
     require((folder / SETTINGS).is_file(), f"{path} is not a finished reasoning run: {folder / SETTINGS} is missing")
     fields = {"reason": dict, "seed": int, "stage": int, "max_new_tokens": int}
     settings = check_object(read_json(folder / SETTINGS), fields, {}, str(folder / SETTINGS))
-    reason = export.section(ReasonConfig, settings["reason"], str(folder / SETTINGS))
+    saved = {name: settings[name] for name in ("reason", "data") if name in settings}
+    found = export.sections(saved, str(folder / SETTINGS))
+    reason, data = found["reason"], found.get("data", DataConfig())
     stages = len(plans_of(reason))
     require(0 <= settings["stage"] < stages, f"{folder / SETTINGS}: stage={settings['stage']} of {stages} stages")
     if is_released(folder):
@@ -79,7 +83,11 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
         loaded = export.load_folder(folder)
         network, tokenizer = OwnNetwork(loaded.model), loaded.tokenizer
     return LoadedRun(
-        network.to(device).eval(), tokenizer, reason, settings["seed"], settings["stage"], settings["max_new_tokens"]
+        network.to(device).eval(),
+        tokenizer,
+        reason,
+        data,
+        *(settings[name] for name in ("seed", "stage", "max_new_tokens")),
     )
 
 
@@ -131,8 +139,8 @@ def write_results(run: Path, results: dict[str, Any]) -> None:
 
 
 def read_results(run: str | Path) -> dict[str, Any]:
-    """results.json, with the task as it is called today: earlier versions called every shape of ProsQA prosqa, and what
-    tells them apart is in the settings of the export."""
+    """results.json, with task and method as they are called today: earlier versions called every shape of ProsQA
+    prosqa, and what tells them apart is in the settings of the export."""
     path = Path(run) / RESULTS
     require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
     fields = {"task": str, "method": str, "network": str, "stage": int, "finished": bool, "valid": dict, "tests": dict}
@@ -143,7 +151,8 @@ def read_results(run: str | Path) -> dict[str, Any]:
     settings = Path(run) / EXPORT / SETTINGS
     if settings.is_file():
         try:
-            results["task"] = export.section(ReasonConfig, read_json(settings)["reason"]).task
+            reason = export.section(ReasonConfig, read_json(settings)["reason"])
+            results |= {"task": reason.task, "method": reason.method}
         except (ValueError, KeyError, TypeError):
             results["task"] += " (of another version)"
     return results

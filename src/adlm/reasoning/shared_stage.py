@@ -47,8 +47,8 @@ class SharedStage(NamedTuple):
     path: Path
 
     @classmethod
-    def of(cls, cfg: Config, setup: "ReasoningSetup", ranks: World) -> "SharedStage":
-        """The file of a run's first stage."""
+    def of(cls, cfg: Config, setup: "ReasoningSetup", ranks: World, sorted_batches: int) -> "SharedStage":
+        """The file of a run's first stage. `sorted_batches`: how many are sorted together."""
         require(
             cfg.optim.ema == 0, f"reason.stage0 keeps weights without their EMA: optim.ema={cfg.optim.ema} must be 0"
         )
@@ -58,7 +58,7 @@ class SharedStage(NamedTuple):
             "seed": cfg.seed,
             "model": asdict(cfg.model),
             "optim": asdict(cfg.optim),
-            "batch": (cfg.train.global_batch_size, cfg.train.batch_size, reason.sorted_batches),
+            "batch": (cfg.train.global_batch_size, cfg.train.batch_size, sorted_batches),
             "precision": ranks.precision,
             "base": reason.base,
             "stories": reason.story_steps,

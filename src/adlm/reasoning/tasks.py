@@ -25,9 +25,11 @@ from adlm.io.paths import path_of
 from adlm.reasoning import generators, logic
 from adlm.reasoning.examples import Example, open_text, read_records
 from adlm.reasoning.generators import PUBLISHED, Shape
-from adlm.schema import ReasonConfig
+from adlm.schema import DataConfig, ReasonConfig
 from adlm.tables import TASKS
 
+GENERATED = DataConfig()
+"""No files."""
 EQUATION = re.compile(r"<<[^<>]*>>")
 SILENCE = 4.0
 """Seconds after which someone who waits for questions is told how many there are."""
@@ -53,6 +55,8 @@ class ReasoningTask:
     """What is asked of the generator."""
     easier: float = 0.0
     """Fraction of the generated training questions with one hop and two nodes less, a curriculum by mixing."""
+    acot_removes: bool = False
+    """The paper's ACoT also removes the steps of the trace here; elsewhere it keeps them."""
     is_logic: bool = True
     """Questions are statements of who is what (`logic`)."""
     has_stories: bool = False
@@ -110,6 +114,7 @@ PROSQA = ReasoningTask(
     logic.canonical,
     17_886,
     generators.prosqa,
+    acot_removes=True,
     has_stories=True,
     story_lr_ratio=2.0,
 )
@@ -141,7 +146,7 @@ class Splits(NamedTuple):
 
 def generate(task: ReasoningTask, n: int, seed: int, seen: set[str] | None = None) -> list[Example]:
     """n different examples, none of which is in `seen` (which is extended)."""
-    require(task.generate is not None, "this task has no generator; give reason.train_path=FILE")
+    require(task.generate is not None, "this task has no generator; give data.path=FILE")
     assert task.generate is not None
     seen = set() if seen is None else seen
     found: list[Example] = []
@@ -164,13 +169,13 @@ def generate(task: ReasoningTask, n: int, seed: int, seen: set[str] | None = Non
 
 
 def load_held_out(
-    cfg: ReasonConfig, seed: int, seen: set[str] | None = None
+    cfg: ReasonConfig, seed: int, data: DataConfig = GENERATED, seen: set[str] | None = None
 ) -> tuple[list[Example], dict[str, list[Example]]]:
     """Generated validation examples (none if training examples come from a file), and the test sets by name, as far as
     they hold anything. No generated question is in `seen` (which is extended)."""
     task = task_of(cfg)
     valid, tests = [], {}
-    if task.generate is not None and not cfg.train_path:
+    if task.generate is not None and not data.path:
         drawn = generate(task, cfg.n_valid + cfg.n_test, seed, seen)
         valid, tests["generated"] = drawn[: cfg.n_valid], drawn[cfg.n_valid :]
     for path in filter(None, cfg.test_path.split(",")):
@@ -183,42 +188,44 @@ def load_held_out(
             )
             tests[path] = generate(other, cfg.n_test, fold(seed, Stream.TOKEN), seen)
         else:
-            tests[stem(path)] = read_file(task, path, "test_path")
+            tests[stem(path)] = read_file(task, path, "reason.test_path")
     return valid, {name: examples for name, examples in tests.items() if examples}
 
 
-def load_tests(trained: ReasonConfig, n_test: int, test_path: str, seed: int) -> dict[str, list[Example]]:
+def load_tests(
+    trained: ReasonConfig, data: DataConfig, n_test: int, test_path: str, seed: int
+) -> dict[str, list[Example]]:
     """Other test sets for a run than its own, by name. Its training set leaves out the questions that it held out and
     no others: where more are asked for, those it was trained on are skipped."""
     task, seen = task_of(trained), None
-    if n_test > trained.n_test and task.generate is not None and not trained.train_path:
+    if n_test > trained.n_test and task.generate is not None and not data.path:
         seen = {task.canonical(example) for example in load_splits(trained, seed).train}
-    return load_held_out(replace(trained, n_test=n_test, test_path=test_path), seed, seen)[1]
+    return load_held_out(replace(trained, n_test=n_test, test_path=test_path), seed, data, seen)[1]
 
 
-def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
+def load_splits(cfg: ReasonConfig, seed: int, data: DataConfig = GENERATED) -> Splits:
     """Training, validation and test examples, from files where paths are given and generated otherwise."""
     task = task_of(cfg)
-    valid, tests = load_held_out(cfg, seed)
-    if cfg.valid_path:
-        valid = read_file(task, cfg.valid_path, "valid_path", cfg.n_valid)
+    valid, tests = load_held_out(cfg, seed, data)
+    if data.valid_path:
+        valid = read_file(task, data.valid_path, "data.valid_path", cfg.n_valid)
     train: list[Example] = []
-    if cfg.train_path:
-        train = read_file(task, cfg.train_path, "train_path")
+    if data.path:
+        train = read_file(task, data.path, "data.path")
         if not valid:
             require(
                 0 < cfg.n_valid < len(train),
-                f"reason.n_valid={cfg.n_valid} must leave some of the {len(train)} examples of reason.train_path",
+                f"reason.n_valid={cfg.n_valid} must leave some of the {len(train)} examples of data.path",
             )
             train, valid = train[: -cfg.n_valid], train[-cfg.n_valid :]
     held_out = {task.canonical(example) for part in (valid, *tests.values()) for example in part}
-    if cfg.train_path:
+    if data.path:
         train = [example for example in train if task.canonical(example) not in held_out]
-        require(bool(train), f"every example of reason.train_path={cfg.train_path!r} is also held out")
+        require(bool(train), f"every example of data.path={data.path!r} is also held out")
         return Splits(train[: cfg.n_train or len(train)], valid, tests)
     require(
         task.generate is not None,
-        f"reason.task={cfg.task} has no generator: give the published training file as reason.train_path",
+        f"reason.task={cfg.task} has no generator: give the published training file as data.path",
     )
     n_train = cfg.n_train or task.published_size
     n_easier = round(task.easier * n_train)
@@ -232,7 +239,7 @@ def load_splits(cfg: ReasonConfig, seed: int) -> Splits:
 
 def read_file(task: ReasoningTask, path: str, key: str, n: int = 0) -> list[Example]:
     file = path_of(path)
-    require(file.is_file(), f"reason.{key}={path!r} is not a file")
+    require(file.is_file(), f"{key}={path!r} is not a file")
     examples = task.read(file)
     return examples[:n] if n else examples
 

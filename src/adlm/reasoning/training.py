@@ -48,11 +48,13 @@ from adlm.training.run import Run, claimed_run_folder
 from adlm.training.setup import show
 from adlm.training.watch import note
 
-# What may change when a run is continued: how long it is, and how answers are written. Not how many questions are held
-# out, or from which file: the training questions are the others.
-FREE = ("reason.epochs", "reason.minutes", "reason.max_new_tokens", "reason.stage0")
+# What may change when a run is continued: how long it is, and who shares its first stage. Not how many questions are
+# held out, or from which file: the training questions are the others.
+FREE = ("reason.epochs", "reason.stage0")
 GPU_LENGTH_MULTIPLE = 64
 """Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile."""
+SORTED_BATCHES = 8
+"""Batches whose examples are sorted by length together, so that a batch pads less."""
 COUNTED = 256
 """Examples that say how long sequences are on average."""
 CPU = torch.device("cpu")
@@ -65,9 +67,9 @@ class ReasonResult(NamedTuple):
     run: str
     step: int
     finished: bool
-    """Every step was taken: neither a signal nor reason.minutes cut the run short."""
+    """Every step was taken: no signal cut the run short."""
     stage: int
-    """What was tested answers as this stage does; the last one, unless the run was cut short."""
+    """The stage of the last step; what was tested answers as it does."""
     valid: dict[str, float | int]
     """The best checkpoint on the validation questions."""
     tests: dict[str, dict[str, float | int]]
@@ -79,12 +81,13 @@ class ReasonResult(NamedTuple):
 
 class StageSchedule:
     """Which examples, and which stage, belong to an optimizer step. An epoch is a pass over all examples, each in a new
-    order, or (reason.fresh) over a part of its own; a stage is some epochs, and the last one takes what is left."""
+    order; a stage is some epochs, and the last one takes what is left."""
 
     def __init__(self, cfg: Config, n_examples: int, lengths: np.ndarray | None = None):
-        """`lengths`: of the examples, by which reason.sorted_batches sorts."""
+        """`lengths`: of the examples, by which they are sorted; None: they are not."""
         self.cfg, self.seed, self.size, self.lengths = cfg.reason, cfg.seed, cfg.train.global_batch_size, lengths
-        self.n = n_examples // cfg.reason.epochs if cfg.reason.fresh else n_examples  # of an epoch
+        self.valid_every = cfg.train.valid_every
+        self.n = n_examples
         self.plans: list[StagePlan] = plans_of(cfg.reason)
         self.last_stage = len(self.plans) - 1
         needed = self.last_stage * cfg.reason.epochs_per_stage + 1
@@ -93,7 +96,6 @@ class StageSchedule:
             f"reason.epochs={cfg.reason.epochs} never reaches the last of the {len(self.plans)} stages of"
             f" reason.method={cfg.reason.method}; give at least {needed}, or lower reason.epochs_per_stage",
         )
-        require(self.n > 0, f"reason.fresh=true: {n_examples} examples are too few for {cfg.reason.epochs} epochs")
         self.per_epoch = math.ceil(self.n / self.size)
         self.steps = self.per_epoch * cfg.reason.epochs
         self.per_stage = self.per_epoch * cfg.reason.epochs_per_stage
@@ -108,14 +110,14 @@ class StageSchedule:
     def examples(self, step: int) -> np.ndarray:
         """The examples of a batch; the last batch of an epoch may be smaller. Batches that are sorted together hold the
         same examples as without, and come in an order drawn anew."""
-        at, together = step % self.per_epoch, self.cfg.sorted_batches
-        if together == 1 or self.lengths is None:
+        at = step % self.per_epoch
+        if self.lengths is None:
             return self.in_order(step, at, at + 1)
-        first = at - at % together
-        window = self.in_order(step, first, first + together)
+        first = at - at % SORTED_BATCHES
+        window = self.in_order(step, first, first + SORTED_BATCHES)
         window = window[np.argsort(self.lengths[window], kind="stable")]
         batches = [window[start : start + self.size] for start in range(0, len(window), self.size)]
-        key = np.uint64(fold(self.seed, Stream.ORDER, step - at % together))
+        key = np.uint64(fold(self.seed, Stream.ORDER, step - at % SORTED_BATCHES))
         return batches[np.argsort(mix(key, np.arange(len(batches), dtype=np.uint64)))[at - first]]
 
     def in_order(self, step: int, first: int, end: int) -> np.ndarray:
@@ -141,10 +143,9 @@ class StageSchedule:
         return step - first, (self.steps if stage == self.last_stage else first + self.per_stage) - first
 
     def is_validated(self, step: int) -> bool:
-        """After `step` steps: at the end of some epochs, of every stage and of the run; or of the run alone."""
-        if step % self.per_epoch or not self.cfg.valid_every:
-            return step == self.steps
-        return step == self.steps or self.starts_stage(step) or self.epoch(step) % self.cfg.valid_every == 0
+        """After `step` steps: at the end of every stage, and every train.valid_every steps."""
+        is_time = self.valid_every > 0 and step % self.valid_every == 0
+        return is_time or self.starts_stage(step) or step == self.steps
 
 
 class ReasoningSetup:
@@ -152,7 +153,7 @@ class ReasoningSetup:
 
     def __init__(self, cfg: Config, ranks: World):
         self.cfg, self.ranks, self.task = cfg, ranks, task_of(cfg.reason)
-        self.splits = load_splits(cfg.reason, cfg.seed)
+        self.splits = load_splits(cfg.reason, cfg.seed, cfg.data)
         network, self.tokenizer = build_network(cfg, self.splits.train)
         self.network = network.to(ranks.device)
         positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
@@ -161,7 +162,7 @@ class ReasoningSetup:
         self.train = encode(self.splits.train, self.tokenizer)
         plain = np.array([laid_out_length(example, StagePlan()) for example in self.train])
         self.schedule = StageSchedule(cfg, len(self.train), plain)
-        self.max_new_tokens = cfg.reason.max_new_tokens or longest_answer(self.train, self.schedule.plans)
+        self.max_new_tokens = longest_answer(self.train, self.schedule.plans)
         longest = max(laid_out_length(e, plan) for e in self.train for plan in self.schedule.plans)
         key = "reason.base" if cfg.reason.base else "model.length"
         require(
@@ -299,8 +300,8 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     weights to begin with in place of fresh ones and reason.story_steps, so that several methods can share its steps."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
-        if cfg.reason.train_path or task_of(cfg.reason).generate is not None:
-            note(f"{cfg.reason.task}: {'reading' if cfg.reason.train_path else 'making'} the questions")
+        if cfg.data.path or task_of(cfg.reason).generate is not None:
+            note(f"{cfg.reason.task}: {'reading' if cfg.data.path else 'making'} the questions")
         setup = ReasoningSetup(cfg, ranks)
         schedule = setup.schedule
         for doubt in doubts(cfg, start is not None):
@@ -309,8 +310,10 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         cfg = replace(
             cfg, train=replace(cfg.train, steps=schedule.steps), checkpoint=replace(cfg.checkpoint, best=True)
         )
-        with Run(cfg, folder, ranks, cfg.reason.minutes) as run:
-            shared = SharedStage.of(cfg, setup, ranks) if cfg.reason.stage0 and schedule.last_stage else None
+        with Run(cfg, folder, ranks) as run:
+            shared = (
+                SharedStage.of(cfg, setup, ranks, SORTED_BATCHES) if cfg.reason.stage0 and schedule.last_stage else None
+            )
             kept = shared.read() if shared and run.resumed_step is None else None
             if kept is not None:
                 setup.network.load_state_dict(kept.weights)
@@ -320,7 +323,6 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
                 loss = learn_stories(setup)
                 note(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end")
             step_module = setup.step_module()
-            free = FREE[1:] if cfg.reason.fresh else FREE  # an epoch of fresh examples is one part in reason.epochs
             run.decay_all = True  # the published recipe of these tasks has one weight decay for all parameters
             run.begin(
                 step_module,
@@ -329,7 +331,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
                 setup.flops_per_token(),
                 data=setup.fingerprints(),
                 fixed=("model", "objective", "reason"),
-                free=free,
+                free=FREE,
             )
             run.extra.setdefault("stages", [])
             if kept is not None:
@@ -362,7 +364,7 @@ def train_stages(run: Run, setup: ReasoningSetup, module: Step, shared: SharedSt
         run.update(learning_rate_factor(cfg.optim, *schedule.within_stage(run.step)), count, tokens, examples)
 
         run.log_if_due(stage=stage)
-        if schedule.is_validated(run.step) or run.out_of_time:
+        if schedule.is_validated(run.step):
             accuracy = validate(run, setup, stage)
         if shared is not None and run.step == schedule.per_stage:
             shared.write(run)
@@ -412,10 +414,6 @@ def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | N
     """Ask the best network the test questions, and write it to the run folder. `accuracy`: of the last validation in
     this process."""
     assert run.log is not None
-    finished = run.step == setup.schedule.steps
-    if not finished:
-        left = f"{run.step} of {setup.schedule.steps}, in stage {stage}"
-        note(f"reason.minutes={setup.cfg.reason.minutes} are over at step {left}")
     tested = best_step(run)
     if tested != run.step:
         state = run.state()
@@ -430,7 +428,7 @@ def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | N
         export_run(run.folder, run.cfg, setup.network, setup.tokenizer, facts)
     run.log.close()
     stages = run.extra["stages"]
-    result = ReasonResult(str(run.folder), run.step, finished, stage, accuracy.facts(), tests, stages)
+    result = ReasonResult(str(run.folder), run.step, True, stage, accuracy.facts(), tests, stages)
     write_results(run.folder, setup.facts() | result._asdict())
     plot_curves(run.folder, "accuracy", "accuracy on validation questions")
     return result

@@ -37,10 +37,10 @@ log = logging.getLogger("adlm.serving")
 def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     """Serve until SIGTERM or Ctrl-C; returns how many requests were answered."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    room = cfg.sampling.batch_size + cfg.serve.queue
     require(
-        cfg.serve.max_n <= cfg.serve.slots + cfg.serve.queue,
-        f"serve.max_n={cfg.serve.max_n} texts could never be accepted: serve.slots + serve.queue is"
-        f" {cfg.serve.slots + cfg.serve.queue}",
+        cfg.serve.max_n <= room,
+        f"serve.max_n={cfg.serve.max_n} texts could never be accepted: sampling.batch_size + serve.queue is {room}",
     )
     print("adlm serve: loading PyTorch", flush=True)
     # here and below: seconds, in which somebody looks at the terminal

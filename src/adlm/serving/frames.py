@@ -198,9 +198,9 @@ class FrameGuesses:
             if not isinstance(call.read, Canvases):  # a block is too short to show what comes first
                 return
             try:
-                for b, (slot, hidden) in enumerate(call.read.slots.T.tolist()):
+                for b, slot in enumerate(call.read.slots.tolist()):
                     canvas = engine.slots[slot]
-                    if hidden or canvas is None or canvas.id not in wanted:
+                    if canvas is None or canvas.id not in wanted:
                         continue
                     head = self.lm.model.anchor_head
                     assert head is not None

@@ -184,8 +184,9 @@ def sequences_of(body: bytes) -> int:
 class Front:
     """What the guard and the server need (they know a `Service`), the workers, and the queue of all."""
 
-    def __init__(self, cfg: ServeConfig, workers: list[WorkerProcess]):
-        self.cfg, self.workers, self.metrics = cfg, workers, ServerMetrics()
+    def __init__(self, cfg: ServeConfig, slots: int, workers: list[WorkerProcess]):
+        """`slots`: sequences that a worker has room for."""
+        self.cfg, self.slots, self.workers, self.metrics = cfg, slots, workers, ServerMetrics()
         self.draining = False
         self.active: set[Any] = set()
         self.waiting: deque[tuple[int, asyncio.Future[WorkerProcess]]] = deque()
@@ -225,7 +226,7 @@ class Front:
 
     def free_worker(self, sequences: int) -> WorkerProcess | None:
         """The worker with least to do that has room; one with nothing to do has room for anything."""
-        able = [w for w in self.workers if w.ready and (not w.load or w.load + sequences <= self.cfg.slots)]
+        able = [w for w in self.workers if w.ready and (not w.load or w.load + sequences <= self.slots)]
         return min(able, key=lambda w: (w.load, w.restarts), default=None)
 
     async def acquire(self, sequences: int, again: bool) -> WorkerProcess:
@@ -390,7 +391,7 @@ def run_front(cfg: Config, paths: list[str], listener: socket.socket, devices: l
             WorkerProcess(i, replace(cfg, train=replace(cfg.train, device=device)), paths, Path(folder))
             for i, device in enumerate(devices)
         ]
-        front = Front(cfg.serve, workers)
+        front = Front(cfg.serve, cfg.sampling.batch_size, workers)
         guard = RequestGuard(front, front, key)  # type: ignore[arg-type]
         server = make_server(guard, front)  # type: ignore[arg-type]
         server.run(sockets=[listener])

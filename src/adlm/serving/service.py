@@ -65,7 +65,7 @@ class Served:
     def __init__(self, id: str, lm: LanguageModel, cfg: ServeConfig, sampling: SamplingConfig, metrics: ServerMetrics):
         self.id, self.lm, self.cfg = id, lm, cfg
         self.created = int(time.time())
-        self.worker = Worker(id, lm, cfg.slots, cfg.queue, metrics)
+        self.worker = Worker(id, lm, sampling.batch_size, cfg.queue, metrics)
         self.settings = {name: getattr(sampling, name) for name in SERVER_DEFAULTS}
         self.settings["sampler"] = lm.sampler_of(sampling.sampler)
         self.stop = sampling.stop
@@ -292,7 +292,7 @@ def cost_of(request: Request, lm: LanguageModel) -> int:
     """Tokens times evaluations that a sequence takes at most; a prompt before blocks is read once."""
     block, tokens = block_of(request, lm.model), min(len(request.tokens), lm.length)
     evaluations = most_evaluations(request, lm.model, lm.schedule)
-    return tokens + block * evaluations if block else tokens * evaluations * (2 if request.settings.guidance else 1)
+    return tokens + block * evaluations if block else tokens * evaluations
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:

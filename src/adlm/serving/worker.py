@@ -257,8 +257,7 @@ class Worker:
         """Tokens that the network reads in one evaluation of a sequence."""
         _, job, index = self.sequences[id]
         request = job.requests[index]
-        whole = min(len(request.tokens), self.lm.length) * (2 if request.settings.guidance else 1)
-        return block_of(request, self.lm.model) or whole
+        return block_of(request, self.lm.model) or min(len(request.tokens), self.lm.length)
 
     def seat(self) -> None:
         """Give out slots. If admitting takes long, the rest get theirs at the next step."""

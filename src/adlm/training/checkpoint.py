@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +37,7 @@ from adlm.compat.distributed import SavedTensors
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, path_of, read_json, sync_folder
-from adlm.migration import migrate
+from adlm.migration import migrate_tree
 from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
 from adlm.training.manifest import STATE, described, problem_of, seal
 from adlm.training.optim import Ema, GradientGuard, state_of
@@ -263,8 +263,9 @@ class Checkpoints:
             self.world.barrier()
         return found
 
-    def read_info(self, step: int, resumes: bool = False) -> dict[str, Any]:
-        """What `save` was given beside the tensors, as this version names it. `resumes`: the run goes on from here."""
+    def read_info(self, step: int, resumed: Collection[str] = ()) -> dict[str, Any]:
+        """What `save` was given beside the tensors, as this version names it. `resumed`: sections that
+        the run reads which resumes from here."""
         path = self.path(step) / STATE
         info = check_object(read_json(path), {"step": int, "config": dict}, RESUMED_FIELDS, str(path))
         require(info["step"] == step, f"{path} is the state of step {info['step']}, not of {step}")
@@ -276,7 +277,7 @@ class Checkpoints:
                     info["config"]["objective"]["gamma"] = info["config"]["reason"]["gamma"]
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{path} is not the state of a reasoning run ({error})") from None
-        config = migrated(info["config"], str(path), resumes)
+        config = migrate_tree(info["config"], str(path), resumed)
         for name, section in (("data", DataConfig), ("reason", ReasonConfig)):  # relative in earlier versions
             config[name] = config.get(name, {}) | absolute_paths(section, config.get(name, {}))
         return info | {"config": config}
@@ -318,22 +319,6 @@ class CheckedReader(dcp.FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def migrated(config: dict[str, Any], source: str, resumes: bool) -> dict[str, Any]:
-    """Stored settings, by section and key, as this version names them."""
-    flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
-    for section, values in config.items():
-        if isinstance(values, dict):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
-    tree: dict[str, Any] = {}
-    for key, value in migrate(flat, source, resumes=resumes).items():
-        section, dot, name = key.partition(".")
-        if dot:
-            tree.setdefault(section, {})[name] = value
-        else:
-            tree[section] = value
-    return tree
 
 
 def check_state(info: dict[str, Any], source: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from adlm.data.tokenizers import limit_threads
 from adlm.errors import require
 from adlm.io.paths import float64_device, pick_device
 from adlm.io.processes import die_with_parent
@@ -115,6 +116,7 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     is used, since torch cannot join a group of one name twice."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(cfg.device)
+    limit_threads(cfg.num_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")

@@ -46,9 +46,8 @@ class Run:
     `begin` gives it the module to train; only then do the parts exist that depend on it.
     """
 
-    def __init__(self, cfg: Config, folder: Path, ranks: World, minutes: float = 0.0):
-        """`minutes`: training ends when they are over (0: no limit)."""
-        self.cfg, self.folder, self.ranks, self.minutes = with_absolute_paths(cfg), folder, ranks, minutes
+    def __init__(self, cfg: Config, folder: Path, ranks: World):
+        self.cfg, self.folder, self.ranks = with_absolute_paths(cfg), folder, ranks
         self.interruption = Interruption()
         self.checkpoints = Checkpoints(folder, cfg.checkpoint, ranks)
         self.log: RunLog | None = None
@@ -62,7 +61,7 @@ class Run:
         """What else a checkpoint holds for the loop that uses this run (JSON)."""
         self.decay_all = False
         """Weight decay of norms, biases and modulations, too; kept when a run resumes."""
-        self.stopped = self.out_of_time = False
+        self.stopped = False
         self.resumed_step = self.checkpoints.newest_valid(set_aside=True) if cfg.checkpoint.resume else None
         """The step of the checkpoint that this run continues from; None: it is a new run."""
         require(
@@ -104,7 +103,7 @@ class Run:
         self.ema = Ema(module, cfg.optim.ema)
         self.guard = GradientGuard(ranks.device)
         self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
-        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step, resumes=True)
+        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step, ("train", *fixed))
         if info is not None:
             self.decay_all = info.get("decay_all", True)  # earlier versions did, and did not say so
         self.reset_optimizer()
@@ -128,7 +127,6 @@ class Run:
             self.log.say(plan)
             if module.compiled:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
-        self.started = time.monotonic()
 
     def keep_adapter(self, facts: dict[str, Any]) -> None:
         """Remember in checkpoints which model the adapters belong to; refuse to resume them on another one."""
@@ -178,7 +176,6 @@ class Run:
         self.window.tokens = self.window.tokens + (count if tokens is None else tokens)
         self.window.examples += examples
         self.step += 1
-        self.out_of_time = 0 < 60 * self.minutes <= time.monotonic() - self.started
         cfg, step = self.cfg.train, self.step
         self.is_last = step == cfg.steps
         self.is_time_to_log = self.is_last or step % cfg.log_every == 0
@@ -192,7 +189,7 @@ class Run:
     @property
     def ends(self) -> bool:
         """No further step is to be taken."""
-        return self.step >= self.cfg.train.steps or self.stopped or self.out_of_time
+        return self.step >= self.cfg.train.steps or self.stopped
 
     def log_if_due(self, **more: float) -> None:
         """Write the means since the last log line, with `more` behind them."""
