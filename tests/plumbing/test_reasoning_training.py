@@ -505,7 +505,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
 
 
 def test_tables():
-    assert set(METHODS) - set(PAPER) == {"acot-kept", "acot-3"}
+    assert set(METHODS) - set(PAPER) == {"acot-kept", "acot-triple"}
     assert all(set(row) <= set(TASKS) for row in PAPER.values())
     for method in METHODS:
         assert config.load([f"method={method}", "task=prosqa", "algo=ar"]).reason.method == method
@@ -556,10 +556,10 @@ def test_settings_of_earlier_versions(tmp_path):
         ("prosqa-2hop", "acot", 1, False, "acot-kept"),
         ("gsm8k", "acot", 1, False, "acot"),
         ("gsm8k", "acot", 1, True, None),
-        ("prosqa", "acot", 3, True, "acot-3"),
+        ("prosqa", "acot", 3, True, "acot-triple"),
         ("prosqa", "acot", 3, False, None),
         ("prosqa", "acot", 2, True, None),
-        ("gsm8k", "coconut", 2, False, "coconut-2"),
+        ("gsm8k", "coconut", 2, False, "coconut-double"),
         ("prosqa", "coconut", 1, True, "coconut"),
         ("prosqa", "icot", 2, True, None),
         ("prosqa", "pause", 2, True, "pause"),
@@ -623,4 +623,6 @@ def test_a_run_in_another_order_of_examples_is_not_continued(tmp_path):
     (checkpoints.path(4) / "state.json").write_text(json.dumps({"step": 4, "tokenizer": "x", "config": tree}))
     info = checkpoints.read_info(4)
     with pytest.raises(ValueError, match=r"was started with reason\.fresh=True, which no run can be continued with"):
+        check_same_run(info, cfg, raw_bytes(), fixed=("reason",))
+    with pytest.raises(ValueError, match="another tokenizer"):  # of `adlm train`, which reads none of these keys
         check_same_run(info, cfg, raw_bytes())

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -334,16 +334,17 @@ def check_same_run(
     cfg: Config,
     tokenizer: Tokenizer,
     data: Mapping[str, str] | None = None,
-    fixed: Iterable[str] = ("model", "lora", "noise", "objective"),
+    fixed: Collection[str] = ("model", "lora", "noise", "objective"),
     free: Iterable[str] = (),
 ) -> None:
     """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
     compared with that of the checkpoint (those of earlier versions have none). `fixed`: sections that may not change,
     but for the keys in `free`."""
     check_state(info, f"the checkpoint in out={cfg.out!r}")
-    gone = info.get("not_continued")
+    gone = info.get("not_continued", "")
     require(
-        not gone, f"out={cfg.out!r} was started with {gone}, which no run can be continued with today; use another out="
+        gone.partition(".")[0] not in fixed,
+        f"out={cfg.out!r} was started with {gone}, which no run can be continued with today; use another out=",
     )
     then, now = info.get("data", {}).get("train"), (data or {}).get("train")
     if then and now and then != now:  # before the tokenizer, which may have been trained on it
