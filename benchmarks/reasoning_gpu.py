@@ -81,7 +81,7 @@ SCHEDULE = [
     Planned("gsm8k", "acot", 1),
     Planned("prosqa", "acot", 1, ",gamma=0.1", ("objective.gamma=0.1",)),
     Planned("prosqa", "acot", 1, ",gamma=0.3", ("objective.gamma=0.3",)),
-    Planned("prosqa", "acot-3", 1, ",all-tokens", ("reason.anchor_tokens=all", "reason.slots=18")),
+    Planned("prosqa", "acot-triple", 1, ",all-tokens", ("reason.anchor_tokens=all", "reason.slots=18")),
     Planned("prosqa", "acot", 1, ",mixed", ("reason.mixing=0.1",)),
 ]
 SIZES = {"prosqa": (17_920, 300, 500), "prontoqa": (9_088, 200, 800)}

@@ -216,7 +216,7 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
     (0, 0, 0, 0, True, False): "prosqa-balanced",
 }
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
-METHOD_OF_SLOTS = {("acot", "3"): "acot-3", ("coconut", "2"): "coconut-2"}
+METHOD_OF_SLOTS = {("acot", "3"): "acot-triple", ("coconut", "2"): "coconut-double"}
 """Method and slots of a stage, where that was another number than 1 -> the method that has it today."""
 
 

@@ -284,10 +284,10 @@ METHODS = Table(
         "pause": "adlm.reasoning.methods:PAUSE",
         "acot": "adlm.reasoning.methods:ACOT",
         "acot-kept": "adlm.reasoning.methods:ACOT_KEPT",
-        "acot-3": "adlm.reasoning.methods:ACOT_3",
+        "acot-triple": "adlm.reasoning.methods:ACOT_TRIPLE",
         "icot": "adlm.reasoning.methods:ICOT",
         "coconut": "adlm.reasoning.methods:COCONUT",
-        "coconut-2": "adlm.reasoning.methods:COCONUT_2",
+        "coconut-double": "adlm.reasoning.methods:COCONUT_DOUBLE",
         "coconut-pause": "adlm.reasoning.methods:COCONUT_PAUSE",
     },
 )

@@ -146,9 +146,9 @@ def test_coconut(method, fed_back):
 
 def test_several_slots_a_stage():
     """Coconut on GSM8K: two thoughts a stage, three stages, then nothing left of the trace."""
-    plans = plans_of(config("coconut-2", slots=6))
+    plans = plans_of(config("coconut-double", slots=6))
     assert [(p.slots, p.removed) for p in plans] == [(0, 0), (2, 1), (4, 2), (6, 3), (6, ALL)]
-    plans = plans_of(config("acot-3", slots=6))
+    plans = plans_of(config("acot-triple", slots=6))
     assert [(p.slots, p.removed, p.anchored) for p in plans[1:]] == [(3, 1, True), (6, 2, True), (6, ALL, True)]
 
 
@@ -169,7 +169,7 @@ def test_every_method_ends_with_the_answer_and_nothing_given_is_learned(method):
     ("options", "message"),
     [
         ({"method": "acott"}, "did you mean 'acot'"),
-        ({"method": "acot-3", "slots": 5}, "multiple of 3, the slots that a stage of reason.method=acot-3"),
+        ({"method": "acot-triple", "slots": 5}, "multiple of 3, the slots that a stage of reason.method=acot-triple"),
         ({"method": "acot", "slots": 0}, r"reason\.slots=0"),
     ],
 )

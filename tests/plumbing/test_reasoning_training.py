@@ -504,7 +504,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
 
 
 def test_tables():
-    assert set(METHODS) - set(PAPER) == {"acot-kept", "acot-3"}
+    assert set(METHODS) - set(PAPER) == {"acot-kept", "acot-triple"}
     assert all(set(row) <= set(TASKS) for row in PAPER.values())
     for method in METHODS:
         assert config.load([f"method={method}", "task=prosqa", "algo=ar"]).reason.method == method
@@ -555,10 +555,10 @@ def test_settings_of_earlier_versions(tmp_path):
         ("prosqa-2hop", "acot", 1, False, "acot-kept"),
         ("gsm8k", "acot", 1, False, "acot"),
         ("gsm8k", "acot", 1, True, None),
-        ("prosqa", "acot", 3, True, "acot-3"),
+        ("prosqa", "acot", 3, True, "acot-triple"),
         ("prosqa", "acot", 3, False, None),
         ("prosqa", "acot", 2, True, None),
-        ("gsm8k", "coconut", 2, False, "coconut-2"),
+        ("gsm8k", "coconut", 2, False, "coconut-double"),
         ("prosqa", "coconut", 1, True, "coconut"),
         ("prosqa", "icot", 2, True, None),
         ("prosqa", "pause", 2, True, "pause"),

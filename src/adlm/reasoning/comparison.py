@@ -18,7 +18,7 @@ PAPER: dict[str, dict[str, str]] = {
     "cot": {"gsm8k": "42.9", "prontoqa": "98.8", "prosqa": "77.5 (49.4)"},
     "icot": {"gsm8k": "30.0", "prontoqa": "99.8", "prosqa": "98.2 (8.2)"},
     "coconut": {"gsm8k": "34.1", "prontoqa": "99.8", "prosqa": "97.0 (14.2)"},
-    "coconut-2": {"gsm8k": "34.1"},
+    "coconut-double": {"gsm8k": "34.1"},
     "coconut-pause": {"gsm8k": "24.1", "prontoqa": "100", "prosqa": "96.6"},
     "acot": {"gsm8k": "45.2", "prontoqa": "100", "prosqa": "97.3 (8.2)"},
 }

@@ -74,10 +74,10 @@ NO_COT = Method(removes=True)
 PAUSE = Method(slots=True, removes=True)
 ACOT = Method(staged=True, slots=True, removes=None, anchored=True)
 ACOT_KEPT = replace(ACOT, removes=False)
-ACOT_3 = replace(ACOT, slots_per_stage=3)
+ACOT_TRIPLE = replace(ACOT, slots_per_stage=3)
 ICOT = Method(staged=True, removes=True)
 COCONUT = Method(staged=True, slots=True, removes=True, fed_back=True)
-COCONUT_2 = replace(COCONUT, slots_per_stage=2)
+COCONUT_DOUBLE = replace(COCONUT, slots_per_stage=2)
 COCONUT_PAUSE = Method(staged=True, slots=True, removes=True)
 
 
