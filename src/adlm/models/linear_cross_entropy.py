@@ -165,7 +165,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     trains_head = weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)
     gradients = torch.is_grad_enabled() and (hidden_ND.requires_grad or trains_head)
-    size = chunk_size or default_chunk(hidden_ND, head)
+    size = chunk_size or max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
     options = _Options(exclude, chunk_loss, size, dtype, gradients, trains_head)
     return _ChunkedHead.apply(hidden_ND, weight_VD, bias_V, targets_N, weights_N, options)  # type: ignore[return-value]
 
@@ -181,7 +181,7 @@ def linear_losses(
 ) -> Tensor:
     """The loss of every position, of which `linear_cross_entropy` is the sum; no gradients: for evaluation."""
     check_shapes(hidden_ND, head, targets_N, weights_N)
-    size = default_chunk(hidden_ND, head)
+    size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**24) // head.weight.shape[0])
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
     b = offsets(head.weight, head.bias, exclude, head.weight.shape[0], head.weight.dtype)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
@@ -196,10 +196,6 @@ def linear_nll(hidden_ND: Tensor, head: Head, targets_N: Tensor, exclude: int | 
     """-log softmax(head(hidden_i))[targets_i] for every position."""
     ones_N = torch.ones(hidden_ND.shape[0], device=hidden_ND.device)
     return linear_losses(hidden_ND, head, targets_N, ones_N, exclude)
-
-
-def default_chunk(hidden_ND: Tensor, head: Head) -> int:
-    return max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**24) // head.weight.shape[0])
 
 
 def check_shapes(h_ND: Tensor, head: Head, target_N: Tensor, weight_N: Tensor) -> None:
