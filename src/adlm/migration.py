@@ -105,7 +105,9 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
     `saved=False`: they were typed on a command line, as texts. Where an old name and today's are both given, today's
     counts.
     """
-    deep = [key for key, value in settings.items() if any(isinstance(v, list | dict) for v in _items(value))]
+    # Earlier versions had lists of single values.
+    items = {key: value if isinstance(value, list) else [value] for key, value in settings.items()}
+    deep = [key for key, values in items.items() if any(isinstance(v, list | dict) for v in values)]
     require(not deep, f"{source}: {', '.join(deep)[:200]} must be single values")
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
     require(
@@ -127,11 +129,6 @@ def migrate(settings: dict[str, Any], source: str, saved: bool = True) -> dict[s
         if key == old or key not in settings:
             current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
     return current
-
-
-def _items(value: Any) -> list[Any]:
-    """What a setting consists of: earlier versions had lists of single values."""
-    return value if isinstance(value, list) else [value]
 
 
 def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:

@@ -51,9 +51,19 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "tr
     with cache_errors(cache_folder(cfg)):
         cache = cache_folder(cfg)
         cache.mkdir(parents=True, exist_ok=True)
-        recipe = _recipe(cfg, source, tokenizer, length)
+        how = packing_name(tokenizer) if source.holds_pairs else cfg.packing if cfg.wrap else "unwrapped"
+        stored = source.stored_length(length)
+        recipe = {
+            "format": storage.FORMAT,
+            "corpus": source.name,
+            "origin": _origin(cfg, source),
+            "tokenizer": tokenizer.fingerprint,
+            "packing": how,
+            "length": stored,
+            "crop": length if stored != length else 0,
+            "max_sequences": cfg.max_sequences,
+        }
         fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        how = recipe["packing"]
         folder = cache / f"{source.name}-{split}-{length}-{how}-{fingerprint[:16]}"
         if found := _open_valid(folder):
             return found
@@ -131,19 +141,6 @@ def _origin(cfg: DataConfig, source: Source) -> dict[str, Any]:
         "held_out": held_out,
         "reader": [source.corpus.form, source.text_key, formats.READERS_VERSION],
         "detokenizer": [source.corpus.detokenizer, formats.DETOKENIZERS_VERSION],
-    }
-
-
-def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-    return {
-        "format": storage.FORMAT,
-        "corpus": source.name,
-        "origin": _origin(cfg, source),
-        "tokenizer": tokenizer.fingerprint,
-        "packing": packing_name(tokenizer) if source.holds_pairs else cfg.packing if cfg.wrap else "unwrapped",
-        "length": source.stored_length(length),
-        "crop": length if source.stored_length(length) != length else 0,
-        "max_sequences": cfg.max_sequences,
     }
 
 

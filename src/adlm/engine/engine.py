@@ -18,7 +18,7 @@ from adlm.engine.blocks import Kept, block_of
 from adlm.engine.drawing import Draws, DrawSettings
 from adlm.engine.evaluator import Call, Canvases, Evaluator
 from adlm.engine.graphs import SEQUENCE_SIZES
-from adlm.engine.request import Frame, Request, Window, Windows, end_of_text, windows
+from adlm.engine.request import Frame, Request, Window, Windows, check_request, end_of_text, windows
 from adlm.engine.slots import ActiveSequence, BaseEngine
 from adlm.errors import require
 from adlm.models import Network
@@ -69,7 +69,7 @@ class Engine(BaseEngine[Canvas]):
         self.evaluator = Evaluator(model, self.schedule, slots, device, precision, compile, tau)
 
     def check(self, request: Request) -> None:
-        super().check(request)
+        check_request(request, self.model.vocab_size, self.model.mask_id, self.model.config.length)
         block_of(request, self.model)
         misfit = "" if self.model.config.causal else self.sampler(request).misfit(self.model.config)
         require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
@@ -181,19 +181,16 @@ class Engine(BaseEngine[Canvas]):
 
     def evaluate(self, chosen: list[int]) -> None:
         matched = {i for i in chosen if self.active(i).request.constraint is not None}
-        for alike in ([i for i in chosen if i not in matched], sorted(matched)):
-            self.evaluate_alike(alike)
-
-    def evaluate_alike(self, chosen: list[int]) -> None:
-        """All of `chosen` are constrained, or none is."""
-        lengths = {i: len(self.active(i).window.tokens) for i in chosen if not self.active(i).block}
-        for length in sorted(set(lengths.values())):
-            group = [i for i in chosen if lengths.get(i) == length]
-            canvases = [self.active(i) for i in group]
-            self.settle(group, canvases, self.evaluator.evaluate(self.call(group, canvases, length), reads(canvases)))
-        blocks = [i for i in chosen if self.slots[i] is not None and i not in lengths]
-        if blocks:
-            self.evaluate_blocks(blocks)
+        for alike in ([i for i in chosen if i not in matched], sorted(matched)):  # all are constrained, or none is
+            lengths = {i: len(self.active(i).window.tokens) for i in alike if not self.active(i).block}
+            for length in sorted(set(lengths.values())):
+                group = [i for i in alike if lengths.get(i) == length]
+                canvases = [self.active(i) for i in group]
+                predicted = self.evaluator.evaluate(self.call(group, canvases, length), reads(canvases))
+                self.settle(group, canvases, predicted)
+            blocks = [i for i in alike if self.slots[i] is not None and i not in lengths]
+            if blocks:
+                self.evaluate_blocks(blocks)
 
     def evaluate_blocks(self, group: list[int]) -> None:
         starts = {i: self.active(i).start for i in group}

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adlm.models.blockwise import Mask, attend_by_tiles
 from adlm.models.layers import (
+    Modulation,
     Norm,
     Rotary,
     TimeEmbedding,
@@ -256,17 +257,19 @@ class Stack(nn.Module):
             else:
                 stream = block(stream, own)
         (final,) = modulations(self.modulation, context.c_BC, 1, parts=2)
-        if at_N is not None:
-            final = modulation_at(final, at_N, L)
-        x_BLD = stream.total()
-        h_BLD = self.norm(x_BLD) if final is None else final.apply(self.norm(x_BLD))
-        return Features(x_BLD, h_BLD.to(x_BLD.dtype))
+        return self.finish(stream, final if at_N is None else modulation_at(final, at_N, L))  # type: ignore[arg-type]
 
     def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[None]:
         """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""
         if not (self.training and self.dropout and device.type == "cuda"):
             return [None] * len(self.blocks)
         return draw_keys(len(self.blocks), device)
+
+    def finish(self, stream: ResidualStream, final: Modulation | None) -> Features:
+        """Add the pending residual and normalise for a head."""
+        x_BLD = stream.total()
+        h_BLD = self.norm(x_BLD) if final is None else final.apply(self.norm(x_BLD))
+        return Features(x_BLD, h_BLD.to(x_BLD.dtype))
 
 
 def draw_keys(blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

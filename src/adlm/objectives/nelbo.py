@@ -39,7 +39,7 @@ class Noised:
     def __init__(self, sequences: Sequences, t_B: Tensor, u_BL: Tensor, schedule: Schedule, T: int, mask_id: int):
         self.sequences, self.t_B = sequences, t_B
         alpha_t_B = self.alpha_t_B = schedule.alpha(t_B)
-        self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B, mask_id)
+        self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B[:, None], mask_id)
         # not z == mask: a clean sequence may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
         sigma_B = schedule.sigma(t_B)
