@@ -103,11 +103,10 @@ class Batches:
         """This rank's examples of the global batch that begins with example `first`: a contiguous part, as large as
         any other or larger or smaller by one."""
         size = self.size(first)
-        require(size > 0, f"train.global_batch_size={size} must be positive")
-        require(
-            size >= self.world,
-            f"train.global_batch_size={size} leaves nothing to do for some of {self.world} processes",
-        )
+        if size <= 0:
+            raise ValueError(f"train.global_batch_size={size} must be positive")
+        if size < self.world:
+            raise ValueError(f"train.global_batch_size={size} leaves nothing to do for some of {self.world} processes")
         return range(first + size * self.rank // self.world, first + size * (self.rank + 1) // self.world)
 
     def read(self, first: int) -> Batch:

@@ -40,16 +40,16 @@ from adlm.tables import CORPORA
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "train") -> Blocks:
     """The sequences of one split, from the cache if they are there and valid, else built now."""
-    if prepared_folder(cfg, split):
-        return _open_prepared(cfg, tokenizer, length, split)
+    if folder := prepared_folder(cfg, split):
+        return _open_prepared(folder, tokenizer, length)
     source = resolve(cfg, split)
     require(
         cfg.wrap or not source.corpus.crop,
         f"data.name={source.name} takes windows of full sequences: it needs data.wrap=true",
     )
     packing.payload(length)
-    with cache_errors(cache_folder(cfg)):
-        cache = cache_folder(cfg)
+    cache = cache_folder(cfg)
+    with cache_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         how = packing_name(tokenizer) if source.holds_pairs else cfg.packing if cfg.wrap else "unwrapped"
         stored = source.stored_length(length)
@@ -272,9 +272,7 @@ def _open_valid(folder: Path) -> Blocks | None:
         return None
 
 
-def _open_prepared(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str) -> Blocks:
-    folder = prepared_folder(cfg, split)
-    assert folder is not None
+def _open_prepared(folder: Path, tokenizer: Tokenizer, length: int) -> Blocks:
     try:
         found = Blocks(folder)
     except Corrupt as problem:

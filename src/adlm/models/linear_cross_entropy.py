@@ -16,8 +16,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adlm.errors import require
-
 # Elements of one chunk of logits: large enough for full-speed matrix products, small beside the activations.
 CHUNK_ELEMENTS = {"cuda": 2**28, "cpu": 2**24}
 # Matrix products on the GPU want aligned columns; 50258 is only even.
@@ -201,13 +199,11 @@ def linear_nll(hidden_ND: Tensor, head: Head, targets_N: Tensor, exclude: int | 
 def check_shapes(h_ND: Tensor, head: Head, target_N: Tensor, weight_N: Tensor) -> None:
     """Check shapes only: reading values would make the host wait for the device."""
     weight_VD, bias_V = head.weight, head.bias
-    require(
-        h_ND.ndim == 2 and weight_VD.ndim == 2 and h_ND.shape[1] == weight_VD.shape[1],
-        f"hidden {tuple(h_ND.shape)} and weight {tuple(weight_VD.shape)} must be [N, D] and [V, D]",
-    )
-    N, V = h_ND.shape[0], weight_VD.shape[0]
-    require(
-        tuple(target_N.shape) == (N,) and len(weight_N) == N,
-        f"targets {tuple(target_N.shape)} and weights {tuple(weight_N.shape)} must both be [{N}], one per hidden state",
-    )
-    require(bias_V is None or bias_V.shape == (V,), f"bias must be [{V}] or None")
+    if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1]:
+        raise ValueError(f"hidden {tuple(h_ND.shape)} and weight {tuple(weight_VD.shape)} must be [N, D] and [V, D]")
+    N, V, targets = h_ND.shape[0], weight_VD.shape[0], tuple(target_N.shape)
+    if targets != (N,) or len(weight_N) != N:
+        weights = tuple(weight_N.shape)
+        raise ValueError(f"targets {targets} and weights {weights} must both be [{N}], one per hidden state")
+    if bias_V is not None and bias_V.shape != (V,):
+        raise ValueError(f"bias must be [{V}] or None")

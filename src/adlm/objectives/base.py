@@ -88,7 +88,7 @@ class CorruptedBatch(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the network reads beside tokens and noise level."""
+        """What the network reads beside tokens and noise level: nothing more where it knows no blocks."""
         return {} if self.block_B is None else {"block_B": self.block_B}
 
 
