@@ -186,8 +186,7 @@ class Engine(BaseEngine[Canvas]):
             for length in sorted(set(lengths.values())):
                 group = [i for i in alike if lengths.get(i) == length]
                 canvases = [self.active(i) for i in group]
-                predicted = self.evaluator.evaluate(self.call(group, canvases, length), reads(canvases))
-                self.settle(group, canvases, predicted)
+                self.take_event(group, canvases, self.call(group, canvases, length))
             blocks = [i for i in alike if self.slots[i] is not None and i not in lengths]
             if blocks:
                 self.evaluate_blocks(blocks)
@@ -202,7 +201,7 @@ class Engine(BaseEngine[Canvas]):
         slot_N = np.repeat(np.array(drawing, dtype=np.int64), [len(p) for p in places])
         draws = draws_of(drawing, canvases, places)
         call = Call(reading, t_B, masks(drawing, canvases), np.stack([slot_N] * 2), draws, matches)
-        self.settle(drawing, canvases, self.evaluator.evaluate(call, reads(canvases)))
+        self.take_event(drawing, canvases, call)
 
     def call(self, group: list[int], canvases: list[Canvas], length: int) -> Call:
         """The network call of a group of canvases, as arrays."""
@@ -245,8 +244,10 @@ class Engine(BaseEngine[Canvas]):
         at = start - len(window.before) + window.at
         return Match(span, tokens[start:stop], masked, np.isin(masked + at, canvas.event.draw)), at
 
-    def settle(self, group: list[int], canvases: list[Canvas], predicted: Prediction) -> None:
-        """After an evaluation: go on to the next event of each slot, to its next window, or end it."""
+    def take_event(self, group: list[int], canvases: list[Canvas], call: Call) -> None:
+        """Run the call, and tell the samplers what they read of it; then go on to the next event of each slot, to its
+        next window, or end it."""
+        predicted = self.evaluator.evaluate(call, frozenset(c.sampler.reads for c in canvases) - {""})
         shown, filled, asked, b = [], [], [], 0
         for i, canvas in zip(group, canvases):
             canvas.nfe += 2 if canvas.guided else 1
@@ -341,11 +342,6 @@ def most_evaluations(request: Request, model: Network, schedule: Schedule) -> in
         each = [steps * (n > 0) for n in holes]
     windows = 1 + max(0, -(-(len(request.tokens) - model.config.length) // s.stride)) if s.stride else 1
     return sum(each) * windows
-
-
-def reads(canvases: list[Canvas]) -> frozenset[str]:
-    """What the samplers ask to be told after the next event."""
-    return frozenset(c.sampler.reads for c in canvases) - {""}
 
 
 def masks(group: list[int], canvases: list[Canvas]) -> np.ndarray:
