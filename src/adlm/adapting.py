@@ -20,9 +20,9 @@ from adlm.errors import require
 from adlm.io.export import CONFIG, TOKENIZER, Loaded, describe, save_folder
 from adlm.io.load import load_checkpoint, locate
 from adlm.models import build_model
+from adlm.models.network import parameter_count
 from adlm.schema import Config, ModelConfig
 from adlm.training.loop import farewell, train
-from adlm.training.setup import parameter_count
 
 BLOCK_LENGTH = "16,1,4,64,0"
 """One model for all block lengths, 16 its own."""

@@ -135,12 +135,10 @@ def refuse_unread(name: str, command: Command, key: str) -> None:
         return
     ruling = command.ruled.get(key)
     require(ruling is None, f"{key}: `adlm {name}` does not read this key; {ruling} rules in its place")
-    read = command.read_keys
-    same = [k for k in read if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    require(
-        key in read,
-        f"{key}: `adlm {name}` does not read this key{nearest(key, same)}; `adlm {name} --help` lists those it reads",
-    )
+    if key not in command.read_keys:
+        same = [k for k in command.read_keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
+        hint = f"{nearest(key, same)}; `adlm {name} --help` lists those it reads"
+        raise ValueError(f"{key}: `adlm {name}` does not read this key{hint}")
 
 
 def _sort(command: Command, argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

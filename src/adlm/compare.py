@@ -30,9 +30,10 @@ from adlm.config.keys import group_choices
 from adlm.errors import choose, require
 from adlm.evaluation import write_result
 from adlm.evaluation.comparison import REFERENCE, Comparison, Entry, report
-from adlm.evaluation.perplexity import measure, token_counts
+from adlm.evaluation.perplexity import measure, scored_spans
 from adlm.io.load import load_checkpoint
 from adlm.io.paths import writable_folder, write_atomically
+from adlm.models.network import parameter_count
 from adlm.schema import Config
 from adlm.training import setup
 from adlm.training.loop import command_line, train
@@ -247,7 +248,7 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
     loaded = load_checkpoint(run, cfg.eval.ema, ranks.device)
     ((kind, estimate),) = measure(loaded, data.valid, cfg.eval, ranks).items()
     assert estimate.row_nats is not None
-    counts_N = token_counts(data.valid, estimate.rows, kind == "exact")
+    begin_N, end_N = scored_spans(data.valid, estimate.rows, int(kind == "exact"))
     flops = setup.training_flops(cfg, setup.objective_for(cfg, data), data)
     events = read_metrics(run)
     speeds = [event["tokens_per_s"] for event in events if event["kind"] == "train"]
@@ -256,8 +257,8 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
         kind,
         estimate.as_dict(),
         estimate.row_nats.tolist(),
-        counts_N.tolist(),
-        setup.parameter_count(loaded.model),
+        (end_N - begin_N).tolist(),
+        parameter_count(loaded.model),
         flops,
         max(speeds, default=math.nan),
         cfg.train.steps * cfg.train.global_batch_size * cfg.model.length,

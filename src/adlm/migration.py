@@ -233,7 +233,9 @@ def migrate(
     are both given, today's counts.
     """
     saved = groups is None
-    deep = [key for key, value in settings.items() if any(isinstance(v, list | dict) for v in _items(value))]
+    # Earlier versions had lists of single values.
+    items = {key: value if isinstance(value, list) else [value] for key, value in settings.items()}
+    deep = [key for key, values in items.items() if any(isinstance(v, list | dict) for v in values)]
     require(not deep, f"{source}: {', '.join(deep)[:200]} must be single values")
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
     require(
@@ -358,11 +360,6 @@ def migrate_tree(config: dict[str, Any], source: str, resumed: Collection[str] =
         else:
             tree[section] = value
     return tree
-
-
-def _items(value: Any) -> list[Any]:
-    """What a setting consists of: earlier versions had lists of single values."""
-    return value if isinstance(value, list) else [value]
 
 
 def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:

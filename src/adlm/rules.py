@@ -92,7 +92,8 @@ class Numbers:
     def check(self, key: str, value: Any) -> None:
         words = value.split(",") if value else []
         fits = all(word.strip().isascii() and word.strip().isdigit() and int(word) >= self.low for word in words)
-        require(fits, f"{key}={value!r} must be {self}")
+        if not fits:
+            raise ValueError(f"{key}={value!r} must be {self}")
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -144,14 +144,10 @@ class ModelConfig:
 
     @property
     def block_lengths(self) -> tuple[int, ...]:
-        """The block lengths K that the model is trained for, its own first; empty: the whole sequence, always."""
+        """The block lengths K that the model is trained for, first that of bounds and generation unless another one is
+        asked for; empty: the whole sequence, always."""
         found = numbers(self.block_length)
         return tuple(min(K or self.length, self.length) for K in found) if any(found) else ()
-
-    @property
-    def own_block_length(self) -> int:
-        """The block length K of bounds and generation, unless another one is asked for."""
-        return self.block_lengths[0] if self.block_lengths else self.length
 
 
 @dataclass

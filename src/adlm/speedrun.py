@@ -15,6 +15,7 @@ import torch
 from adlm.errors import require
 from adlm.evaluation import versions
 from adlm.io.paths import write_atomically
+from adlm.models.network import parameter_count
 from adlm.schema import Config
 from adlm.training import setup
 from adlm.training.loop import command_line, train
@@ -63,7 +64,7 @@ def check_rules(cfg: Config) -> None:
 
 def parameters(cfg: Config, data: setup.Data) -> int:
     with torch.device("meta"):
-        return setup.parameter_count(setup.build_model(cfg.model, data.tokenizer.vocab_size, data.tokenizer.mask_id))
+        return parameter_count(setup.build_model(cfg.model, data.tokenizer.vocab_size, data.tokenizer.mask_id))
 
 
 def read_record(events: list[dict[str, Any]], cfg: Config) -> dict[str, Any]:

@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def installed(group: str) -> tuple["EntryPoint", ...]:
-    """Entry points `adlm.<group>` of other packages."""
-    return tuple(e for e in _ours() if e.group == f"adlm.{group}")
-
-
-@functools.cache
-def _ours() -> tuple["EntryPoint", ...]:
-    # Read once for all groups, and not for `adlm --help`: a search of the whole environment takes some 20 ms.
+def installed() -> tuple["EntryPoint", ...]:
+    """Entry points of the groups `adlm.*`, of any package. Read once for all groups, and not for `adlm --help`: a
+    search of the whole environment takes some 20 ms."""
     from importlib.metadata import distributions
 
     return tuple(e for d in distributions() for e in d.entry_points if e.group.startswith("adlm."))
@@ -51,7 +46,8 @@ class Table(Mapping[str, str]):
     @functools.cached_property
     def targets(self) -> dict[str, str]:
         """Our own entries, then those of installed packages, which never replace ours."""
-        return self.entries | {e.name: e.value for e in installed(self.group) if e.name not in self.entries}
+        others = {e.name: e.value for e in installed() if e.group == f"adlm.{self.group}"}
+        return self.entries | {name: place for name, place in others.items() if name not in self.entries}
 
     def __getitem__(self, name: str) -> str:
         return self.targets[name]
@@ -108,7 +104,9 @@ class Group(Collection[str]):
 def config_folders() -> tuple[Path, ...]:
     """Folders of YAML groups: ours, then configs/ of the packages named by entry points `adlm.configs`."""
     found = [Path(__file__).parent / "configs"]
-    for entry in installed("configs"):
+    for entry in installed():
+        if entry.group != "adlm.configs":
+            continue
         # Found without importing the package, which may load torch.
         spec = importlib.util.find_spec(entry.value.partition(".")[0])
         places = spec.submodule_search_locations if spec else None

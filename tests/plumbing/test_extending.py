@@ -19,12 +19,10 @@ TABLES = (tables.OBJECTIVES, tables.ANCHOR_RULES, tables.SCHEDULES, tables.SAMPL
 def installed():
     """As if the package of tests/support/foreign.py were installed."""
 
-    def entry_points(group):
-        found = foreign.ENTRY_POINTS.get(f"adlm.{group}", {})
-        return [EntryPoint(name, value, f"adlm.{group}") for name, value in found.items()]
-
+    groups = foreign.ENTRY_POINTS.items()
+    found = [EntryPoint(name, value, group) for group, named in groups for name, value in named.items()]
     patch = pytest.MonkeyPatch()
-    patch.setattr(tables, "installed", entry_points)
+    patch.setattr(tables, "installed", lambda: found)
     for table in TABLES:
         table.__dict__.pop("targets", None)
     yield

@@ -25,7 +25,7 @@ def check_draws(V: int, device: str, N: int = 48, seed: int = 0) -> None:
         ints = torch.stack([slot, position, request, step, top_k, pick(0, 0, 1).long()]).to(device)
         floats = torch.stack([pick(0, 1e-39, 0.5, 1, 1.7), pick(0.1, 0.5, 0.9, 1), pick(0, 0.05)]).to(device)
         logits, banned, tokens = logits.to(device), banned.to(device), torch.arange(V, device=device)
-        plain = draw(lambda x: x, logits, banned, tokens, ints, floats, Filters(True, True, True, True))
+        plain = draw(lambda x: x, banned, tokens, logits, ints, floats, Filters(True, True, True, True))
         token, log_p = draw_rows(logits, banned, ints, floats)
         same = (log_p.isfinite() == plain.log_p.isfinite()).all(-1)
         # a float32 quotient or exponential rounded another way can move an edge: on a GPU, in a row at most

@@ -159,15 +159,6 @@ def load_any(
     return load_checkpoint(source, ema, pick_device(device), tokenizer, root, revision)
 
 
-def texts_of(text: str | Words) -> list[str]:
-    """One text, or those of a list."""
-    if isinstance(text, str):
-        return [text]
-    listed = isinstance(text, Iterable) and not isinstance(text, bytes)
-    require(listed, f"text must be a text or a list of texts, got {text!r:.60}")
-    return list(text)
-
-
 def path_given(what: str, value: Any) -> Path:
     """A path from Python; anything but a text or a path is refused."""
     require(isinstance(value, (str, os.PathLike)), f"{what} must be a path, got {value!r:.60}")
@@ -223,7 +214,10 @@ class LanguageModel:
         """
         with python_words():
             n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])
-            requests = [self.checked_request(one, **settings) for one in texts_of(text)]
+            listed = isinstance(text, Iterable) and not isinstance(text, bytes)
+            require(listed, f"text must be a text or a list of texts, got {text!r:.60}")
+            texts = [text] if isinstance(text, str) else text
+            requests = [self.checked_request(one, **settings) for one in texts]
         asked = (replace(request, seed=request.seed + i) for request in requests for i in range(n))
         if not requests:
             return []

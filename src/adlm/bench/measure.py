@@ -31,7 +31,7 @@ from adlm.io.paths import pick_device
 from adlm.models import Network, build_model
 from adlm.models.backends import peak_flops
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
-from adlm.models.network import count_flops
+from adlm.models.network import count_flops, parameter_count
 from adlm.objectives import CorruptedBatch, make_objective
 from adlm.samplers.base import make_sampler, with_sampler
 from adlm.samplers.scheduled import Scheduled
@@ -40,7 +40,7 @@ from adlm.training.batches import corrupted_batches, on_device
 from adlm.training.metrics import peak_memory_gib
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
-from adlm.training.setup import parameter_count, text_like
+from adlm.training.setup import text_like
 
 BATCHES = 8  # different ones, in turn
 # Steps (train) or network evaluations (sample) before the clock starts, and steps of the reference that are timed.

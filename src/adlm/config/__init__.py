@@ -52,7 +52,8 @@ def load(
     trained with settings that fit its size and this machine (owntext.py), and data.path alone means it.
     """
     given = _today(argv)
-    cfg = _build(_fitted(given, world_size) if own_text else given, world_size, run_folder)
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    cfg = _build(_fitted(given, ranks) if own_text else given, ranks, run_folder)
     for key in given:
         check_key(key)
     return cfg
@@ -65,7 +66,8 @@ def load_sweep(
     once, checked, in the order typed. The Config has the first."""
     given = _today(argv)
     columns = [[(key, word) for word in _words(key, text)] for key, text in given.items()]
-    found = [_build(dict(line), None, run_folder=False) for line in itertools.product(*columns)]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    found = [_build(dict(line), ranks, run_folder=False) for line in itertools.product(*columns)]
     for key in given:
         check_key(key)
     settings: list[SamplingConfig] = []
@@ -107,16 +109,22 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
     return today
 
 
-def _build(given: dict[str, str], world_size: int | None, run_folder: bool) -> Config:
-    ranks = _ranks(world_size)
+def _build(given: dict[str, str], ranks: int, run_folder: bool) -> Config:
+    """What is given, on top of the groups, and the settings that follow from others; checked."""
     cfg, chosen = _composed(given)
-    _derive(cfg, chosen, ranks, run_folder)
+    if cfg.algo in MATCHED:
+        cfg.model.n_blocks += cfg.model.n_denoiser_blocks
+        cfg.model.n_denoiser_blocks = 0
+    if not cfg.train.batch_size:
+        cfg.train.batch_size = cfg.train.at_once(ranks)
+    if run_folder and not cfg.out:
+        label = f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
+        if chosen["task"] != "None":
+            base = cfg.reason.base.rstrip("/").rsplit("/", 1)[-1] or chosen["model"]
+            label = f"{cfg.reason.method}-{chosen['task']}-{base}"
+        cfg.out = f"runs/{label if chosen['experiment'] == 'None' else chosen['experiment']}"
     check(cfg, ranks)
     return cfg
-
-
-def _ranks(world_size: int | None) -> int:
-    return int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
 
 
 def _composed(given: dict[str, str]) -> tuple[Config, dict[str, str]]:
@@ -141,7 +149,7 @@ def _groups(given: dict[str, str]) -> dict[str, str]:
     return {key: choose(key, text, group_choices(key)) for key, text in given.items() if key in GROUPS}
 
 
-def _fitted(given: dict[str, str], world_size: int | None) -> dict[str, str]:
+def _fitted(given: dict[str, str], ranks: int) -> dict[str, str]:
     """`given` with settings that fit one's own text below it; unchanged for another corpus. An experiment has settings
     of its own. A run that has begun keeps what was chosen then: text and machine may have changed since."""
     if given.get("data.path") and not given.keys() & {"data", "data.name"}:
@@ -162,7 +170,7 @@ def _fitted(given: dict[str, str], world_size: int | None) -> dict[str, str]:
                 chosen[key] = str(saved.get(key, value))
         return _composed(chosen | given)[0]
 
-    cfg = answer(owntext.shape(size, device, _ranks(world_size)))
+    cfg = answer(owntext.shape(size, device, ranks))
     cfg = answer(owntext.run_length(cfg, size, device))
     answer(owntext.schedule(cfg, size))
     return chosen | given
@@ -232,21 +240,6 @@ def _assign(cfg: Config, values: dict[str, Any]) -> None:
         for section in sections:
             owner = getattr(owner, section)
         setattr(owner, name, value)
-
-
-def _derive(cfg: Config, chosen: dict[str, str], ranks: int, run_folder: bool) -> None:
-    """Fill in the settings that follow from others, all in this one place."""
-    if cfg.algo in MATCHED:
-        cfg.model.n_blocks += cfg.model.n_denoiser_blocks
-        cfg.model.n_denoiser_blocks = 0
-    if not cfg.train.batch_size:
-        cfg.train.batch_size = cfg.train.at_once(ranks)
-    if run_folder and not cfg.out:
-        label = f"{cfg.algo}-{cfg.data.name}-{chosen['model']}"
-        if chosen["task"] != "None":
-            base = cfg.reason.base.rstrip("/").rsplit("/", 1)[-1] or chosen["model"]
-            label = f"{cfg.reason.method}-{chosen['task']}-{base}"
-        cfg.out = f"runs/{label if chosen['experiment'] == 'None' else chosen['experiment']}"
 
 
 # ---- saved settings -------------------------------------------------------------------------------------------------

@@ -55,34 +55,19 @@ class Blocks:
         self.folder = Path(folder)
         self.manifest: dict[str, Any] = _read_manifest(self.folder)
         _check(self.folder, self.manifest, check_all)
-        shape = (self.manifest["rows"], self.manifest["length"])
-        self.tokens = np.memmap(self.folder / "rows.bin", dtype=self.manifest["dtype"], mode="r", shape=shape)
-        self.lengths = self._numbers(LENGTHS)
-        """Real tokens of each sequence; None: all are full."""
-        self.starts = self._numbers(STARTS)
-        """Where the answer of each sequence begins; None: there are no prompts."""
-
-    def _numbers(self, name: str) -> np.ndarray | None:
-        known = name in self.manifest["small_files"]
-        return _read_numbers(self.folder, name, *self.tokens.shape) if known else None
-
-    @property
-    def fingerprint(self) -> str:
-        return self.manifest["fingerprint"]
-
-    @property
-    def length(self) -> int:
+        self.fingerprint: str = self.manifest["fingerprint"]
+        self.bos_id: int = self.manifest["bos_id"]
+        self.length: int = self.manifest["length"]
         """Tokens of a stored sequence."""
-        return self.manifest["length"]
-
-    @property
-    def crop(self) -> int:
+        self.crop: int = self.manifest["crop"]
         """Length of the random window that training takes of a sequence; 0: sequences are used whole."""
-        return self.manifest["crop"]
-
-    @property
-    def bos_id(self) -> int:
-        return self.manifest["bos_id"]
+        shape = (self.manifest["rows"], self.length)
+        self.tokens = np.memmap(self.folder / "rows.bin", dtype=self.manifest["dtype"], mode="r", shape=shape)
+        small = {name: _read_numbers(self.folder, name, *shape) for name in self.manifest["small_files"]}
+        self.lengths = small.get(LENGTHS)
+        """Real tokens of each sequence; None: all are full."""
+        self.starts = small.get(STARTS)
+        """Where the answer of each sequence begins; None: there are no prompts."""
 
     def __len__(self) -> int:
         return self.manifest["rows"]

@@ -43,13 +43,9 @@ def plain_name(path: Path) -> str:
     return path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
 
 
-def require_exists(path: Path, key: str) -> None:
-    require(path.exists(), f"{key}={str(path)!r} does not exist")
-
-
 def files_under(path: Path, key: str = "data.path") -> list[Path]:
     """The file itself, or every readable file of a folder in a fixed order."""
-    require_exists(path, key)
+    require(path.exists(), f"{key}={str(path)!r} does not exist")
     if path.is_file():
         return [path]
     found = [

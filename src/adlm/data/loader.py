@@ -52,15 +52,14 @@ class SequenceOrder:
 
 def mix(key: np.ndarray | np.uint64, value: np.ndarray | np.uint64) -> np.ndarray:
     """64 well-mixed bits of two numbers (the finaliser of SplitMix64, twice)."""
+    z = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        return _finalise(_finalise(np.asarray(key, dtype=np.uint64)) + np.asarray(value, dtype=np.uint64))
-
-
-def _finalise(z: np.ndarray) -> np.ndarray:
-    z = z + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+        for number in (key, value):
+            z = z + np.asarray(number, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z = z ^ (z >> np.uint64(31))
+    return z
 
 
 class Batch(NamedTuple):
@@ -104,11 +103,10 @@ class Batches:
         """This rank's examples of the global batch that begins with example `first`: a contiguous part, as large as
         any other or larger or smaller by one."""
         size = self.size(first)
-        require(size > 0, f"train.global_batch_size={size} must be positive")
-        require(
-            size >= self.world,
-            f"train.global_batch_size={size} leaves nothing to do for some of {self.world} processes",
-        )
+        if size <= 0:
+            raise ValueError(f"train.global_batch_size={size} must be positive")
+        if size < self.world:
+            raise ValueError(f"train.global_batch_size={size} leaves nothing to do for some of {self.world} processes")
         return range(first + size * self.rank // self.world, first + size * (self.rank + 1) // self.world)
 
     def read(self, first: int) -> Batch:

@@ -43,20 +43,30 @@ FIRST_NAMES = {"documents": "unwrapped"}
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "train") -> Blocks:
     """The sequences of one split, from the cache if they are there and valid, else built now."""
-    if prepared_folder(cfg, split):
-        return _open_prepared(cfg, tokenizer, length, split)
+    if folder := prepared_folder(cfg, split):
+        return _open_prepared(folder, tokenizer, length)
     source = resolve(cfg, split)
     require(
         cfg.packing != "documents" or not source.corpus.crop,
         f"data.name={source.name} takes windows of full sequences: it needs data.packing=stream",
     )
     packing.payload(length)
-    with cache_errors(cache_folder(cfg)):
-        cache = cache_folder(cfg)
+    cache = cache_folder(cfg)
+    with cache_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        recipe = _recipe(cfg, source, tokenizer, length)
+        how = packing_name(tokenizer) if source.holds_pairs else FIRST_NAMES.get(cfg.packing, cfg.packing)
+        stored = source.stored_length(length)
+        recipe = {
+            "format": storage.FORMAT,
+            "corpus": source.name,
+            "origin": _origin(cfg, source),
+            "tokenizer": tokenizer.fingerprint,
+            "packing": how,
+            "length": stored,
+            "crop": length if stored != length else 0,
+            "max_sequences": cfg.max_sequences,
+        }
         fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        how = recipe["packing"]
         folder = cache / f"{source.name}-{split}-{length}-{how}-{fingerprint[:16]}"
         if found := _open_valid(folder):
             return found
@@ -134,19 +144,6 @@ def _origin(cfg: DataConfig, source: Source) -> dict[str, Any]:
         "held_out": held_out,
         "reader": [source.corpus.form, source.text_key, formats.READERS_VERSION],
         "detokenizer": [source.corpus.detokenizer, formats.DETOKENIZERS_VERSION],
-    }
-
-
-def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-    return {
-        "format": storage.FORMAT,
-        "corpus": source.name,
-        "origin": _origin(cfg, source),
-        "tokenizer": tokenizer.fingerprint,
-        "packing": packing_name(tokenizer) if source.holds_pairs else FIRST_NAMES.get(cfg.packing, cfg.packing),
-        "length": source.stored_length(length),
-        "crop": length if source.stored_length(length) != length else 0,
-        "max_sequences": cfg.max_sequences,
     }
 
 
@@ -274,9 +271,7 @@ def _open_valid(folder: Path) -> Blocks | None:
         return None
 
 
-def _open_prepared(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str) -> Blocks:
-    folder = prepared_folder(cfg, split)
-    assert folder is not None
+def _open_prepared(folder: Path, tokenizer: Tokenizer, length: int) -> Blocks:
     try:
         found = Blocks(folder)
     except Corrupt as problem:

@@ -172,7 +172,6 @@ def resolve(cfg: DataConfig, split: str) -> Source:
 
 def _at(path: Path, source: Source, key: str, whole: bool) -> Source:
     """The files of a split at `path`: those whose published names say so, else everything there is."""
-    formats.require_exists(path, key)
     named = source.corpus.files.get(source.split, ())
     if path.is_file():
         files = [path]

@@ -28,7 +28,7 @@ def check_part(found: Any, part: str, source: str) -> None:
     require(len(steps) <= 100, f"{wrong}has {len(steps)} steps")
     for step in steps:
         texts = [step.get(key, "") for key in ("type", "prepend", "content")]
-        require(all(map(is_text, texts)), f"{wrong}has a type, prepend or content that is no text")
+        require(all(isinstance(text, str) for text in texts), f"{wrong}has a type, prepend or content that is no text")
         choose(wrong.strip(), texts[0], PARTS[part])
         require("precompiled_charsmap" not in step, f"{wrong}has a map of its own")
         require(len(texts[1]) <= 16, f"{wrong}puts a long text before every text")
@@ -43,10 +43,6 @@ def check_part(found: Any, part: str, source: str) -> None:
         if "stop" in step or "start" in step:
             require(step.get("stop") == 0 and step.get("start") in range(17), f"{wrong}strips more than it can")
     require(growth <= LONGEST_GROWTH, f"{wrong}makes a text up to {growth:.3g} times longer, at most {LONGEST_GROWTH}")
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _shortest_match(pattern: Any, wrong: str) -> int:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from adlm.data import hub
-from adlm.data.tokenizer_checks import PARTS, check_part, is_text
+from adlm.data.tokenizer_checks import PARTS, check_part
 from adlm.errors import choose, require
 from adlm.io.paths import check_object, parse_json, path_of, read_regular
 from adlm.schema_commands import GPT2_VOCABULARY
@@ -283,7 +283,8 @@ def tokenizer_from(data: bytes, name: str, source: str, without: dict[str, Any] 
     not_one = f"{source} is not a tokenizer.json: it"
     found = check_object(parse_json(data, source), {"model": dict}, {"added_tokens": list}, not_one)
     added = found.get("added_tokens") or []
-    contents = [str(token["content"]) for token in added if isinstance(token, dict) and is_text(token.get("content"))]
+    every = [token.get("content") for token in added if isinstance(token, dict)]
+    contents = [content for content in every if isinstance(content, str)]
     fits = len(contents) == len(added) <= 20_000 and all(len(content) <= 1000 for content in contents)
     require(fits and sum(map(len, contents)) <= 2**20, f"{source}: added_tokens is not a list of tokens")
     for part in PARTS:

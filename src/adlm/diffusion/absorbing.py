@@ -32,10 +32,11 @@ def _number(x: Number) -> Tensor:
 
 def mask_tokens(x0: Tensor, u: Tensor, alpha_t: Number, mask_id: int) -> Tensor:
     """Eq. 1: z_t keeps the token of x0 with probability alpha_t, else becomes the mask; `u` holds uniforms like x0."""
-    require(u.shape == x0.shape, f"u must have the shape of x0, {tuple(x0.shape)}, got {tuple(u.shape)}")
+    if u.shape != x0.shape:
+        raise ValueError(f"u must have the shape of x0, {tuple(x0.shape)}, got {tuple(u.shape)}")
     if isinstance(alpha_t, Tensor):
         check_range("alpha_t", alpha_t, 0.0, 1.0)
-    return torch.where(u < _column(alpha_t, x0), x0, mask_id)
+    return torch.where(u < alpha_t, x0, mask_id)
 
 
 def sigma_max(alpha_s: Number, alpha_t: Number) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor
 from adlm import tables
 from adlm.diffusion import check_range
 from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.errors import require
 from adlm.schema import NoiseConfig
 
 LEAST_VISIBLE = 1e-9
@@ -163,7 +162,8 @@ def mask_fraction(t: Tensor, schedule: Schedule) -> Tensor:
 
 def draw_times(seed: int, counter: int, example_B: Tensor, total: int) -> Tensor:
     """Stratified times in [0, 1), float64, one per example; `counter` separates steps or draws."""
-    require(total >= 1, f"total must be a positive number of examples, got {total}")
+    if total < 1:
+        raise ValueError(f"total must be a positive number of examples, got {total}")
     u_B = uniforms(seed, Stream.TIME, counter, example_B)
     slice_B = strata(total, example_B.device)[example_B]
     return torch.remainder((slice_B + u_B) / total, 1.0)

@@ -45,36 +45,27 @@ def _signed(x: int) -> int:
 _GOLDEN, _MIX_1, _MIX_2 = _signed(GOLDEN), _signed(MIX_1), _signed(MIX_2)
 
 
-def _shift(x: Tensor, n: int) -> Tensor:
-    """Logical right shift: int64's own shift copies the sign bit, the mask removes the copies."""
-    return (x >> n) & ((1 << (64 - n)) - 1)
-
-
-def _mix_int(x: int) -> int:
-    x = ((x ^ (x >> 30)) * MIX_1) & WORD
-    x = ((x ^ (x >> 27)) * MIX_2) & WORD
-    return x ^ (x >> 31)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
-
-
 def _absorb(h: int | Tensor, counter: int | Tensor) -> int | Tensor:
-    """mix(h + (counter + 1) * GOLDEN): counters that differ never meet, since both maps are one-to-one."""
+    """mix(h + (counter + 1) * GOLDEN): counters that differ never meet, since both maps are one-to-one.
+
+    Ints of Python are masked to 64 bits. The shift of int64 copies the sign bit, and a mask removes the copies.
+    """
     if isinstance(h, int) and isinstance(counter, int):
-        return _mix_int((h + (counter + 1) * GOLDEN) & WORD)
-    if isinstance(h, int):
-        h = _signed(h)
+        n = (h + (counter + 1) * GOLDEN) & WORD
+        n = ((n ^ (n >> 30)) * MIX_1) & WORD
+        n = ((n ^ (n >> 27)) * MIX_2) & WORD
+        return n ^ (n >> 31)
     if isinstance(counter, int):
-        return _mix(h + _signed((counter + 1) * GOLDEN))  # type: ignore[operator]
-    if counter.dtype != torch.int64:
+        x: Tensor = h + _signed((counter + 1) * GOLDEN)  # type: ignore[assignment]
+    elif counter.dtype != torch.int64:
         raise ValueError(f"counters must be ints or int64 tensors, got {counter.dtype}")
-    # ~c = -(c + 1). Written so because the counter is often an arange: torch.compile would fold (c + 1) * GOLDEN into
-    # an index expression and compute it in 32 bits; it leaves bitwise operations alone.
-    return _mix(h - ~counter * _GOLDEN)
+    else:
+        # ~c = -(c + 1). Written so because the counter is often an arange: torch.compile would fold (c + 1) * GOLDEN
+        # into an index expression and compute it in 32 bits; it leaves bitwise operations alone.
+        x = (_signed(h) if isinstance(h, int) else h) - ~counter * _GOLDEN
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def hash_counters(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -99,19 +90,17 @@ def fold(seed: int, *counters: int) -> int:
     return h >> 1
 
 
-def to_unit(bits: Tensor) -> Tensor:
-    """Float64 in (0, 1) from the top 52 bits; the half keeps 0 and 1 out, so that log(-log(u)) is finite."""
-    return (_shift(bits, 12).double() + 0.5) * 2.0**-52
-
-
 def uniforms(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Float64 uniforms in (0, 1). By convention the first counter is a `Stream`."""
-    return to_unit(hash_counters(seed, *counters, device=device))
+    """Float64 uniforms in (0, 1), from the top 52 bits; the half keeps 0 and 1 out, so that log(-log(u)) is finite. By
+    convention the first counter is a `Stream`."""
+    bits = hash_counters(seed, *counters, device=device)
+    return (((bits >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52
 
 
 def uniforms32(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
     """Float32 uniforms in (0, 1) from the top 23 bits: enough to compare with a probability, not for Gumbel noise."""
-    return (_shift(hash_counters(seed, *counters, device=device), 41).float() + 0.5) * 2.0**-23
+    bits = hash_counters(seed, *counters, device=device)
+    return (((bits >> 41) & 0x7FFFFF).float() + 0.5) * 2.0**-23
 
 
 # For compiled kernels that wait for arithmetic: 32 bits, a third of the instructions, 2^32 numbers a key.

@@ -46,8 +46,9 @@ def shift_of(model: Network) -> int:
 
 def own_block(model: Network) -> int:
     """Length of the blocks that a model writes unless asked for others; 0: it reads canvases as a whole."""
-    own = 1 if model.config.causal else model.config.own_block_length
-    return 0 if own == model.config.length else own
+    c = model.config
+    own = 1 if c.causal else c.block_lengths[0] if c.block_lengths else c.length
+    return 0 if own == c.length else own
 
 
 def block_of(request: Request, model: Network) -> int:

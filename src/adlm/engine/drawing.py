@@ -5,6 +5,7 @@ share a piece. The pieces hold at most LOGITS_AT_ONCE logits, whatever the vocab
 fixed sizes so that each can be one CUDA graph. Padding columns belong to a slot nobody reads.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -92,6 +93,7 @@ class Draws(NamedTuple):
 
     @property
     def filters(self) -> Filters:
+        """What has to be compiled in for these draws."""
         return Filters(
             bool((self.floats[TEMPERATURE] != 1).any()),
             bool((self.ints[TOP_K] > 0).any()),
@@ -112,7 +114,7 @@ ANY = Filters()  # what a piece drawn by the kernel needs: there settings are nu
 
 
 def draw_fused(
-    head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, filters: Filters
+    head: Head, banned_SV: Tensor, token_V: Tensor, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters
 ) -> Drawn:
     """`draw` with everything after the head in one kernel."""
     from adlm.engine.kernels import draw_rows
@@ -122,7 +124,7 @@ def draw_fused(
 
 
 def draw(
-    head: Head, hidden_ND: Tensor, banned_SV: Tensor, token_V: Tensor, ints: Tensor, floats: Tensor, filters: Filters
+    head: Head, banned_SV: Tensor, token_V: Tensor, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters
 ) -> Drawn:
     """Tokens [N], and what they were drawn from [N, V]. Static shapes, no host sync."""
     logits = head(hidden_ND)
@@ -170,10 +172,7 @@ class Drawer:
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
         # the kernel needs triton, which torch's CUDA builds bring
         self.fused = graphs.on and device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        self.draw = draw_fused if self.fused else draw
-
-    def __call__(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters) -> Drawn:
-        return self.draw(self.head, hidden_ND, self.banned_SV, self.token_V, ints, floats, filters)
+        self.draw = functools.partial(draw_fused if self.fused else draw, head, self.banned_SV, self.token_V)
 
     def matching(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, own: Draws, match: Match) -> Drawn:
         """Draw the positions of one sequence so that its text can match (constrain/matching.py). The columns are all
@@ -209,10 +208,6 @@ class Drawer:
     def prediction(self, drawn: Drawn, ints: Tensor) -> Tensor:
         """Log-probabilities [N, V] before temperature and filters; banned tokens have none."""
         return drawn.logits.float().masked_fill(self.banned_SV[ints[SLOT]], -torch.inf).log_softmax(-1)
-
-    def filters(self, draws: Draws) -> Filters:
-        """What has to be compiled in for these draws."""
-        return ANY if self.fused else draws.filters
 
     def ban(self, slot: int, tokens: list[int]) -> None:
         """Exactly `tokens` and the mask are banned in `slot` from now on."""

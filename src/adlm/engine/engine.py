@@ -18,7 +18,7 @@ from adlm.engine.blocks import Kept, block_of
 from adlm.engine.drawing import Draws, DrawSettings
 from adlm.engine.evaluator import Call, Canvases, Evaluator
 from adlm.engine.graphs import SEQUENCE_SIZES
-from adlm.engine.request import Frame, Request, Window, Windows, end_of_text, windows
+from adlm.engine.request import Frame, Request, Window, Windows, check_request, end_of_text, windows
 from adlm.engine.slots import ActiveSequence, BaseEngine
 from adlm.errors import require
 from adlm.models import Network
@@ -68,7 +68,7 @@ class Engine(BaseEngine[Canvas]):
         self.evaluator = Evaluator(model, self.schedule, slots, device, precision, compile, tau)
 
     def check(self, request: Request) -> None:
-        super().check(request)
+        check_request(request, self.model.vocab_size, self.model.mask_id, self.model.config.length)
         block_of(request, self.model)
         misfit = "" if self.model.config.causal else self.sampler(request).misfit(self.model.config)
         require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
@@ -178,19 +178,15 @@ class Engine(BaseEngine[Canvas]):
 
     def evaluate(self, chosen: list[int]) -> None:
         matched = {i for i in chosen if self.active(i).request.constraint is not None}
-        for alike in ([i for i in chosen if i not in matched], sorted(matched)):
-            self.evaluate_alike(alike)
-
-    def evaluate_alike(self, chosen: list[int]) -> None:
-        """All of `chosen` are constrained, or none is."""
-        lengths = {i: len(self.active(i).window.tokens) for i in chosen if not self.active(i).block}
-        for length in sorted(set(lengths.values())):
-            group = [i for i in chosen if lengths.get(i) == length]
-            canvases = [self.active(i) for i in group]
-            self.settle(group, canvases, self.evaluator.evaluate(self.call(group, canvases, length), reads(canvases)))
-        blocks = [i for i in chosen if self.slots[i] is not None and i not in lengths]
-        if blocks:
-            self.evaluate_blocks(blocks)
+        for alike in ([i for i in chosen if i not in matched], sorted(matched)):  # all are constrained, or none is
+            lengths = {i: len(self.active(i).window.tokens) for i in alike if not self.active(i).block}
+            for length in sorted(set(lengths.values())):
+                group = [i for i in alike if lengths.get(i) == length]
+                canvases = [self.active(i) for i in group]
+                self.take_event(group, canvases, self.call(group, canvases, length))
+            blocks = [i for i in alike if self.slots[i] is not None and i not in lengths]
+            if blocks:
+                self.evaluate_blocks(blocks)
 
     def evaluate_blocks(self, group: list[int]) -> None:
         starts = {i: self.active(i).start for i in group}
@@ -202,7 +198,7 @@ class Engine(BaseEngine[Canvas]):
         slot_N = np.repeat(np.array(drawing, dtype=np.int64), [len(p) for p in places])
         draws = draws_of(drawing, canvases, places)
         call = Call(reading, t_B, masks(drawing, canvases), slot_N, draws, matches)
-        self.settle(drawing, canvases, self.evaluator.evaluate(call, reads(canvases)))
+        self.take_event(drawing, canvases, call)
 
     def call(self, group: list[int], canvases: list[Canvas], length: int) -> Call:
         """The network call of a group of canvases, as arrays."""
@@ -238,8 +234,10 @@ class Engine(BaseEngine[Canvas]):
         at = start - len(window.before) + window.at
         return Match(span, tokens[start:stop], masked, np.isin(masked + at, canvas.event.draw)), at
 
-    def settle(self, group: list[int], canvases: list[Canvas], predicted: Prediction) -> None:
-        """After an evaluation: go on to the next event of each slot, to its next window, or end it."""
+    def take_event(self, group: list[int], canvases: list[Canvas], call: Call) -> None:
+        """Run the call, and tell the samplers what they read of it; then go on to the next event of each slot, to its
+        next window, or end it."""
+        predicted = self.evaluator.evaluate(call, frozenset(c.sampler.reads for c in canvases) - {""})
         shown, filled, asked, b = [], [], [], 0
         for i, canvas in zip(group, canvases):
             canvas.nfe += 1
@@ -334,11 +332,6 @@ def most_evaluations(request: Request, model: Network, schedule: Schedule) -> in
         each = [steps * (n > 0) for n in holes]
     windows = 1 + max(0, -(-(len(request.tokens) - model.config.length) // s.stride)) if s.stride else 1
     return sum(each) * windows
-
-
-def reads(canvases: list[Canvas]) -> frozenset[str]:
-    """What the samplers ask to be told after the next event."""
-    return frozenset(c.sampler.reads for c in canvases) - {""}
 
 
 def masks(group: list[int], canvases: list[Canvas]) -> np.ndarray:

@@ -106,6 +106,7 @@ class Evaluator:
         self.graphs = Graphs(on=cuda and compile != "false")
         if compiled and self.graphs.on:
             compile_blocks(self.model)
+        self.head: Head = functools.partial(self.logits, self.model.head)
         self.drawer = Drawer(self.head, slots, model.vocab_size, self.mask_id, self.graphs, self.device)
         self.read_canvases = self.graphs.capture(self.look)
         self.write_draws = self.graphs.capture(self.draw)
@@ -119,14 +120,12 @@ class Evaluator:
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         at_BQ = None if at_BQ is None else at_BQ.to(self.network_device)
         with autocast(self.network_device, self.bf16):
-            h = self.model(tokens_BL.to(self.network_device), self.told(sigma_B), at_BQ=at_BQ)
+            told_B = sigma_B.float().to(self.network_device) if self.time_conditioned else None
+            h = self.model(tokens_BL.to(self.network_device), told_B, at_BQ=at_BQ)
         return h.denoiser_BLD.to(self.device), None if h.anchor_BLD is None else h.anchor_BLD.to(self.device)
 
-    def head(self, hidden_ND: Tensor) -> Tensor:
-        """Logits, in bf16 where the network is; what follows them is not."""
-        return self.logits(self.model.head, hidden_ND)
-
     def logits(self, head: Head, hidden_ND: Tensor) -> Tensor:
+        """Logits of a head, in bf16 where the network is; what follows them is not."""
         with autocast(self.network_device, self.bf16):
             return head(hidden_ND.to(self.network_device)).to(self.device)
 
@@ -154,7 +153,7 @@ class Evaluator:
     ) -> tuple[Tensor, ...]:
         """Draw one piece and write it into the canvas; returns what the samplers read of each draw. `place_N`: where
         its states are in the flattened ones."""
-        drawn = self.drawer(denoiser_BLD.flatten(0, 1)[place_N], ints, floats, filters)
+        drawn = self.drawer.draw(denoiser_BLD.flatten(0, 1)[place_N], ints, floats, filters)
         return self.write(drawn, ints, reads)
 
     def write(self, drawn: Drawn, ints: Tensor, reads: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -249,7 +248,7 @@ class Evaluator:
             else widen(call.read.slots, more_sequences, self.spare),
         ]
         mask, sigma_B, place_N, ints, floats, rows, *at = self.upload(*arrays, *([] if at_BQ is None else [at_BQ]))
-        filters, names = self.drawer.filters(draws), tuple(sorted(reads & LOOKS.keys()))
+        filters, names = ANY if self.drawer.fused else draws.filters, tuple(sorted(reads & LOOKS.keys()))
         if isinstance(call.read, BlockReading):
             states = self.blocks.read(mask, rows, 0, call.read.n, call.read.keys)
         else:
@@ -285,10 +284,6 @@ class Evaluator:
         (here, match), on_host = own, Draws(draws.ints[:, own[0]], draws.floats[:, own[0]])
         drawn = self.drawer.matching(h_ND[here], ints[:, here], floats[:, here], on_host, match)
         return self.write(drawn, ints[:, here][:, torch.from_numpy(match.drawn).to(self.device)], reads)
-
-    def told(self, sigma_B: Tensor) -> Tensor | None:
-        """What the network is conditioned on."""
-        return sigma_B.float().to(self.network_device) if self.time_conditioned else None
 
     def normaliser_look(self, h_ND: Tensor) -> NDArray[np.float64]:
         """For each draw, the mean of e^logit over all tokens but the mask, before any filter."""

@@ -102,21 +102,18 @@ class Uploads:
 
     def __call__(self, *arrays: NDArray) -> list[Tensor]:
         """Arrays of 8-byte numbers, in their shapes and types."""
-        sizes = [a.size for a in arrays]
-        parts = self.send([a.view(np.int64).ravel() for a in arrays]).split(sizes)
-        kinds = (torch.float64 if a.dtype == np.float64 else torch.int64 for a in arrays)
-        return [part.view(kind).view(a.shape) for part, kind, a in zip(parts, kinds, arrays)]
-
-    def send(self, arrays: list[NDArray[np.int64]]) -> Tensor:
+        sizes, flat = [a.size for a in arrays], [a.view(np.int64).ravel() for a in arrays]
         if not self.copied:
-            return torch.from_numpy(np.concatenate(arrays)).to(self.device)
-        n, turn = sum(a.size for a in arrays), self.turn % AHEAD
-        self.turn += 1
-        self.copied[turn].synchronize()  # the copy from this buffer, AHEAD calls ago
-        if self.buffers[turn].numel() < n:
-            self.buffers[turn] = torch.empty(2 * n, dtype=torch.int64, pin_memory=True)
-        host = self.buffers[turn][:n]
-        np.concatenate(arrays, out=host.numpy())
-        sent = host.to(self.device, non_blocking=True)
-        self.copied[turn].record()
-        return sent
+            sent = torch.from_numpy(np.concatenate(flat)).to(self.device)
+        else:
+            n, turn = sum(sizes), self.turn % AHEAD
+            self.turn += 1
+            self.copied[turn].synchronize()  # the copy from this buffer, AHEAD calls ago
+            if self.buffers[turn].numel() < n:
+                self.buffers[turn] = torch.empty(2 * n, dtype=torch.int64, pin_memory=True)
+            host = self.buffers[turn][:n]
+            np.concatenate(flat, out=host.numpy())
+            sent = host.to(self.device, non_blocking=True)
+            self.copied[turn].record()
+        kinds = (torch.float64 if a.dtype == np.float64 else torch.int64 for a in arrays)
+        return [part.view(kind).view(a.shape) for part, kind, a in zip(sent.split(sizes), kinds, arrays)]

@@ -60,20 +60,17 @@ def fold(model: Network, fused_gelu: bool = False) -> Network:
     low = copy.deepcopy(model, memo={id(p): p for p in shared}).eval()
     low.freeze_bridge()
     for stack in [m for m in low.modules() if isinstance(m, Stack)]:
-        if not (stack.is_time_conditioned or rounded):
-            fold_stack(stack, fused_gelu)
+        if stack.is_time_conditioned or rounded:
+            continue
+        c_1C = None
+        if stack.time_embedding is not None:
+            c_1C = stack.time_embedding(torch.zeros(1, device=stack.norm.weight.device))
+        stack.blocks = nn.ModuleList(FoldedBlock(block, c_1C, fused_gelu) for block in stack.blocks)  # type: ignore[arg-type]
+        if c_1C is not None and stack.modulation is not None:
+            # what stands before the heads: folding it would change two V x D matrices and save two passes in all
+            stack.modulation = Constant(stack.modulation(c_1C))  # type: ignore[assignment]
+            stack.time_embedding = Constant(c_1C)  # type: ignore[assignment]
     return low
-
-
-def fold_stack(stack: Stack, fused_gelu: bool) -> None:
-    c_1C = None
-    if stack.time_embedding is not None:
-        c_1C = stack.time_embedding(torch.zeros(1, device=stack.norm.weight.device))
-    stack.blocks = nn.ModuleList(FoldedBlock(block, c_1C, fused_gelu) for block in stack.blocks)  # type: ignore[arg-type]
-    if c_1C is not None and stack.modulation is not None:
-        # what stands before the heads: folding it would change two V x D matrices and save two passes in all
-        stack.modulation = Constant(stack.modulation(c_1C))  # type: ignore[assignment]
-        stack.time_embedding = Constant(c_1C)  # type: ignore[assignment]
 
 
 class FoldedBlock(AttentionBlock):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from adlm.engine.request import Frame, Request, Result, check_request
+from adlm.engine.request import Frame, Request, Result
 from adlm.errors import require
 from adlm.models import Network
 
@@ -54,11 +54,6 @@ class BaseEngine(Generic[S]):
         self.abandoned: deque[int] = deque()
         """Sequences of iterators that were given up, until somebody holds the lock."""
         self.lock = threading.Lock()
-
-    def check(self, request: Request) -> None:
-        """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
-        m = self.model
-        check_request(request, m.vocab_size, m.mask_id, m.config.length)
 
     def submit(self, request: Request) -> int:
         """Queue a sequence; returns its id. Bad requests are refused here, not when a slot is free."""
@@ -200,6 +195,10 @@ class BaseEngine(Generic[S]):
         return active
 
     # What an engine adds
+
+    def check(self, request: Request) -> None:
+        """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
+        raise NotImplementedError
 
     def admit(self, i: int, id: int, request: Request) -> None:
         """Put the request into slot i (it may end at once)."""

@@ -26,7 +26,7 @@ from adlm.data.blocks import Blocks
 from adlm.io.export import Loaded
 from adlm.io.load import SMOLLM2, locate
 from adlm.io.paths import BOX, BOX_NAME, write_atomically
-from adlm.training.setup import parameter_count
+from adlm.models.network import parameter_count
 
 PACKAGES = (
     "adlm", "torch", "numpy", "tokenizers", "safetensors", "datasets", "transformers", "mauve-text", "faiss-cpu",

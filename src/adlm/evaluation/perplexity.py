@@ -150,14 +150,12 @@ def bounds(loaded: Loaded, settings: ModelConfig, blocks: Blocks, cfg: EvalConfi
     model = loaded.model
     objective = make_objective(loaded.objective, loaded.noise, model.mask_id, EVALUATION_SEED, settings)
 
-    def continuous(sequences: Sequences, draw: int) -> Tensor:
-        return sequence_bounds(model, objective.corrupt_for_bound(sequences, draw))
-
-    def exact_count(sequences: Sequences, draw: int) -> Tensor:
-        return sequence_bounds(model, objective.corrupt_exact_count(sequences, draw))
-
+    estimators: dict[str, NatsOf] = {
+        "continuous": lambda sequences, draw: sequence_bounds(model, objective.corrupt_for_bound(sequences, draw)),
+        "exact-count": lambda sequences, draw: sequence_bounds(model, objective.corrupt_exact_count(sequences, draw)),
+    }
     if settings.causal:
-        return {"exact": estimate(continuous, blocks, cfg, ranks, "exact", given=1)}
+        return {"exact": estimate(estimators["continuous"], blocks, cfg, ranks, "exact", given=1)}
     auto = "exact-count" if settings.block_lengths or settings.shift else "continuous"
     wanted = {"auto": (auto,), "both": ("continuous", "exact-count")}.get(cfg.estimator, (cfg.estimator,))
     require(
@@ -165,7 +163,6 @@ def bounds(loaded: Loaded, settings: ModelConfig, blocks: Blocks, cfg: EvalConfi
         f"a model trained with objective.name={loaded.objective.name} has the continuous bound only:"
         " use eval.estimator=continuous",
     )
-    estimators: dict[str, NatsOf] = {"continuous": continuous, "exact-count": exact_count}
     found = {}
     for name in wanted:
         noiseless = settings.block_lengths == (1,) and name == "exact-count"
@@ -198,7 +195,8 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
                 advance()
     # Every rank holds its own sequences and zeros: the sum is exact.
     values_ND = ranks.sum(torch.from_numpy(values_ND).to(device)).cpu().numpy()
-    return summarise(values_ND, token_counts(blocks, n, given), None if phase_N is None else phase_N.numpy())
+    begin_N, end_N = scored_spans(blocks, n, given)
+    return summarise(values_ND, end_N - begin_N, None if phase_N is None else phase_N.numpy())
 
 
 def noise_counter(draw: int) -> int:
@@ -219,19 +217,13 @@ def scored_spans(blocks: Blocks, n: int, given: int = 0) -> tuple[np.ndarray, np
     return begin, end
 
 
-def token_counts(blocks: Blocks, n: int, given: int = 0) -> np.ndarray:
-    """Scored tokens of each of the first n sequences."""
-    begin, end = scored_spans(blocks, n, given)
-    return end - begin
-
-
 def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer) -> float:
     """Bits per byte of the scored text: comparable between tokenizers. Tokens such as the end of a text are no bytes,
     but what they cost counts."""
-    first = 0
+    begin_N, end_N = scored_spans(blocks, e.rows)
     if blocks.starts is None:  # tokens of a sequence that are given, not scored
-        first = (int(token_counts(blocks, e.rows).sum()) - e.tokens) // e.rows
-    spans = zip(blocks.rows(np.arange(e.rows)), *scored_spans(blocks, e.rows, first))
+        begin_N = begin_N + (int(end_N.sum()) - e.tokens) // e.rows
+    spans = zip(blocks.rows(np.arange(e.rows)), begin_N, end_N)
     bytes_N = (tokenizer.count_bytes(tokens[begin:end]) for tokens, begin, end in spans)
     return e.nats * e.tokens / math.log(2) / max(1, sum(bytes_N))
 

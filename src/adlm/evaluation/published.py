@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adlm.io.export import Loaded
-from adlm.training.setup import parameter_count
+from adlm.models.network import parameter_count
 
 PAPER_PARAMETERS = 293e6
 

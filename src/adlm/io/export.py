@@ -290,17 +290,13 @@ def _made(kind: type[T], section: str, values: dict[str, Any], source: str) -> T
     unknown = sorted(set(values) - {f.name for f in fields(kind)})  # type: ignore[arg-type]
     require(not unknown, f"{source} has unknown {kind.__name__} keys: {', '.join(unknown)}")
     hints = get_type_hints(kind, include_extras=True)
+    for name, hint in hints.items():
+        if any(isinstance(rule, Choices) and isinstance(rule.of, Table) for rule in getattr(hint, "__metadata__", ())):
+            hints[name] = str
     try:
-        return kind(
-            **{name: accept(f"{section}.{name}", value, _without_names(hints[name])) for name, value in values.items()}
-        )
+        return kind(**{name: accept(f"{section}.{name}", value, hints[name]) for name, value in values.items()})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-
-
-def _without_names(hint: Any) -> Any:
-    rules = getattr(hint, "__metadata__", ())
-    return str if any(isinstance(rule, Choices) and isinstance(rule.of, Table) for rule in rules) else hint
 
 
 def card(info: dict[str, Any]) -> str:

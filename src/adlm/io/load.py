@@ -29,6 +29,7 @@ from adlm.io.paths import BOX, BOX_NAME, LARGEST_JSON, checkpoint_steps, path_of
 from adlm.io.released import load_released
 from adlm.models import build_model
 from adlm.models.lora import check_adapters
+from adlm.models.network import parameter_count
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
 SMOLLM2 = "smollm2"
@@ -44,16 +45,6 @@ def locate(checkpoint: str | Path) -> Path:
     if name in ("", BOX_NAME):
         return default_checkpoint()
     return smollm2() if name == SMOLLM2 else path
-
-
-def fetched(name: str, path: Path, revision: str) -> Path:
-    """The path, if there is something or it cannot be a name of the hub; else the folder of owner/model, or
-    owner/model@revision, that the hub or its cache has."""
-    repository, _, at = name.partition("@")
-    if path.exists() or repository.count("/") != 1 or name.startswith((".", "/", "~")):
-        return path
-    advice = "give a run folder, an exported folder or a .ckpt file"
-    return hub.fetch_model(repository, revision or at, f"model {name!r}", advice)
 
 
 def smollm2() -> Path:
@@ -91,7 +82,12 @@ def load_checkpoint(
     `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help
     a checkpoint of another project that does not carry its own; `revision` is a branch, tag or commit of a hub name.
     """
-    path = fetched(str(path), locate(path), revision)
+    name, path = str(path), locate(path)
+    repository, _, at = name.partition("@")
+    if not path.exists() and repository.count("/") == 1 and not name.startswith((".", "/", "~")):
+        # owner/model, or owner/model@revision, of the hub or its cache
+        advice = "give a run folder, an exported folder or a .ckpt file"
+        path = hub.fetch_model(repository, revision or at, f"model {name!r}", advice)
     require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
     if is_released(path):
         return load_released(path, device, tokenizer, root)
@@ -148,7 +144,6 @@ def exported_step(folder: Path) -> float:
 def load_newest(run: Path, ema: bool, device: torch.device | str, step: int) -> Loaded:
     """Load a checkpoint of a run, which may still be training."""
     from adlm.training.checkpoint import read_weights
-    from adlm.training.setup import parameter_count
 
     weights, state = read_weights(run, ema, step)
     saved, source = state["config"], str(run)

@@ -16,8 +16,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adlm.errors import require
-
 # Elements of one chunk of logits: large enough for full-speed matrix products, small beside the activations.
 CHUNK_ELEMENTS = {"cuda": 2**28, "cpu": 2**24}
 # Matrix products on the GPU want aligned columns; 50258 is only even.
@@ -165,7 +163,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     trains_head = weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)
     gradients = torch.is_grad_enabled() and (hidden_ND.requires_grad or trains_head)
-    size = chunk_size or default_chunk(hidden_ND, head)
+    size = chunk_size or max(1, CHUNK_ELEMENTS.get(device, 2**24) // weight_VD.shape[0])
     options = _Options(exclude, chunk_loss, size, dtype, gradients, trains_head)
     return _ChunkedHead.apply(hidden_ND, weight_VD, bias_V, targets_N, weights_N, options)  # type: ignore[return-value]
 
@@ -181,7 +179,7 @@ def linear_losses(
 ) -> Tensor:
     """The loss of every position, of which `linear_cross_entropy` is the sum; no gradients: for evaluation."""
     check_shapes(hidden_ND, head, targets_N, weights_N)
-    size = default_chunk(hidden_ND, head)
+    size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**24) // head.weight.shape[0])
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
     b = offsets(head.weight, head.bias, exclude, head.weight.shape[0], head.weight.dtype)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
@@ -198,20 +196,14 @@ def linear_nll(hidden_ND: Tensor, head: Head, targets_N: Tensor, exclude: int | 
     return linear_losses(hidden_ND, head, targets_N, ones_N, exclude)
 
 
-def default_chunk(hidden_ND: Tensor, head: Head) -> int:
-    return max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**24) // head.weight.shape[0])
-
-
 def check_shapes(h_ND: Tensor, head: Head, target_N: Tensor, weight_N: Tensor) -> None:
     """Check shapes only: reading values would make the host wait for the device."""
     weight_VD, bias_V = head.weight, head.bias
-    require(
-        h_ND.ndim == 2 and weight_VD.ndim == 2 and h_ND.shape[1] == weight_VD.shape[1],
-        f"hidden {tuple(h_ND.shape)} and weight {tuple(weight_VD.shape)} must be [N, D] and [V, D]",
-    )
-    N, V = h_ND.shape[0], weight_VD.shape[0]
-    require(
-        tuple(target_N.shape) == (N,) and len(weight_N) == N,
-        f"targets {tuple(target_N.shape)} and weights {tuple(weight_N.shape)} must both be [{N}], one per hidden state",
-    )
-    require(bias_V is None or bias_V.shape == (V,), f"bias must be [{V}] or None")
+    if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1]:
+        raise ValueError(f"hidden {tuple(h_ND.shape)} and weight {tuple(weight_VD.shape)} must be [N, D] and [V, D]")
+    N, V, targets = h_ND.shape[0], weight_VD.shape[0], tuple(target_N.shape)
+    if targets != (N,) or len(weight_N) != N:
+        weights = tuple(weight_N.shape)
+        raise ValueError(f"targets {targets} and weights {weights} must both be [{N}], one per hidden state")
+    if bias_V is not None and bias_V.shape != (V,):
+        raise ValueError(f"bias must be [{V}] or None")

@@ -238,6 +238,11 @@ def check_tokens(tokens_BL: Tensor, vocab_size: int, length: int) -> None:
         )
 
 
+def parameter_count(model: Network, trained: bool = False) -> int:
+    """Parameters of the model, or those that train."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
+
+
 def is_block_matrix(name: str, parameter: Tensor) -> bool:
     """Matrices inside blocks, except the modulation: what Muon and low-rank adapters are for."""
     return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name

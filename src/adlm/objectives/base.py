@@ -87,13 +87,8 @@ class CorruptedBatch(NamedTuple):
     """Block length of each sequence, where tokens_BL is [noisy ; clean] (blocks.py)."""
 
     @property
-    def length(self) -> int:
-        """Tokens of a sequence."""
-        return self.tokens_BL.shape[1] // (1 if self.block_B is None else 2)
-
-    @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the network reads beside tokens and noise level."""
+        """What the network reads beside tokens and noise level: nothing more where it knows no blocks."""
         return {} if self.block_B is None else {"block_B": self.block_B}
 
 
@@ -232,7 +227,8 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
         chunk_loss=term.chunk_loss,
     )
     device = float64_device(losses_N.device)
-    losses = torch.zeros(len(batch.tokens_BL), batch.length, dtype=torch.float64, device=device)
+    length = batch.tokens_BL.shape[1] // (1 if batch.block_B is None else 2)
+    losses = torch.zeros(len(batch.tokens_BL), length, dtype=torch.float64, device=device)
     losses.view(-1).index_copy_(0, term.positions_N.to(device), losses_N.to(device).double())
     return losses
 

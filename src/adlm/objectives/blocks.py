@@ -18,7 +18,6 @@ from torch import Tensor
 from adlm.diffusion.schedules import GOLDEN_RATIO
 from adlm.diffusion.uniforms import Stream, uniforms
 from adlm.objectives.base import CorruptedBatch, Sequences, Term, after_prompts
-from adlm.schema import ModelConfig
 
 
 class BlockSettings(NamedTuple):
@@ -27,13 +26,6 @@ class BlockSettings(NamedTuple):
     lengths: tuple[int, ...]
     """Block lengths K; the first is that of bounds."""
     shift: bool
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> "BlockSettings | None":
-        """Those of a model; None: it reads whole sequences, and predicts a token at its own position."""
-        if not (model.block_lengths or model.shift):
-            return None
-        return cls(model.block_lengths or (model.length,), model.shift)
 
     def own(self, sequences: Sequences) -> Tensor:
         """The block length of bounds, for every sequence."""

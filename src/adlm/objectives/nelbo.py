@@ -17,6 +17,8 @@ weight over t, with alpha = 1 - t, gives each mask pattern of size k the weight 
 same number for any schedule, without the noise of how many positions get masked, and without a smallest time.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ class Noised:
     def __init__(self, sequences: Sequences, t_B: Tensor, u_BL: Tensor, schedule: Schedule, T: int, mask_id: int):
         self.sequences, self.t_B = sequences, t_B
         alpha_t_B = self.alpha_t_B = schedule.alpha(t_B)
-        self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B, mask_id)
+        self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B[:, None], mask_id)
         # not z == mask: a clean sequence may hold the mask's id only by mistake, and mask_tokens decides by u
         self.masked_BL = u_BL >= alpha_t_B[:, None]
         sigma_B = schedule.sigma(t_B)
@@ -84,9 +86,11 @@ class Nelbo(Objective):
     """Name of the bound's term in logs."""
     subs = True
 
-    @property
+    @functools.cached_property
     def blocks(self) -> BlockSettings | None:
-        return BlockSettings.of(self.model)
+        """None: the model reads whole sequences, and predicts a token at its own position."""
+        lengths, shift = self.model.block_lengths, self.model.shift
+        return BlockSettings(lengths or (self.model.length,), shift) if lengths or shift else None
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         return self.batch_of(self.noised_for_training(sequences, step, progress))

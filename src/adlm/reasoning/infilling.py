@@ -94,12 +94,10 @@ class TaskRows(Blocks):
     def __init__(self, examples: list[Example], layout: InfillLayout, tokenizer: Tokenizer):
         self.folder, self.tokens = Path("task"), layout.rows(examples, tokenizer)
         self.lengths, self.starts = np.full(len(examples), layout.filled), None
+        self.length, self.crop, self.bos_id = layout.length, 0, tokenizer.bos_id
         self.manifest: dict[str, Any] = {
             "rows": len(examples),
-            "length": layout.length,
-            "crop": 0,
             "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
             "origin": hashlib.sha256("\n".join(map(whole_text, examples)).encode()).hexdigest(),
         }
 

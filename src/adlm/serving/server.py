@@ -61,6 +61,9 @@ class RequestGuard:
 
     def __init__(self, app: ASGIApp, service: Service, key: str):
         self.app, self.service, self.key = app, service, key.encode()
+        # A page of another site can give its own name this machine's address, and then read what it likes. Where a key
+        # is asked for it lacks that, and where others listen names are not ours to know.
+        self.checks_host = not key and is_loopback(service.cfg.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,9 +102,7 @@ class RequestGuard:
     def check(self, scope: Scope) -> None:
         """Refuse a foreign name, a wrong key, and new work while the server shuts down."""
         host = self.service.cfg.host
-        # A page of another site can give its own name this machine's address, and then read what it likes. Where a key
-        # is asked for it lacks that, and where others listen names are not ours to know.
-        if not self.key and is_loopback(host) and not names_this_machine(dict(scope["headers"]).get(b"host"), host):
+        if self.checks_host and not names_this_machine(dict(scope["headers"]).get(b"host"), host):
             allowed = f"localhost, 127.0.0.1, [::1] and {host} (serve.host), unless a key is set"
             raise Problem(403, f"the Host header names another machine; allowed are {allowed}", "wrong_host")
         if self.key and scope["path"].startswith(("/v1", "/metrics")):

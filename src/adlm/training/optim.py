@@ -35,13 +35,10 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of the quintic iteration that drives singular values to about 1 (Jordan et al., Muon)."""
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    return torch.bfloat16 if x.is_cuda else x.dtype
-
-
 def orthogonalise(g_KRC: Tensor) -> Tensor:
-    """Nearest semi-orthogonal matrix to each of K stacked matrices, approximately: bf16 matrix products alone."""
-    x = g_KRC.to(product_dtype(g_KRC))
+    """Nearest semi-orthogonal matrix to each of K stacked matrices, approximately: matrix products alone, on a GPU in
+    bf16."""
+    x = g_KRC.bfloat16() if g_KRC.is_cuda else g_KRC
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -277,7 +274,7 @@ class FusedMuon:
         passes, first = TwoPasses(tensors, clip, skip), 0
         for group, params in stacks:
             shape = (len(params), *params[0].shape)
-            ahead_KRC = torch.empty(shape, dtype=product_dtype(params[0]), device=params[0].device)
+            ahead_KRC = torch.empty(shape, dtype=torch.bfloat16, device=params[0].device)
             update_KRC = orthogonalise(passes.gather_momentum(first, ahead_KRC, group["momentum"])).contiguous()
             rate, pull = group["lr"] * Muon.scale(update_KRC.shape), group["lr"] * group["weight_decay"]
             passes.move(first, update_KRC, rate, pull, self.ema.weight)

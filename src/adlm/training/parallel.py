@@ -5,6 +5,7 @@ number of ranks and divided by the global token count before it is differentiate
 """
 
 import atexit
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ class World:
             if self.is_main:
                 store.set(word, "done")
 
-    @property
+    @functools.cached_property
     def float64_device(self) -> torch.device:
         return float64_device(self.device)
 

@@ -24,12 +24,12 @@ from adlm.errors import choose, require
 from adlm.io.paths import path_of
 from adlm.models import build_model
 from adlm.models.backends import PEAK_FLOPS
-from adlm.models.network import count_flops
+from adlm.models.network import count_flops, parameter_count
 from adlm.objectives import Sequences, make_objective
 from adlm.schema import ClusterConfig, Config, TrainConfig
 from adlm.schema_commands import GPT2_VOCABULARY
 from adlm.training.failures import best_interval, expected_seconds
-from adlm.training.setup import fractions_of, memory_estimate, parameter_count, text_like
+from adlm.training.setup import fractions_of, memory_estimate, text_like
 
 PER_NODE = 8
 """GPUs of a node."""

@@ -19,7 +19,7 @@ from adlm.io.export import load_folder
 from adlm.io.paths import BOX, BOX_NAME
 from adlm.models import Network, build_model
 from adlm.models.lora import ALPHA, adapt, base_weights, weights_digest
-from adlm.models.network import count_flops
+from adlm.models.network import count_flops, parameter_count
 from adlm.objectives import CorruptedBatch, Objective, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.schema import Config, DataConfig
@@ -144,11 +144,6 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
     """FLOPs of one token of this run, forward and backward."""
     scored, anchors = scored_fractions(objective, data.train)
     return count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors).training_per_token
-
-
-def parameter_count(model: Network, trained: bool = False) -> int:
-    """Parameters of the model, or those that train."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
 def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, Any]:
