@@ -18,9 +18,8 @@ import torch._dynamo
 from torch import Tensor
 
 import adlm.models.network as network
-from adlm.models.backends import allow_variants, training_options
-from adlm.models.blockwise import training_mask
-from adlm.models.transformer import attend
+from adlm.models.layers import allow_variants, training_options
+from adlm.models.transformer import attend, training_mask
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.objectives.base import on_device
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig

@@ -25,7 +25,7 @@ import adlm
 from adlm.engine import Engine, Request
 from adlm.io.paths import pick_device
 from adlm.models import Network, build_model
-from adlm.models.backends import peak_flops
+from adlm.models.layers import peak_flops
 from adlm.models.network import count_flops
 from adlm.schema import ModelConfig, SamplingConfig
 

@@ -9,8 +9,17 @@ import argparse
 from pathlib import Path
 
 from adlm import config
-from adlm.training.failures import best_interval, expected_seconds, simulate
-from adlm.training.prediction import HOST_BYTES_PER_SECOND, RESTART_SECONDS, card, demands, predict, read_bench
+from adlm.training.prediction import (
+    HOST_BYTES_PER_SECOND,
+    RESTART_SECONDS,
+    best_interval,
+    card,
+    demands,
+    expected_seconds,
+    predict,
+    read_bench,
+    simulate,
+)
 
 EXPERIMENT = "experiment=adlm-owt-262b"
 RUNS = {8: (), 64: (), 512: (), 1024: ("train.global_batch_size=1024", "train.steps=500000")}

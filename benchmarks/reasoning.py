@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from adlm import config
-from adlm.reasoning.questions import blind_guesses
+from adlm.reasoning.logic import blind_guesses
 from adlm.reasoning.tasks import load_splits
 from adlm.reasoning.training import train
 from adlm.tables import METHODS

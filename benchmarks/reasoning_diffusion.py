@@ -26,8 +26,7 @@ from typing import Any
 from adlm import config
 from adlm.io.load import load_checkpoint
 from adlm.models.network import count_flops
-from adlm.reasoning.answers import wilson
-from adlm.reasoning.infilling import Infilling
+from adlm.reasoning.answers import Infilling, wilson
 from adlm.reasoning.training import ReasoningSetup
 from adlm.reasoning.training import train as train_causal
 from adlm.schema import Config

@@ -29,8 +29,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from adlm import config
-from adlm.reasoning.comparison import show_table
-from adlm.reasoning.examples import Example
+from adlm.reasoning.command import show_table
+from adlm.reasoning.methods import Example
 from adlm.reasoning.runs import read_answers, read_results
 from adlm.reasoning.tasks import generate
 from adlm.reasoning.training import train

@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from adlm.reasoning.comparison import PAPER
+from adlm.reasoning.command import PAPER
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 RELEASE, OURS = "#b8b8b8", "#1f6f8b"

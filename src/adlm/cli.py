@@ -21,10 +21,11 @@ from typing import Any
 from adlm import config
 from adlm.commands import COMMANDS, ELSEWHERE, Command
 from adlm.compat.command_lines import release_line
+from adlm.config import as_yaml
 from adlm.config.keys import allowed_text, default_text, group_choices, group_help, keys, nearest
 from adlm.errors import choose, missing_extra, require
 from adlm.migration import REMOVED, RENAMED
-from adlm.schema import Config, as_yaml
+from adlm.schema import Config
 from adlm.tables import GROUPS
 
 

@@ -102,7 +102,7 @@ COMMANDS: dict[str, Command] = {
         reads=("seed", "out", "checkpoint", "lora", "data", "optim", "train", "sampling", *BOUND),
     ),
     "adapt": Command(
-        "adlm.adapting:run_adapt",
+        "adlm.finetuning:run_adapt",
         "make a block-diffusion model of a causal one (a GGUF file, a Llama-type folder, a run of algo=ar): adlm adapt"
         " BASE data=NAME; anchored with algo=adlm",
         words=("checkpoint.init_from",),
@@ -151,7 +151,7 @@ COMMANDS: dict[str, Command] = {
         reads=("compare", *TRAINING, *BOUND),
     ),
     "speedrun": Command(
-        "adlm.speedrun:run_speedrun",
+        "adlm.compare:run_speedrun",
         "the shortest time to a bound on Wikipedia, by rules that make records comparable (docs/speedrun.md)",
         defaults=("experiment=speedrun",),
         reads=TRAINING,
@@ -164,7 +164,7 @@ COMMANDS: dict[str, Command] = {
         reads=("bench", "algo", "seed", "model", "noise", "objective", "data.tokenizer", "optim", "train", "sampling"),
     ),
     "zeroshot": Command(
-        "adlm.evaluation.zeroshot:run_zeroshot",
+        "adlm.evaluation.perplexity:run_zeroshot",
         "perplexity on eight public data sets: adlm zeroshot CHECKPOINT [set ...], local copies below data.root",
         words=("eval.checkpoint",),
         rest=True,
@@ -172,7 +172,7 @@ COMMANDS: dict[str, Command] = {
         reads=(*BOUND, "data", *RANKS),
     ),
     "anchors": Command(
-        "adlm.evaluation.anchor_report:run_anchors",
+        "adlm.evaluation.anchors:run_anchors",
         "which tokens of a text are anchors, and how both networks predict them when hidden: adlm anchors CHECKPOINT"
         " 'some words' (or a file, @file, or standard input)",
         words=("eval.checkpoint",),

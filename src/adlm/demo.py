@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from adlm.api import LanguageModel, load
+from adlm.config import as_yaml
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import Tokenizer
-from adlm.evaluation.anchor_report import anchors_section
+from adlm.evaluation.anchors import anchors_section
 from adlm.io.paths import write_atomically
-from adlm.reporting.chart import Series, line_chart
-from adlm.reporting.html import (
+from adlm.reporting import (
     Html,
+    Series,
     code,
     columns,
     details,
+    line_chart,
     page,
     paragraph,
     reveal,
@@ -32,7 +34,7 @@ from adlm.reporting.html import (
     tiles,
     watch,
 )
-from adlm.schema import Config, as_yaml
+from adlm.schema import Config
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
 

@@ -216,8 +216,12 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
     (0, 0, 0, 0, True, False): "prosqa-balanced",
 }
 """Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
+METHOD_KEYS = ("reason.slots_per_stage", "reason.remove_steps")
 METHOD_OF_SLOTS = {("acot", "3"): "acot-triple", ("coconut", "2"): "coconut-double"}
 """Method and slots of a stage, where that was another number than 1 -> the method that has it today."""
+
+OLD = {*RENAMED, *REMOVED, *METHOD_KEYS, "model.mlp_ratio"} | {key for joined in JOINED for key in joined.old}
+"""Every key that is not today's."""
 
 
 def migrate(
@@ -232,11 +236,23 @@ def migrate(
     returns. `resumed`: they are those of a run that resumes, which reads these sections. Where an old name and today's
     are both given, today's counts.
     """
-    saved = groups is None
     # Earlier versions had lists of single values.
     items = {key: value if isinstance(value, list) else [value] for key, value in settings.items()}
     deep = [key for key, values in items.items() if any(isinstance(v, list | dict) for v in values)]
     require(not deep, f"{source}: {', '.join(deep)[:200]} must be single values")
+    if settings.keys() & OLD:
+        settings = _renamed(settings, source, groups, resumed)
+    named = {key: value for key, value in settings.items() if isinstance(value, str)}
+    gone = [f"{key}={value}" for key, value in named.items() if (key, value) in REMOVED_VALUES]
+    require(not gone, f"{source}: {', '.join(gone)} is not supported any more (docs/LOG.md says why)")
+    return settings | {key: VALUES.get((key, value), value) for key, value in named.items()}
+
+
+def _renamed(
+    settings: dict[str, Any], source: str, groups: Callable[[], Mapping[str, Any]] | None, resumed: Collection[str]
+) -> dict[str, Any]:
+    """Settings of an earlier version with today's keys; arguments as of `migrate`."""
+    saved = groups is None
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
     require(
         _same(a, b),
@@ -265,11 +281,10 @@ def migrate(
     current: dict[str, Any] = {}
     for old, value in settings.items():
         key = RENAMED.get(old, old)
-        gone = (key == old and old in REMOVED) or (isinstance(value, str) and (key, value) in REMOVED_VALUES)
         why = ADVICE.get(old, "docs/LOG.md says why")
-        require(not gone, f"{source}: {old}={value} is not supported any more ({why})")
+        require(key != old or old not in REMOVED, f"{source}: {old}={value} is not supported any more ({why})")
         if key == old or key not in settings:
-            current[key] = VALUES.get((key, value), value) if isinstance(value, str) else value
+            current[key] = value
     return current
 
 
@@ -328,8 +343,7 @@ def _is_true(settings: Mapping[str, Any], key: str) -> bool:
 
 def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
     """The method by its name, where two keys said how many slots a stage adds, and whether acot removes steps."""
-    keys = ("reason.slots_per_stage", "reason.remove_steps")
-    per_stage, removes = (None if settings.get(key) is None else str(settings[key]).lower() for key in keys)
+    per_stage, removes = (None if settings.get(key) is None else str(settings[key]).lower() for key in METHOD_KEYS)
     if per_stage is None and removes is None:
         return settings
     key = "method" if "method" in settings else "reason.method"
@@ -341,9 +355,9 @@ def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
         does, did = task.startswith("prosqa"), removes in ("true", "yes", "on", "1")
         if does != did:
             today = "acot-kept" if today == "acot" and does else None
-    given = ", ".join(f"{key}={settings[key]}" for key in keys if key in settings)
+    given = ", ".join(f"{key}={settings[key]}" for key in METHOD_KEYS if key in settings)
     require(today is not None, f"{source}: no method of today is reason.method={method} for {task} with {given}")
-    return {key: value for key, value in settings.items() if key not in keys} | {key: today}
+    return {key: value for key, value in settings.items() if key not in METHOD_KEYS} | {key: today}
 
 
 def migrate_tree(config: dict[str, Any], source: str, resumed: Collection[str] = ()) -> dict[str, Any]:

@@ -208,11 +208,11 @@ BRIDGES = Table(
 OBJECTIVES = Table(
     "objectives",
     {
-        "anelbo": "adlm.objectives.anelbo:Anelbo",
+        "anelbo": "adlm.objectives.nelbo:Anelbo",
         "nelbo": "adlm.objectives.nelbo:Nelbo",
-        "d3pm": "adlm.objectives.d3pm:D3pm",
-        "score-entropy": "adlm.objectives.score_entropy:ScoreEntropy",
-        "autoregressive": "adlm.objectives.autoregressive:Autoregressive",
+        "d3pm": "adlm.objectives.baselines:D3pm",
+        "score-entropy": "adlm.objectives.baselines:ScoreEntropy",
+        "autoregressive": "adlm.objectives.baselines:Autoregressive",
     },
 )
 
@@ -230,11 +230,11 @@ ANCHOR_RULES = Table(
 SCHEDULES = Table(
     "schedules",
     {
-        "loglinear": "adlm.diffusion.schedules:LogLinear",
-        "linear": "adlm.diffusion.schedules:Linear",
-        "geometric": "adlm.diffusion.schedules:Geometric",
-        "cosine": "adlm.diffusion.schedules:Cosine",
-        "cosine-squared": "adlm.diffusion.schedules:CosineSquared",
+        "loglinear": "adlm.diffusion.process:LogLinear",
+        "linear": "adlm.diffusion.process:Linear",
+        "geometric": "adlm.diffusion.process:Geometric",
+        "cosine": "adlm.diffusion.process:Cosine",
+        "cosine-squared": "adlm.diffusion.process:CosineSquared",
     },
 )
 

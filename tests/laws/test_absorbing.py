@@ -5,15 +5,8 @@ import pytest
 import torch
 from chance import LEVEL, chi_square
 
-from adlm.diffusion.absorbing import (
-    mask_tokens,
-    posterior,
-    reveal_probability,
-    sigma_max,
-    subs,
-)
-from adlm.diffusion.categorical import gumbel_argmax
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion.process import mask_tokens, posterior, reveal_probability, sigma_max, subs
+from adlm.diffusion.random import Stream, gumbel_argmax, uniforms
 
 V, MASK = 5, 4
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import MODERN, random_tokens, tiny_model
 
-from adlm.diffusion.schedules import noise_level
+from adlm.diffusion.process import noise_level
 from adlm.objectives import Sequences, loss, make_objective, sequence_bounds
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 

@@ -10,8 +10,7 @@ from tiny import random_tokens, tiny_model
 from adlm.models import linear_cross_entropy
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Sequences, loss, make_objective, sequence_bounds
-from adlm.objectives.d3pm import d3pm_chunk
-from adlm.objectives.score_entropy import score_entropy_chunk
+from adlm.objectives.baselines import d3pm_chunk, score_entropy_chunk
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
 V, MASK = 11, 10

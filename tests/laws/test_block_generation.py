@@ -18,7 +18,7 @@ from tiny import MODERN, tiny_model
 from adlm.engine import Engine, Frame, Request, Result, block_of
 from adlm.engine import blocks as engine_blocks
 from adlm.engine import evaluator as engine_evaluator
-from adlm.engine.graphs import Graphs, unwrap
+from adlm.engine.prepare import Graphs, unwrap
 from adlm.models import Network
 from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS

@@ -10,10 +10,9 @@ import torch
 from exact import ExactBlocks, sequences_of
 from tiny import MODERN, random_tokens, tiny_model
 
-from adlm.models.blockwise import TILE, reading_positions, sees, training_mask
-from adlm.models.transformer import attend
+from adlm.models.transformer import TILE, attend, reading_positions, sees, training_mask
 from adlm.objectives import loss, make_objective, sequence_bounds
-from adlm.objectives.blocks import BlockSettings, masks_by_count
+from adlm.objectives.nelbo import BlockSettings, masks_by_count
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 L, MASK = 12, 10

@@ -7,9 +7,8 @@ from chance import LEVEL, chi_square
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adlm.diffusion import categorical
-from adlm.diffusion.categorical import filter_logits, gumbel_argmax
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion import random
+from adlm.diffusion.random import Stream, filter_logits, gumbel_argmax, uniforms
 
 
 def naive_filter(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, release_nucleus=False):
@@ -63,11 +62,11 @@ def test_the_shortcut_through_the_best_few_changes_nothing(row, top_k, top_p, re
     """Only the best 4 are looked at first; the rest are sorted when the cut reaches further."""
     more = [row, row[::-1], [0.0] * len(row)]
     whole = filter_logits(torch.tensor(more), None, top_k, top_p, release_nucleus=release)
-    before, categorical.ENOUGH = categorical.ENOUGH, 4
+    before, random.ENOUGH = random.ENOUGH, 4
     try:
         assert torch.equal(filter_logits(torch.tensor(more), None, top_k, top_p, release_nucleus=release), whole)
     finally:
-        categorical.ENOUGH = before
+        random.ENOUGH = before
 
 
 @pytest.mark.parametrize("release", [False, True])
@@ -78,19 +77,19 @@ def test_bisection_equals_the_ordered_prefix_with_many_ties(release):
     logits[:, ::7] = -torch.inf
     k = torch.tensor([0, 1, 7, 600]).repeat(6)[:, None]
     p = torch.tensor([0.2, 0.5, 0.9, 0.97, 0.999, 1.0], dtype=torch.float64).repeat_interleave(4)[:, None]
-    ordered = categorical.among_best(logits, k, p, release)
+    ordered = random.among_best(logits, k, p, release)
     assert ordered is not None, "the best few decide"
-    all_kept = categorical.leading(logits, torch.ones_like(logits), torch.where(k > 0, k, 5000).double())
+    all_kept = random.leading(logits, torch.ones_like(logits), torch.where(k > 0, k, 5000).double())
     weight = (logits - logits.amax(-1, keepdim=True)).exp().masked_fill(~all_kept, 0.0)
     need = p * weight.sum(-1, keepdim=True, dtype=torch.float64)
-    nucleus = all_kept & (categorical.leading(logits, weight, need, release) | (p >= 1))
+    nucleus = all_kept & (random.leading(logits, weight, need, release) | (p >= 1))
     assert torch.equal(nucleus, ordered)
     assert int(ordered[8].sum()) > 30, "not a trivial case"
 
 
 def test_bisection_is_used_where_nothing_may_be_read_back(monkeypatch):
-    monkeypatch.setattr(categorical, "visible", lambda x: False)
-    monkeypatch.setattr(categorical, "among_best", None)
+    monkeypatch.setattr(random, "visible", lambda x: False)
+    monkeypatch.setattr(random, "among_best", None)
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
     got = filter_logits(logits, top_k=torch.tensor([0, 3, 50]), top_p=torch.tensor([0.9, 1.0, 0.5]))
     monkeypatch.undo()

@@ -180,7 +180,7 @@ def test_temperature_zero_takes_the_most_probable_text_that_matches(sampler):
 def test_filtered_tokens_are_taken_only_where_nothing_else_matches(filters):
     """One step: of the texts that match, those with fewest filtered tokens, by their own probabilities."""
     model, start, regex = ToyModel(vocab_size=5, length=3, seed=6), (M, M, M), "a(ba)*|b?a?|bab?"
-    from adlm.diffusion.categorical import filter_logits
+    from adlm.diffusion.random import filter_logits
 
     logits = model.table[model.code(torch.tensor([start]))[0]].detach().clone()
     logits[:, MASK] = -torch.inf

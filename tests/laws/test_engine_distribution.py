@@ -14,8 +14,7 @@ from toy import ToyModel
 
 from adlm.engine import Engine, Request
 from adlm.samplers.base import make_sampler
-from adlm.samplers.rates import Rates
-from adlm.samplers.scheduled import Mdlm, RemdmCap
+from adlm.samplers.scheduled import Mdlm, Rates, RemdmCap
 from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from adlm.training.failures import best_interval, expected_seconds, simulate
+from adlm.training.prediction import best_interval, expected_seconds, simulate
 
 HOUR = 3600.0
 # (hours until one GPU fails, seconds of a save, seconds of a restart, hours of work) of 1,024 GPUs: from a failure in

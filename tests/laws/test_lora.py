@@ -5,8 +5,17 @@ import torch
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.models.linear_cross_entropy import linear_cross_entropy
-from adlm.models.lora import ALPHA, AdaptedLinear, adapt, adapters, base_weights, check_adapters, merged, weights_digest
-from adlm.models.network import is_block_matrix
+from adlm.models.network import (
+    ALPHA,
+    AdaptedLinear,
+    adapt,
+    adapters,
+    base_weights,
+    check_adapters,
+    is_block_matrix,
+    merged,
+    weights_digest,
+)
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import LoraConfig, NoiseConfig, ObjectiveConfig
 

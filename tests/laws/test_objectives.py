@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from tiny import MODERN, random_tokens, tiny_model
 
-from adlm.diffusion.schedules import beta_quantile, draw_times, make_schedule, strata
+from adlm.diffusion.process import beta_quantile, draw_times, make_schedule, strata
 from adlm.objectives import Sequences, loss, make_objective, sequence_bounds
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.objectives.nelbo import time_density

@@ -7,10 +7,9 @@ import torch
 from release import load
 from score_form import analytic_last_step, score_from_probs
 
-from adlm.diffusion.categorical import filter_logits
-from adlm.diffusion.schedules import LogLinear
-from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.samplers import rates
+from adlm.diffusion.process import LogLinear
+from adlm.diffusion.random import Stream, filter_logits, uniforms
+from adlm.samplers import scheduled
 from adlm.samplers.base import Prediction, make_sampler
 from adlm.samplers.reading import Ordered, conf_remask
 from adlm.samplers.scheduled import Mdlm, Scheduled
@@ -23,22 +22,22 @@ def fixture(parity):
     return torch.load(parity / "fixture_mini.pt", weights_only=True)
 
 
-def release_rates(step: dict) -> rates.Rates:
+def release_rates(step: dict) -> scheduled.Rates:
     """The package's probabilities for one recorded step, under parity=release."""
     t = torch.tensor([step["t"]], dtype=torch.float64)
     # the recorded dt steps past 0 from the last time; the negative entries of q it gives are never drawn
     s = t - step.get("dt", 0.0)
     c, name = step["params"], step["sampler"]
     return {
-        "mdlm": lambda: rates.mdlm(t, s),
-        "forward-backward": lambda: rates.forward_backward(t, s, release=True),
-        "remdm-cap": lambda: rates.remdm_cap(t, s, c["eta"]),
-        "remdm-rescale": lambda: rates.remdm_rescale(t, s, c["eta"]),
-        "remdm-conf": lambda: rates.remdm_conf(t, s),
-        "remdm-loop": lambda: rates.remdm_loop(t, s, **c, release=True),
-        "dfm": lambda: rates.dfm(t, c["steps"])[1],
-        "predictor:ddpm": lambda: rates.ddpm(t, s.clamp(min=0), LogLinear()),
-        "predictor:analytic": lambda: rates.analytic(t, s.clamp(min=0), LogLinear()),
+        "mdlm": lambda: scheduled.mdlm(t, s),
+        "forward-backward": lambda: scheduled.forward_backward(t, s, release=True),
+        "remdm-cap": lambda: scheduled.remdm_cap(t, s, c["eta"]),
+        "remdm-rescale": lambda: scheduled.remdm_rescale(t, s, c["eta"]),
+        "remdm-conf": lambda: scheduled.remdm_conf(t, s),
+        "remdm-loop": lambda: scheduled.remdm_loop(t, s, **c, release=True),
+        "dfm": lambda: scheduled.dfm(t, c["steps"])[1],
+        "predictor:ddpm": lambda: scheduled.ddpm(t, s.clamp(min=0), LogLinear()),
+        "predictor:analytic": lambda: scheduled.analytic(t, s.clamp(min=0), LogLinear()),
     }[name]()
 
 
@@ -62,7 +61,7 @@ def test_one_step_of_every_sampler_equals_the_releases(fixture):
             expected = analytic_last_step(score_from_probs(p, z, sigma, mask), z, sigma, mask)
             expected = expected / expected.sum(-1, keepdim=True)
         else:
-            r = rates.Rates(*(x.clamp(0, 1) for x in release_rates(step)))
+            r = scheduled.Rates(*(x.clamp(0, 1) for x in release_rates(step)))
             remask = r.remask.view(1, 1, 1).expand(*z.shape, 1)
             if name == "remdm-conf":
                 share = [conf_remask(row.double().numpy(), r.remask.item()) for row in step["conf_in"]]
@@ -94,7 +93,7 @@ def test_release_dfm_takes_the_releases_times(fixture):
     for step in fixture["samplers"]["steps"]:
         if step["sampler"] == "dfm":
             t = torch.tensor(step["t"], dtype=torch.float64)
-            dt = rates.dfm(t, step["params"]["steps"])[0]
+            dt = scheduled.dfm(t, step["params"]["steps"])[0]
             assert (t - dt).item() == pytest.approx(step["t_next"], abs=1e-6)
 
 
@@ -201,7 +200,7 @@ def test_a_threshold_is_the_same_from_python_and_from_the_group(name, threshold)
 
 class Improper(Mdlm):
     def step_rates(self, t, s):
-        return rates.Rates(t + 0.5, t * 0)
+        return scheduled.Rates(t + 0.5, t * 0)
 
 
 def test_improper_rates_are_refused():

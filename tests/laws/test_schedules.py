@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from adlm.diffusion.schedules import (
+from adlm.diffusion.process import (
     LEAST_VISIBLE,
     Cosine,
     Geometric,

@@ -4,8 +4,7 @@ import pytest
 import torch
 from score_form import analytic_last_step, analytic_step, probs_from_score, score_from_probs
 
-from adlm.diffusion.absorbing import posterior
-from adlm.diffusion.schedules import LogLinear
+from adlm.diffusion.process import LogLinear, posterior
 
 V, MASK = 5, 4
 Z = torch.tensor([[0, MASK, 2], [MASK, MASK, 1]])

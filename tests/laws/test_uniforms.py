@@ -6,8 +6,8 @@ import torch
 from chance import LEVEL, chi_square
 from scipy import stats
 
-from adlm.diffusion import uniforms as module
-from adlm.diffusion.uniforms import Stream, coins32, fold, hash_counters, uniforms, uniforms32
+from adlm.diffusion import random as module
+from adlm.diffusion.random import Stream, coins32, fold, hash_counters, uniforms, uniforms32
 
 MILLION = 1_000_000
 

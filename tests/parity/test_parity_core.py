@@ -8,8 +8,8 @@ from release import MASK, V, load
 from adlm.compat.checkpoints import from_release
 from adlm.objectives import CorruptedBatch, Sequences, Term, loss, make_objective
 from adlm.objectives.anchors import counts_in_sequence
-from adlm.objectives.anelbo import gamma_at
 from adlm.objectives.base import select
+from adlm.objectives.nelbo import gamma_at
 from adlm.schema import NoiseConfig, ObjectiveConfig, OptimConfig
 from adlm.training.optim import Ema, Updater, learning_rate_factor
 
@@ -63,7 +63,7 @@ def test_single_stage(fixture):
 
 
 def test_noise_and_weight(fixture):
-    from adlm.diffusion.schedules import make_schedule
+    from adlm.diffusion.process import make_schedule
 
     f, schedule = fixture["forward"], make_schedule(NoiseConfig())
     torch.testing.assert_close(schedule.sigma(f["t"]), f["sigma"], **CLOSE)

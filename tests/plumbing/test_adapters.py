@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import adlm
 from adlm import cli, config
-from adlm.compat.distributed import SavedTensors
+from adlm.compat.foreign_files import SavedTensors
 from adlm.io.load import load_checkpoint
 from adlm.training.loop import run_train, train
 

@@ -330,7 +330,7 @@ def test_what_cannot_be_scored_is_answered(lm, arguments, message):
 
 
 def test_unknown_words_are_answered():
-    from adlm.api.words import variants
+    from adlm.constrain import variants
     from adlm.data.tokenizers import text8_characters
 
     with pytest.raises(ValueError, match="'caf\u00e9' is unknown to this vocabulary"):

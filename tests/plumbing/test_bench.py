@@ -8,8 +8,8 @@ import torch
 from tiny import tiny_model
 
 from adlm import bench, config
-from adlm.bench.measure import dense_loss, dense_step, measure_sample, measure_train, nucleus
-from adlm.diffusion.categorical import filter_logits
+from adlm.bench import dense_loss, dense_step, measure_sample, measure_train, nucleus
+from adlm.diffusion.random import filter_logits
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.schema import NoiseConfig, ObjectiveConfig
 from adlm.training.setup import text_like

@@ -6,7 +6,7 @@ import pytest
 
 from adlm.constrain.automaton import token_bytes
 from adlm.data.tokenizers import raw_bytes, train_bpe
-from adlm.serving.characters import characters
+from adlm.serving.answers import characters
 
 TEXT = "Zürich: 東京 is 日本, 😀 e\u0301 — naïve"
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from adlm import config
+from adlm.config import as_yaml
 from adlm.config.keys import group_choices, group_help, keys
 from adlm.migration import migrate
 from adlm.rules import Choices, Location, Range
-from adlm.schema import Config, as_yaml
+from adlm.schema import Config
 from adlm.tables import GROUPS
 
 ALL_YAMLS = [(group, name) for group in GROUPS for name in group_choices(group)]

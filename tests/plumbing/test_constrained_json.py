@@ -11,8 +11,8 @@ from tiny import tiny_model
 
 pytest.importorskip("outlines_core", reason="needs the extra `constrain` (outlines-core)")
 
+from adlm.constrain.automaton import integers, number_between, string_pattern
 from adlm.constrain.json_schema import schema_of, schema_regex
-from adlm.constrain.patterns import integers, number_between, string_pattern
 
 WORDS = ["name", "age", "id", "tags", "price", "city", "is_active", "größe", "a b", "created"]
 FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "email", "hostname", "uri"]

@@ -77,7 +77,7 @@ def test_shards_of_a_killed_run_are_not_made_again(corpus, tmp_path, monkeypatch
     plain = DataConfig(name="file", path=str(corpus), cache_dir=str(tmp_path / "plain"), valid_path=str(corpus))
     there = replace(plain, cache_dir=str(tmp_path / "ray"), engine="ray")
     saved = packing.save_shard
-    from adlm.data import cluster as engine
+    from adlm.data import sources as engine
 
     def dies_at_the_third(path: Path, batch: packing.Tokens) -> None:
         if len(list(path.parent.glob("*.npz"))) == 2:

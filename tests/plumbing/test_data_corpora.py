@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from adlm.data import corpora, hub, pydocs
+from adlm.data import corpora, remote
 from adlm.data.corpora import ALIASES, defaults, find_local, get_corpus
 from adlm.data.sources import resolve
 from adlm.schema import DataConfig
@@ -153,7 +153,7 @@ def test_bad_combinations(tmp_path):
 
 def test_hub_is_asked_for_the_right_split(monkeypatch):
     asked = []
-    monkeypatch.setattr(hub, "documents", lambda *a: asked.append(a) or iter(["x"]))
+    monkeypatch.setattr(remote, "documents", lambda *a: asked.append(a) or iter(["x"]))
     assert texts(DataConfig(name="openwebtext"), "valid") == ["x"]
     assert texts(DataConfig(name="lm1b"), "valid") == ["x"]
     assert texts(DataConfig(name="ptb"), "train") == ["x"]
@@ -166,7 +166,7 @@ def test_hub_is_asked_for_the_right_split(monkeypatch):
 
 def test_nothing_is_held_out_when_validation_is_elsewhere(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(hub, "documents", lambda *a: asked.append(a[3]) or iter(["x"]))
+    monkeypatch.setattr(remote, "documents", lambda *a: asked.append(a[3]) or iter(["x"]))
     texts(DataConfig(name="openwebtext", valid_name="wikitext103"), "train")
     texts(DataConfig(name="openwebtext", valid_name="openwebtext"), "train")
     texts(DataConfig(name="openwebtext-train", valid_name="wikitext103"), "train")
@@ -191,9 +191,9 @@ def test_hub_documents_through_datasets(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"text": ["a", "b"], "n": [1, 2]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: table)
-    assert list(hub.documents("x/y", "", "", "train", "text", "")) == ["a", "b"]
+    assert list(remote.documents("x/y", "", "", "train", "text", "")) == ["a", "b"]
     with pytest.raises(ValueError, match="has no column 'body'; it has text, n"):
-        list(hub.documents("x/y", "", "", "train", "body", ""))
+        list(remote.documents("x/y", "", "", "train", "body", ""))
 
     def offline(*a, **k):
         raise ConnectionError("no route\nto host")
@@ -203,19 +203,19 @@ def test_hub_documents_through_datasets(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"data set 'x/y' cannot be fetched from the hub \(ConnectionError: no route\); give"
     ):
-        list(hub.documents("x/y", "", "", "train", "text", "give files"))
+        list(remote.documents("x/y", "", "", "train", "text", "give files"))
 
 
 def test_pydocs():
-    found = pydocs.documents()
+    found = corpora.documents()
     text = "".join(found)
     assert len(found) > 200
     assert len(text) > 1_000_000
     assert any("module argparse" in document for document in found)
     assert any('The "if" statement' in document for document in found), "language reference topics"
-    again = {text for _, text in itertools.islice(pydocs._modules(), 40)}
-    assert {text for text in again if len(text) >= pydocs.SHORTEST} <= set(found), "same Python, same documents"
-    assert not any(part in pydocs.SKIPPED for path in pydocs.stdlib_files() for part in path.parts)
+    again = {text for _, text in itertools.islice(corpora._modules(), 40)}
+    assert {text for text in again if len(text) >= corpora.SHORTEST} <= set(found), "same Python, same documents"
+    assert not any(part in corpora.SKIPPED for path in corpora.stdlib_files() for part in path.parts)
     train, valid = texts(DataConfig(), "train"), texts(DataConfig(), "valid")
     assert tuple(train + valid) == found
     assert 0.04 < len(valid) / len(found) < 0.06

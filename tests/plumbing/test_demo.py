@@ -16,9 +16,8 @@ import adlm
 from adlm import cli, config
 from adlm.data.preparation import prepare, tokenizer_for
 from adlm.demo import wishes
-from adlm.diffusion.schedules import LogLinear
-from adlm.evaluation.anchor_report import anchors_section, hide
-from adlm.evaluation.anchors import guesses, read_hidden
+from adlm.diffusion.process import LogLinear
+from adlm.evaluation.anchors import anchors_section, guesses, hide, read_hidden
 
 SMALL = [
     "data.tokenizer=bpe-512", "data.max_sequences=40", "model.hidden_size=16", "model.n_heads=2", "model.n_blocks=1",

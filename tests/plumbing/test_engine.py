@@ -18,11 +18,10 @@ from chance import LEVEL, chi_square
 from tiny import tiny_model
 from toy import ToyModel
 
-from adlm.diffusion.schedules import make_schedule
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion.process import make_schedule
+from adlm.diffusion.random import Stream, uniforms
 from adlm.engine import Engine, Frame, Request, Result
-from adlm.engine.graphs import AHEAD, Graphs, Uploads, unwrap
-from adlm.engine.prepare import compile_blocks, fold, pad_heads, to_bfloat16
+from adlm.engine.prepare import AHEAD, Graphs, Uploads, compile_blocks, fold, pad_heads, to_bfloat16, unwrap
 from adlm.engine.request import Limit, parse_template
 from adlm.models.bridge import LinearBridge
 from adlm.samplers.base import make_sampler

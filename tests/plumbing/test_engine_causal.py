@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from adlm.diffusion.categorical import filter_logits, gumbel_argmax
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion.random import Stream, filter_logits, gumbel_argmax, uniforms
 from adlm.engine import Engine, Frame, Request, Result
 from adlm.schema import SamplingConfig
 

@@ -64,7 +64,7 @@ def test_foreign_samplers_draw(run, sampler, capsys):
 
 def test_the_server_offers_foreign_samplers(run):
     pytest.importorskip("starlette")
-    from adlm.serving.metrics import ServerMetrics
+    from adlm.serving.jobs import ServerMetrics
     from adlm.serving.service import Served
 
     served = Served("m", adlm.load(run, device="cpu"), ServeConfig(), SamplingConfig(), ServerMetrics())

@@ -92,7 +92,7 @@ def test_what_is_typed_wins_and_schedules_follow(tmp_path, line):
 
 
 def save(folder, cfg):
-    from adlm.schema import as_yaml
+    from adlm.config import as_yaml
 
     (folder / "config.yaml").write_text(as_yaml(cfg))
     return folder / "config.yaml"

@@ -223,7 +223,7 @@ def test_one_rule_for_the_sampler_of_a_model(tmp_path, monkeypatch, name, sample
     from adlm.api.command import request_of
     from adlm.evaluation.evaluate import make_settings
     from adlm.schema import ServeConfig
-    from adlm.serving.metrics import ServerMetrics
+    from adlm.serving.jobs import ServerMetrics
     from adlm.serving.service import Served
 
     lm = adlm.load(of_objective(tmp_path, name), "cpu")

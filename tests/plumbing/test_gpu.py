@@ -11,8 +11,8 @@ from runs import start, wait_for_step
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm import config
-from adlm.bench.measure import time_training
-from adlm.diffusion.uniforms import Stream, uniforms, uniforms32
+from adlm.bench import time_training
+from adlm.diffusion.random import Stream, uniforms, uniforms32
 from adlm.models import build_model, layers
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.objectives import Sequences, loss, make_objective

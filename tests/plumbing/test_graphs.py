@@ -11,8 +11,8 @@ from adlm.objectives import loss, make_objective
 from adlm.objectives.base import read_positions
 from adlm.schema import TrainConfig
 from adlm.training import optim, parallel
-from adlm.training.batches import corrupt
 from adlm.training.parallel import GraphedModel, Step, World
+from adlm.training.setup import corrupt
 
 
 def record_on_a_cpu(module, example, **options):

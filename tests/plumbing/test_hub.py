@@ -10,7 +10,7 @@ from exports import export
 
 import adlm
 from adlm import cli
-from adlm.data import hub
+from adlm.data import remote
 
 NAME = "someone/tiny-adlm"
 
@@ -36,7 +36,7 @@ def shelf(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(hub, "notice_missing_network", lambda: None)
+    monkeypatch.setattr(remote, "notice_missing_network", lambda: None)
     # An earlier test of the same worker may have noticed that there is no network.
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return root, calls
@@ -112,6 +112,6 @@ def test_missing_package_is_said(lm, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    monkeypatch.setattr(hub, "notice_missing_network", lambda: None)
+    monkeypatch.setattr(remote, "notice_missing_network", lambda: None)
     with pytest.raises(ValueError, match="needs huggingface_hub"):
         lm.push_to_hub(NAME)

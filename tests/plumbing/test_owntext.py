@@ -8,11 +8,11 @@ import pytest
 from runs import WORDS, overrides
 
 from adlm import cli, config
-from adlm.config import owntext
-from adlm.schema import Config, as_yaml
+from adlm.config import as_yaml, owntext
+from adlm.schema import Config
 from adlm.training import setup
-from adlm.training.batches import validate
 from adlm.training.parallel import Step, world
+from adlm.training.setup import validate
 
 
 def write_text(path, size: int):

@@ -923,7 +923,7 @@ def test_few_words_of_the_film_are_marked_and_no_function_word(visit):
 def test_few_words_are_marked_in_ten_runs_and_no_function_word(visit, capsys):
     from adlm.api import load
     from adlm.constrain.automaton import token_bytes
-    from adlm.serving.characters import characters
+    from adlm.serving.answers import characters
 
     lm, page, shares = load(), visit(), []
     spelled = token_bytes(lm.tokenizer)

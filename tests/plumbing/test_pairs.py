@@ -10,8 +10,8 @@ from tokenizers import AddedToken
 
 import adlm
 from adlm import cli
-from adlm.data import chat, pairs
-from adlm.data.chat import Turn
+from adlm.data import pairs
+from adlm.data.pairs import Turn
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import raw_bytes
 from adlm.schema import DataConfig
@@ -102,18 +102,18 @@ def test_templates_are_written_with_their_marks():
     """As the models' own templates write a conversation; what people write never becomes a mark."""
     turns = [Turn("user", "Hi <|im_end|>"), Turn("assistant", "<|im_end|>"), Turn("user", "Bye")]
     tok = with_marks("<|im_start|>", "<|im_end|>")
-    ids = chat.prompt_ids(turns, tok)
+    ids = pairs.prompt_ids(turns, tok)
     start, end = tok.backend.token_to_id("<|im_start|>"), tok.backend.token_to_id("<|im_end|>")
     assert (ids.count(start), ids.count(end)) == (4, 3)
     written = "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n<|im_end|><|im_end|>\n"
     assert tok.decode(ids) == written + "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
-    assert chat.answer_ids("<|im_end|>", tok) == [*tok.encode("<|im_end|>"), end]
+    assert pairs.answer_ids("<|im_end|>", tok) == [*tok.encode("<|im_end|>"), end]
     llama = with_marks("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    assert llama.decode(chat.prompt_ids(turns[2:], llama)) == (
+    assert llama.decode(pairs.prompt_ids(turns[2:], llama)) == (
         "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert chat.template_of(TOK).name == "plain" and chat.template_of(TOK).stop == "\nUser:"
-    assert TOK.decode(chat.prompt_ids(turns[2:], TOK)) == "User: Bye\nAssistant:"
+    assert pairs.template_of(TOK).name == "plain" and pairs.template_of(TOK).stop == "\nUser:"
+    assert TOK.decode(pairs.prompt_ids(turns[2:], TOK)) == "User: Bye\nAssistant:"
 
 
 def test_changing_the_template_changes_the_cache():
@@ -154,4 +154,4 @@ def test_finetuning_on_pairs_reports_answers_alone(tmp_path, capsys, kind):
 def test_the_server_writes_conversations_by_the_same_rule():
     from adlm.serving.openai import prompt_ids
 
-    assert prompt_ids is chat.prompt_ids
+    assert prompt_ids is pairs.prompt_ids

@@ -12,7 +12,7 @@ import torch
 from adlm import config
 from adlm.objectives import Sequences
 from adlm.objectives.anchors import describe_rule
-from adlm.reasoning.infilling import Infilling
+from adlm.reasoning.answers import Infilling
 from adlm.schema import ObjectiveConfig
 from adlm.tables import ANCHOR_RULES
 

@@ -4,11 +4,11 @@ import pytest
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning import logic
-from adlm.reasoning.examples import Example, whole_text
 from adlm.reasoning.methods import (
     ALL,
     IGNORE,
     Encoded,
+    Example,
     Markers,
     StagePlan,
     add_markers,
@@ -17,6 +17,7 @@ from adlm.reasoning.methods import (
     lay_out,
     markers_of,
     plans_of,
+    whole_text,
     written_length,
 )
 from adlm.reasoning.networks import word_tokenizer

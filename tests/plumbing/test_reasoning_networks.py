@@ -10,8 +10,7 @@ from tiny import MODERN, tiny_model
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning.answers import Accuracy, Answerer, Reply, Slot, generate, read_slots, score, wilson
-from adlm.reasoning.examples import Example
-from adlm.reasoning.methods import IGNORE, Encoded, Markers, StagePlan, add_markers, lay_out, markers_of
+from adlm.reasoning.methods import IGNORE, Encoded, Example, Markers, StagePlan, add_markers, lay_out, markers_of
 from adlm.reasoning.networks import (
     HuggingFaceNetwork,
     OwnNetwork,

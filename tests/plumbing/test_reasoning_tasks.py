@@ -10,9 +10,8 @@ import pytest
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning import generators, logic, tasks
-from adlm.reasoning.examples import Example, whole_text, written_answer
 from adlm.reasoning.generators import Shape
-from adlm.reasoning.questions import (
+from adlm.reasoning.logic import (
     BLIND,
     CHOICE_MEASURES,
     GRAPH_MEASURES,
@@ -24,6 +23,7 @@ from adlm.reasoning.questions import (
     side_by_side,
     statements,
 )
+from adlm.reasoning.methods import Example, whole_text, written_answer
 from adlm.reasoning.tasks import (
     PRONTOQA,
     PROSQA,

@@ -13,7 +13,7 @@ from adlm import cli, config
 from adlm.migration import migrate
 from adlm.reasoning import tasks
 from adlm.reasoning.answers import Answerer
-from adlm.reasoning.comparison import PAPER, mcnemar, paired
+from adlm.reasoning.command import PAPER, mcnemar, paired
 from adlm.reasoning.generators import PROSQA_NAMES, STORY_KINDS, STORY_NAMES, Shape, retold
 from adlm.reasoning.logic import canonical, distances, read_either_or, read_fact, sentences
 from adlm.reasoning.methods import plans_of
@@ -309,7 +309,7 @@ def test_examples_longer_than_the_model_are_refused(tmp_path):
 def test_hugging_face_base(tmp_path):
     """A tiny GPT-2 folder through training, export, evaluation."""
     from adlm.data.tokenizers import load_tokenizer
-    from adlm.reasoning.examples import whole_text
+    from adlm.reasoning.methods import whole_text
 
     examples = generate(replace(PROSQA, shape=Shape(hops=2, nodes=6)), 50, 1)
     make_folder(tmp_path / "base", load_tokenizer("bpe-420", map(whole_text, examples)))

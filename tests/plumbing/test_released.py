@@ -56,7 +56,7 @@ V = TOK.vocab_size
 
 def with_pad():
     """[PAD] and [MASK] behind the vocabulary, as GIDD has them."""
-    from adlm.io.released import with_padding
+    from adlm.io.load import with_padding
 
     return with_padding(TOK)
 
@@ -488,7 +488,7 @@ def test_gpt2_is_the_tokenizer_of_models_without_one(tmp_path):
 def test_the_hub_has_revisions(tmp_path, monkeypatch):
     import huggingface_hub
 
-    from adlm.data import hub
+    from adlm.data import remote
 
     folder, asked = mdlm_folder(tmp_path), []
 
@@ -498,7 +498,7 @@ def test_the_hub_has_revisions(tmp_path, monkeypatch):
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(hub, "notice_missing_network", lambda: None)
+    monkeypatch.setattr(remote, "notice_missing_network", lambda: None)
     adlm.load("owner/model", "cpu", revision="7_rounds")
     adlm.load("owner/model@other", "cpu")
     assert asked == [("owner/model", "7_rounds", False), ("owner/model", "other", False)]

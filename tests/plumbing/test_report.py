@@ -6,11 +6,10 @@ import re
 import pytest
 from documents import Document, player_data
 
+from adlm import reporting
+from adlm import reporting as report
 from adlm.io.paths import write_atomically
-from adlm.reporting import chart
-from adlm.reporting import html as report
-from adlm.reporting.chart import Axis, Series, line_chart
-from adlm.reporting.html import Html, Span, esc, legend, page, passage, section, table, tag, tiles
+from adlm.reporting import Axis, Html, Series, Span, esc, legend, line_chart, page, passage, section, table, tag, tiles
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\" \x00\x1b"
 
@@ -94,7 +93,7 @@ def test_axis_is_monotone_from_0_to_1(log):
 
 
 def test_number_labels():
-    said = [chart.number(v) for v in (0, 0.25, 7, 999, 1500, 20_000, 3e6, 4.2e9)]
+    said = [reporting.number(v) for v in (0, 0.25, 7, 999, 1500, 20_000, 3e6, 4.2e9)]
     assert said == ["0", "0.25", "7", "999", "1.5k", "20k", "3M", "4.2G"]
 
 
@@ -105,9 +104,9 @@ def polyline(text: str) -> list[tuple[float, float]]:
 
 def test_chart_puts_points_where_the_axes_say():
     text = line_chart("t", [Series("s", [(0, 0), (5, 10), (10, 5)])], "x", "y")
-    bottom, right = chart.HEIGHT - chart.BOTTOM, chart.WIDTH - chart.RIGHT
-    middle, half = (chart.LEFT + right) / 2, (chart.TOP + bottom) / 2
-    assert polyline(text) == [(chart.LEFT, bottom), (middle, chart.TOP), (right, half)]
+    bottom, right = reporting.HEIGHT - reporting.BOTTOM, reporting.WIDTH - reporting.RIGHT
+    middle, half = (reporting.LEFT + right) / 2, (reporting.TOP + bottom) / 2
+    assert polyline(text) == [(reporting.LEFT, bottom), (middle, reporting.TOP), (right, half)]
     assert "s: 5, 10" in Document(text).words  # what the pointer reads
     assert any(key == "aria-label" and "from 0 to 5" in (value or "") for key, value in Document(text).attributes)
 
@@ -123,8 +122,8 @@ def test_chart_leaves_out_what_has_no_place():
 
 def test_long_series_are_thinned_and_keep_their_ends():
     points = [(i, math.sin(i)) for i in range(10_001)]
-    drawn = chart.clean(Series("s", points), False, False).points
-    assert len(drawn) <= chart.MOST_POINTS + 1 and drawn[0] == points[0] and drawn[-1] == points[-1]
+    drawn = reporting.clean(Series("s", points), False, False).points
+    assert len(drawn) <= reporting.MOST_POINTS + 1 and drawn[0] == points[0] and drawn[-1] == points[-1]
 
 
 def test_a_constant_series_can_be_drawn():

@@ -280,7 +280,7 @@ def test_a_text_that_is_too_long_is_not_even_tokenised(server, http, monkeypatch
 def test_no_text_that_fits_is_taken_for_too_long(monkeypatch):
     """The bound is sound: so many tokens of the box's vocabulary never have more characters."""
     from adlm.schema import SamplingConfig, ServeConfig
-    from adlm.serving.metrics import ServerMetrics
+    from adlm.serving.jobs import ServerMetrics
     from adlm.serving.service import Served
 
     served = Served("box", api.load(device="cpu"), ServeConfig(), SamplingConfig(), ServerMetrics())

@@ -22,7 +22,7 @@ from adlm.api import load
 from adlm.schema import ServeConfig
 from adlm.serving.bodies import Problem
 from adlm.serving.front import AnswerHead, Front, WorkerGone, sequences_of
-from adlm.serving.metrics import merged
+from adlm.serving.jobs import merged
 
 pytestmark = pytest.mark.timeout(900)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ADLM_API_KEY": ""}

@@ -5,7 +5,7 @@ import json
 import pytest
 from runs import overrides
 
-from adlm import cli, config, speedrun
+from adlm import cli, compare, config
 
 
 def cfg_of(*words: str):
@@ -23,9 +23,9 @@ def cfg_of(*words: str):
     ],
 )
 def test_what_cannot_be_compared_is_refused(word, said):
-    speedrun.check_rules(cfg_of())
+    compare.check_rules(cfg_of())
     with pytest.raises(ValueError, match=said):
-        speedrun.check_rules(cfg_of(word))
+        compare.check_rules(cfg_of(word))
 
 
 def log(speeds: list[float], bounds: list[float], every: int = 33) -> list[dict]:
@@ -40,18 +40,18 @@ def log(speeds: list[float], bounds: list[float], every: int = 33) -> list[dict]
 def test_the_record_is_the_first_validation_below_the_target():
     cfg = cfg_of("train.steps=132", "train.length_warmup_fraction=0.5")  # sequences are whole from step 66 on
     tokens = 33 * 16 * 1024
-    found = speedrun.read_record(log([10.0, 4e5, 20.0, 2e5], [8.0, 7.0, 6.9, 6.7]), cfg)
+    found = compare.read_record(log([10.0, 4e5, 20.0, 2e5], [8.0, 7.0, 6.9, 6.7]), cfg)
     # the first and the third window compiled: each counts at the speed of the one after it
     assert found["step_seconds"] == pytest.approx(tokens * (2 / 4e5 + 2 / 2e5), abs=0.01)
     assert (found["tokens"], found["bound"], found["seconds"]) == (4 * tokens, 6.7, 36.5)
-    missed = speedrun.read_record(log([10.0, 4e5], [8.0, 7.0]), cfg)
+    missed = compare.read_record(log([10.0, 4e5], [8.0, 7.0]), cfg)
     assert missed == {"target": 6.726, "reached": False, "best": 7.0}
-    assert "was not reached; the best bound is 7.000" in speedrun.describe(missed)
+    assert "was not reached; the best bound is 7.000" in compare.describe(missed)
 
 
 def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(speedrun, "check_rules", lambda cfg: None)  # a toy keeps none of them
-    monkeypatch.setattr(speedrun, "TARGET", 100.0)
+    monkeypatch.setattr(compare, "check_rules", lambda cfg: None)  # a toy keeps none of them
+    monkeypatch.setattr(compare, "TARGET", 100.0)
     keys = overrides(
         tmp_path,
         train__steps=4,

@@ -11,10 +11,10 @@ from exports import L
 from tiny import MODERN, tiny_model
 
 from adlm import cli
+from adlm.compat.layouts import llama_type, save_for_transformers
 from adlm.data.tokenizers import raw_bytes
 from adlm.io.export import Loaded, describe, load_folder
 from adlm.io.load import load_checkpoint
-from adlm.io.to_transformers import llama_type, save_for_transformers
 from adlm.schema import Config, NoiseConfig, ObjectiveConfig
 
 transformers = pytest.importorskip("transformers")

@@ -31,10 +31,10 @@ from adlm.objectives.nelbo import Nelbo
 from adlm.schema import CheckpointConfig, NoiseConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from adlm.training import checkpoint, loop, metrics, optim
 from adlm.training import run as runs
-from adlm.training.batches import corrupt, corrupted_batches, on_device, padded_indices, shortened, validate
 from adlm.training.checkpoint import Checkpoints, problem_of, read_weights
 from adlm.training.metrics import LogWindow, read_metrics
 from adlm.training.parallel import Step, World, parallelise, world
+from adlm.training.setup import corrupt, corrupted_batches, on_device, padded_indices, shortened, validate
 
 ALONE = World(0, 1, torch.device("cpu"), "fp32", "none")
 

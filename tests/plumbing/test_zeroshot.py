@@ -11,8 +11,7 @@ from runs import run_config
 from adlm import cli
 from adlm.data.corpora import defaults
 from adlm.data.tokenizers import load_tokenizer
-from adlm.evaluation.published import PAPER, comparable, published
-from adlm.evaluation.zeroshot import SETS, prepare_fitting
+from adlm.evaluation.perplexity import PAPER, SETS, comparable, prepare_fitting, published
 from adlm.io.export import Loaded
 from adlm.io.load import load_checkpoint
 from adlm.models import build_model
@@ -49,7 +48,7 @@ def test_sets_from_local_files_and_one_that_is_missing(trained, tmp_path, capsys
     def no_hub(*_):
         raise ValueError("no network here")
 
-    monkeypatch.setattr("adlm.data.hub.documents", no_hub)
+    monkeypatch.setattr("adlm.data.remote.documents", no_hub)
     root = write_sets(tmp_path / "root")
     assert run(trained, root, "ptb", "lambada", "ag_news", "arxiv", "eval.draws=2") == 0
     said = capsys.readouterr()
@@ -68,7 +67,7 @@ def test_sets_from_local_files_and_one_that_is_missing(trained, tmp_path, capsys
 
 
 def test_nothing_readable_is_an_error(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("adlm.data.hub.documents", lambda *_: iter(()))
+    monkeypatch.setattr("adlm.data.remote.documents", lambda *_: iter(()))
     (tmp_path / "empty").mkdir()
     assert run(trained, tmp_path / "empty", "ptb") == 1
     assert "no set could be read" in capsys.readouterr().err
@@ -108,7 +107,7 @@ def test_the_papers_values_stand_beside_a_model_like_its_own_only():
 
 
 def test_paper_column_is_printed_for_a_comparable_model(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("adlm.evaluation.published.comparable", lambda loaded: True)
+    monkeypatch.setattr("adlm.evaluation.perplexity.comparable", lambda loaded: True)
     assert run(trained, write_sets(tmp_path / "root"), "lambada") == 0
     assert "44.32" in capsys.readouterr().out
     assert json.loads((trained / "zeroshot.json").read_text())["sets"]["lambada"]["paper_perplexity"] == 44.32

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
-from adlm.bench.measure import dense_logits
+from adlm.bench import dense_logits
 from adlm.models import Network
 from adlm.models.layers import activate
 from adlm.objectives import CorruptedBatch

@@ -7,9 +7,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from adlm.diffusion.categorical import filter_logits, gumbel_argmax
-from adlm.diffusion.schedules import LogLinear
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion.process import LogLinear
+from adlm.diffusion.random import Stream, filter_logits, gumbel_argmax, uniforms
 from adlm.engine import Request
 from adlm.models import Network
 from adlm.samplers.base import Prediction, make_sampler

@@ -15,7 +15,7 @@ import torch
 from score_form import analytic_last_step, analytic_step, score_from_probs
 from toy import ToyModel
 
-from adlm.diffusion.schedules import LogLinear
+from adlm.diffusion.process import LogLinear
 from adlm.samplers.base import make_sampler
 from adlm.samplers.scheduled import Scheduled
 from adlm.schema import SamplingConfig

@@ -7,7 +7,7 @@ from adlm.engine.drawing import Filters, draw
 
 def check_draws(V: int, device: str, N: int = 48, seed: int = 0) -> None:
     """The same tokens from the same sets of tokens; log-probabilities equal but for rounding."""
-    from adlm.engine.kernels import draw_rows
+    from adlm.models.kernels import draw_rows
 
     g = torch.Generator().manual_seed(seed)
 

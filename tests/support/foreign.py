@@ -3,12 +3,11 @@
 import numpy as np
 import torch
 
-from adlm.diffusion.schedules import LogLinear
+from adlm.diffusion.process import LogLinear
 from adlm.errors import require
 from adlm.objectives.nelbo import Nelbo
 from adlm.samplers.base import NOWHERE, Event, Sampler
-from adlm.samplers.rates import Rates
-from adlm.samplers.scheduled import Scheduled
+from adlm.samplers.scheduled import Rates, Scheduled
 
 ENTRY_POINTS = {
     "adlm.objectives": {"my-bound": "foreign:MyBound"},

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adlm.diffusion.absorbing import Number
+from adlm.diffusion.process import Number
 
 
 def _per_position(x: Number, z_t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,13 +30,13 @@ from rich.text import Text
 from adlm import config
 from adlm.api.language_model import Generation, LanguageModel, load, load_any, path_given
 from adlm.compat.checkpoints import run_convert
+from adlm.compat.layouts import CODE, save_for_transformers
 from adlm.config.keys import TRAINING, full_name
 from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.load import BOX_NAME
 from adlm.io.paths import claimed, path_of, read_json, writable_file, write_atomically
-from adlm.io.to_transformers import CODE, save_for_transformers
 from adlm.objectives.anchors import counts_in_sequence
 from adlm.schema import Config, SamplingConfig
 from adlm.training.parallel import World, world

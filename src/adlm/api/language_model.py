@@ -27,13 +27,11 @@ import torch
 from torch import Tensor
 
 from adlm import tables
-from adlm.api.scoring import Parts, Score, T, score_tokens, whole
-from adlm.api.slots import SlotReads, read_slots
-from adlm.api.words import banned_and_required
-from adlm.constrain import make_constraint
-from adlm.data import hub
+from adlm.api.scoring import Parts, Score, SlotReads, T, read_slots, score_tokens, whole
+from adlm.constrain import banned_and_required, make_constraint
+from adlm.data import remote
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.schedules import make_schedule, noise_level
+from adlm.diffusion.process import make_schedule, noise_level
 from adlm.engine import Engine, Request, Result
 from adlm.engine.prepare import autocast
 from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, parse_template
@@ -432,4 +430,4 @@ class LanguageModel:
             self.save(folder)
             card = Path(folder) / CARD
             card.write_text(card.read_text(encoding="utf-8").replace(PLACEHOLDER, name), encoding="utf-8")
-            hub.upload(Path(folder), name, private, f"model {name!r}", "lm.save(FOLDER) keeps it on this machine")
+            remote.upload(Path(folder), name, private, f"model {name!r}", "lm.save(FOLDER) keeps it on this machine")

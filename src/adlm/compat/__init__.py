@@ -1,2 +1,9 @@
-"""The public release's world: its command lines (command_lines.py) and its checkpoints (checkpoints.py). Pickles, its
-and torch's, are read as data and never executed (pickles.py, distributed.py)."""
+"""Worlds of others, read as data: no code of theirs is ever executed.
+
+command_lines.py  the public release's command lines
+checkpoints.py    the public release's checkpoints
+pickles.py        pickles, the release's and torch's
+foreign_files.py  files of other projects: sharded checkpoints, tensors by name, vocabularies, GGUF
+layouts.py        released models in their own layouts, read and written
+modeling_adlm.py  the code by which transformers reads ours
+"""

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import re
 import sys
@@ -243,6 +244,28 @@ def _assign(cfg: Config, values: dict[str, Any]) -> None:
 
 
 # ---- saved settings -------------------------------------------------------------------------------------------------
+
+
+def quoted(value: Any) -> str:
+    """A value as YAML: JSON but for its escapes, since JSON's two for a character beyond U+FFFF are two characters in
+    YAML. ASCII, so that no encoding matters."""
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\x7f")
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+def as_yaml(cfg: Config) -> str:
+    """The whole tree as YAML text; `from_yaml` reads it back."""
+
+    def lines(tree: dict[str, Any], indent: str) -> list[str]:
+        out = []
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                out += [f"{indent}{name}:", *lines(value, indent + "  ")]
+            else:
+                out.append(f"{indent}{name}: {quoted(value)}")
+        return out
+
+    return "\n".join(lines(dataclasses.asdict(cfg), "")) + "\n"
 
 
 def from_yaml(path: str | Path) -> Config:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from adlm import schema, schema_commands, schema_model
+from adlm import schema, schema_commands
 from adlm.errors import require, similar
 from adlm.rules import Choices, Range, Rule
 from adlm.tables import CORPORA, GROUPS
@@ -67,7 +67,7 @@ def keys() -> dict[str, Key]:
 def _field_docstrings() -> dict[tuple[str, str], str]:
     """(class, field) -> the string literal that follows the field, on one line."""
     found = {}
-    modules = (schema, schema_model, schema_commands)
+    modules = (schema, schema_commands)
     trees = (ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules)
     for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, after in zip(cls.body, [*cls.body[1:], ast.Pass()]):

@@ -1,8 +1,7 @@
-"""Texts that must match: a JSON schema, a regular expression or a list of choices.
+"""Texts that must match a JSON schema, a regular expression or a list of choices; words that must or must not appear.
 
 json_schema.py  a schema as a regular expression
-patterns.py     the pieces it is made of: numbers between bounds, patterns inside of quotes
-automaton.py    a regular expression as an automaton over tokens
+automaton.py    a regular expression, its pieces, and its automaton over tokens
 matching.py     forward-backward: a step's draw, given that the finished text matches
 """
 
@@ -10,13 +9,51 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from adlm.constrain.automaton import TokenAutomaton, byte_automaton, lift, token_bytes
+from adlm.constrain.automaton import TokenAutomaton, byte_automaton, lift, literal, token_bytes
 from adlm.constrain.json_schema import schema_of, schema_regex
 from adlm.constrain.matching import Constraint
-from adlm.constrain.patterns import literal
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.rules import accept
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+# Words as tokens: what must not appear, and what must.
+
+
+def banned_and_required(
+    tokenizer: Tokenizer, banned: Sequence[str], required: Sequence[str]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Banned and required words as token sequences; a required one must not hold a banned one."""
+    for key, words in (("sampling.banned", banned), ("sampling.required", required)):
+        listed = isinstance(words, Iterable) and not isinstance(words, (str, bytes))
+        require(listed, f"{key} must be a list of texts, got {words!r:.60}")
+    avoided = [
+        (word, v) for word in banned for v in variants(tokenizer, accept("a word of sampling.banned", word, str))
+    ]
+    placed = [(word, variants(tokenizer, accept("a word of sampling.required", word, str))[-1]) for word in required]
+    for word, tokens in placed:
+        for bad, part in avoided:
+            held = any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
+            inside = "" if bad == word else f" ({word!r} holds it)"
+            require(not held, f"sampling.required and sampling.banned both name {bad!r}{inside}")
+    return [v for _, v in avoided], [v for _, v in placed]
+
+
+def variants(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""
+    require(bool(word.strip()), "a banned or required word is empty")
+    found = []
+    for text in (word, " " + word):
+        tokens = tokenizer.encode(text)
+        require(bool(tokens), f"the word {word!r} has no tokens in this vocabulary")
+        unknown = tokenizer.decode(tokens).strip().lower() != word.strip().lower()
+        require(not unknown, f"the word {word!r} is unknown to this vocabulary: it reads {tokenizer.decode(tokens)!r}")
+        if tokens not in found:
+            found.append(tokens)
+    return found
+
+
+# ---- constraints -----------------------------------------------------------------------------------------------------
 
 __all__ = ["Constraint", "make_constraint"]
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adlm.constrain.patterns import (
+from adlm.constrain.automaton import (
     CHARACTER,
     NATURAL,
     NUMBER,

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.constrain.automaton import TokenAutomaton
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion.random import Stream, uniforms
 from adlm.errors import require
 
 FILTERED = 1e6

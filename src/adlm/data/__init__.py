@@ -7,11 +7,10 @@
 
 | module | |
 |---|---|
-| corpora | the public data sets: where each comes from and how it is read |
+| corpora | the public data sets: where each comes from and how it is read; the one inside every CPython |
 | sources | which documents a split is: local files, the hub, or a module such as pydocs |
-| pydocs | the corpus inside every CPython |
 | formats | readers of local files, detokenizers |
-| hub | the Hugging Face hub |
+| remote | the Hugging Face hub, and corpora at URLs |
 | tokenizers | text to ids and back |
 | packing | documents to sequences of one length |
 | blocks | prepared sequences on disk, the cache folder |

@@ -194,7 +194,7 @@ def _shards(cfg: DataConfig, folder: Path, tokenizer: Tokenizer, progress: Progr
     """Who tokenises: the threads of this machine, or a cluster."""
     if cfg.engine == "threads":
         return Shards(folder, tokenizer, progress)
-    from adlm.data.cluster import RayShards
+    from adlm.data.sources import RayShards
 
     return RayShards(folder, tokenizer, progress, cfg)
 

@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from adlm.data import hub
+from adlm.data import remote
 from adlm.data.tokenizer_checks import PARTS, check_part
 from adlm.errors import choose, require
 from adlm.io.paths import check_object, parse_json, path_of, read_regular
@@ -328,7 +328,7 @@ def _published(name: str, root: str | Path, repository: str, files: tuple[str, .
     if root and (folder := _find_vocabulary(path_of(root), name)):
         return _from_path(folder, name)
     advice = f"give the folder that holds {described} as data.tokenizer"
-    return _from_path(hub.fetch(repository, files, f"data.tokenizer={name!r}", advice) / files[0], name)
+    return _from_path(remote.fetch(repository, files, f"data.tokenizer={name!r}", advice) / files[0], name)
 
 
 def byte_level_bpe(vocab_file: Path, merges_file: Path, name: str = "gpt2") -> Tokenizer:

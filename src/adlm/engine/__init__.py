@@ -5,10 +5,8 @@ slots.py      queue and slots: sequences join, pause and leave
 engine.py     how a sequence is filled: windows, trajectories, network calls
 evaluator.py  the device side: canvases, one network call
 blocks.py     block by block with a key-value cache; causal models are blocks of one
-prepare.py    the network as the engine runs it: precision, constants folded
+prepare.py    the network as the engine runs it: precision, constants folded, CUDA graphs
 drawing.py    head, filters and draw at chosen positions, in bounded pieces
-kernels.py    the draw as a Triton kernel
-graphs.py     CUDA graphs and copies that nobody waits for
 """
 
 from adlm.engine.blocks import block_of

@@ -22,13 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm.engine.graphs import Graphs, at_least
-from adlm.engine.prepare import autocast
+from adlm.engine.prepare import Graphs, at_least, autocast
 from adlm.engine.request import Request
 from adlm.errors import require
 from adlm.models import Cache, Network
-from adlm.models.blockwise import cached_mask
-from adlm.models.transformer import LayerCache
+from adlm.models.transformer import LayerCache, cached_mask
 
 # Rows of BlockReading.rows
 FIRST, BLOCK, EDGE = range(3)

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.constrain.matching import FILTERED, Match, letter_mass
-from adlm.diffusion.categorical import LEAST_TEMPERATURE, filter_logits, gumbel_argmax
-from adlm.diffusion.uniforms import Stream, uniforms
-from adlm.engine.graphs import Graphs
+from adlm.diffusion.random import LEAST_TEMPERATURE, Stream, filter_logits, gumbel_argmax, uniforms
+from adlm.engine.prepare import Graphs
 
 Head = Callable[[Tensor], Tensor]
 
@@ -117,7 +116,7 @@ def draw_fused(
     head: Head, banned_SV: Tensor, token_V: Tensor, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters
 ) -> Drawn:
     """`draw` with everything after the head in one kernel."""
-    from adlm.engine.kernels import draw_rows
+    from adlm.models.kernels import draw_rows
 
     logits = head(hidden_ND)
     return Drawn(*draw_rows(logits, banned_SV, ints, floats), logits)

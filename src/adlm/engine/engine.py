@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from adlm.constrain.matching import Match
-from adlm.diffusion.schedules import LogLinear, Schedule
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion.process import LogLinear, Schedule
+from adlm.diffusion.random import Stream, uniforms
 from adlm.engine.blocks import Kept, block_of
 from adlm.engine.drawing import Draws, DrawSettings
 from adlm.engine.evaluator import Call, Canvases, Evaluator
-from adlm.engine.graphs import SEQUENCE_SIZES
+from adlm.engine.prepare import SEQUENCE_SIZES
 from adlm.engine.request import Frame, Request, Window, Windows, check_request, end_of_text, windows
 from adlm.engine.slots import ActiveSequence, BaseEngine
 from adlm.errors import require

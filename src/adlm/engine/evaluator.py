@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.constrain.matching import Match
-from adlm.diffusion.schedules import Schedule, noise_level
+from adlm.diffusion.process import Schedule, noise_level
 from adlm.engine.blocks import BlockReader, BlockReading, own_block
 from adlm.engine.drawing import (
     ANY,
@@ -31,12 +31,21 @@ from adlm.engine.drawing import (
     pieces,
     widen,
 )
-from adlm.engine.graphs import MASK_SIZES, SEQUENCE_SIZES, Fixed, Graphs, Uploads, at_least
-from adlm.engine.prepare import autocast, compile_blocks, prepare
+from adlm.engine.prepare import (
+    MASK_SIZES,
+    SEQUENCE_SIZES,
+    Fixed,
+    Graphs,
+    Uploads,
+    at_least,
+    autocast,
+    compile_blocks,
+    prepare,
+)
 from adlm.errors import choose
 from adlm.io.paths import float64_device
 from adlm.models import Network
-from adlm.models.backends import choose_attention
+from adlm.models.layers import choose_attention
 from adlm.samplers.base import Prediction
 from adlm.schema import ObjectiveConfig
 

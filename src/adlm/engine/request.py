@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from adlm.constrain.matching import Constraint
-from adlm.diffusion.uniforms import Stream, fold
+from adlm.diffusion.random import Stream, fold
 from adlm.errors import require
 from adlm.schema import SamplingConfig
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from adlm import reporting
 from adlm.evaluation.intervals import Estimate, student, summarise
 from adlm.evaluation.perplexity import phases
-from adlm.reporting import html
-from adlm.reporting.chart import Series, line_chart
+from adlm.reporting import Series, line_chart
 from adlm.schema import Config
 
 REFERENCE = "adlm"
@@ -226,7 +226,7 @@ def hardware() -> str:
 # The curves
 
 
-def curves(entries: Sequence[Entry]) -> html.Html | None:
+def curves(entries: Sequence[Entry]) -> reporting.Html | None:
     """Chart of validation bounds over training compute: a line for each algorithm, mean and range of its seeds. None
     where nothing was validated on the way."""
     groups: dict[str, list[Entry]] = {}
@@ -250,8 +250,8 @@ def curves(entries: Sequence[Entry]) -> html.Html | None:
 def report(comparison: Comparison) -> str:
     """The page: curves with the range of seeds, the table, the table over seeds."""
     chart = curves(comparison.entries)
-    parts = [html.section("Curves", chart, lead="Bands are the range over seeds.")] if chart else []
-    parts.append(html.section("Runs", html.table(comparison.columns(), comparison.rows())))
+    parts = [reporting.section("Curves", chart, lead="Bands are the range over seeds.")] if chart else []
+    parts.append(reporting.section("Runs", reporting.table(comparison.columns(), comparison.rows())))
     if groups := comparison.seeds():
         rows = [
             (g["name"], len(g["nats"]), f"{g['mean']:.3f}", f"{g['deviation']:.3f}",
@@ -259,5 +259,5 @@ def report(comparison: Comparison) -> str:
             for g in groups
         ]  # fmt: skip
         head = ("over seeds", "seeds", "mean nats per token", "deviation", "difference, paired, 95%", "to")
-        parts.append(html.section("Seeds", html.table(head, rows)))
-    return html.page("adlm compare", *parts, subtitle=comparison.budget())
+        parts.append(reporting.section("Seeds", reporting.table(head, rows)))
+    return reporting.page("adlm compare", *parts, subtitle=comparison.budget())

@@ -33,7 +33,7 @@ from adlm.evaluation.perplexity import open_checkpoint
 from adlm.io import progress
 from adlm.io.load import locate as locate_checkpoint
 from adlm.io.paths import writable_folder, write_atomically
-from adlm.reporting.html import watch
+from adlm.reporting import watch
 from adlm.schema import Config, EvalConfig, SamplingConfig
 from adlm.schema_commands import JUDGE_RULES
 from adlm.tables import SAMPLERS

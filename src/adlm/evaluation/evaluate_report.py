@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from adlm.reporting.chart import Series, line_chart
-from adlm.reporting.html import (
+from adlm.reporting import (
     Html,
+    Series,
     Snapshot,
     columns,
     details,
+    line_chart,
     page,
     paragraph,
     reveal,

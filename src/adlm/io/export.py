@@ -27,7 +27,7 @@ from adlm.io.paths import BOX, BOX_NAME, check_object, digest, path_of, read_jso
 from adlm.io.quantised import CODES, expand, expanded_shapes
 from adlm.migration import migrate
 from adlm.models import Network, build_model
-from adlm.models.lora import check_adapters, merged, weights_digest
+from adlm.models.network import check_adapters, merged, weights_digest
 from adlm.rules import Choices, accept
 from adlm.schema import Config, LoraConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 from adlm.tables import Table

@@ -1,12 +1,15 @@
 """Places as users name them: files, folders and devices. Checked before the work and not after it.
 
-Importing this module loads no torch: the command line needs it before it knows whether there is anything to run.
-"""
+Importing this module loads no torch: the command line needs it before it knows whether there is anything to run."""
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import re
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +21,7 @@ from adlm.rules import Location, rules_of
 
 if TYPE_CHECKING:
     import torch
+
 
 BOX = Path(__file__).parents[1] / "box"
 """The exported folder that ships inside the package."""
@@ -252,3 +256,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ---- processes that end together -------------------------------------------------------------------------------------
+# Processes that end together.
+
+KILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""What ends a process at once; Windows has one signal for both."""
+
+
+def die_with_parent() -> None:
+    """Let Linux kill this process when the one that started it is killed: nobody would mind it then, and it would hold
+    on to its files and its GPU."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, KILL)

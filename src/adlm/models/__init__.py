@@ -1,14 +1,11 @@
 """Networks: one transformer stack, the two-stage anchored network made of it, and the loss behind a large head.
 
-network.py               Network: embedding, stacks, bridge, heads; initialisation, FLOPs
-transformer.py           Block and Stack; the residual stream and what blocks read beside it
-blockwise.py             attention of block diffusion: which position sees which
-layers.py                norm, rotary positions, dropout, modulation, positions that are picked
-lora.py                  low-rank adapters of a trained network
+network.py               Network: embedding, stacks, bridge, heads; initialisation, FLOPs, low-rank adapters
+transformer.py           Block and Stack, the residual stream; which position sees which in block diffusion
+layers.py                what depends on the machine; norm, rotary positions, dropout, modulation, picked positions
 bridge.py                bridges: from the anchor network to the denoiser
 linear_cross_entropy.py  losses behind a linear head, without all logits
-kernels.py               the same as a Triton kernel
-backends.py              what depends on the machine: attention kernel, compiler options, peak FLOP/s
+kernels.py               the same, and the draw of a token, as Triton kernels
 """
 
 from adlm.models.linear_cross_entropy import linear_cross_entropy, linear_losses, linear_nll

@@ -1,13 +1,10 @@
 """Objectives: what a network is trained on. tables.OBJECTIVES names them, tables.ANCHOR_RULES the anchor rules.
 
-base.py            what an objective is: Sequences in, CorruptedBatch out, and its one loss
-nelbo.py           NELBO of masked diffusion (Eq. 4), by times and by numbers of masks
-anchors.py         which tokens are anchors
-blocks.py          the same for a chain of blocks (block diffusion)
-anelbo.py          ANELBO (Eq. 7): the NELBO and the anchor term
-d3pm.py            discrete-time bound of a prediction that may put mass on the mask
-score_entropy.py   denoising score entropy (SEDD)
-autoregressive.py  next-token cross-entropy (AR, A2R)
+base.py       what an objective is: Sequences in, CorruptedBatch out, and its one loss
+anchors.py    which tokens are anchors
+nelbo.py      NELBO of masked diffusion (Eq. 4), by times and by numbers of masks, for whole sequences and for blocks;
+              ANELBO (Eq. 7): the NELBO and the anchor term
+baselines.py  next-token cross-entropy (AR, A2R), D3PM's discrete-time bound, SEDD's score entropy
 """
 
 from adlm.objectives.base import (

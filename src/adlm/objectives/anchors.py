@@ -41,7 +41,7 @@ def none(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
 
 
 def given(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
-    """Positions that a task gives: its objective knows them, and replaces this rule (`adlm.reasoning.infilling`)."""
+    """Positions that a task gives: its objective knows them, and replaces this rule (`adlm.reasoning.answers`)."""
     raise ValueError("objective.anchor_rule=given is for tasks that say where their anchors are, not for plain text")
 
 

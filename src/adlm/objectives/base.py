@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adlm import tables
-from adlm.diffusion.schedules import Schedule, make_schedule
+from adlm.diffusion.process import Schedule, make_schedule
 from adlm.io.paths import float64_device
 from adlm.models import Hidden, Network, linear_cross_entropy, linear_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk

@@ -15,8 +15,8 @@ import random
 from typing import NamedTuple
 
 from adlm.errors import require
-from adlm.reasoning.examples import Example
 from adlm.reasoning.logic import either_or, node_anchors, statement
+from adlm.reasoning.methods import Example
 
 PROSQA_NAMES = (
     "Alex", "Bob", "Carol", "Davis", "Eva", "Fae", "Gabriel", "Jack", "Max", "Oliver", "Polly", "Rex", "Sally", "Sam",

@@ -21,16 +21,14 @@ from torch import Tensor, nn
 
 from adlm.data.tokenizers import Backend, Tokenizer, load_tokenizer, train_bpe
 from adlm.errors import require
+from adlm.io.load import load_released
 from adlm.io.paths import path_of
-from adlm.io.released import load_released
 from adlm.models import Cache, Hidden, Network, build_model
-from adlm.models.backends import allow_variants
-from adlm.models.layers import pick_flat
+from adlm.models.layers import allow_variants, pick_flat
 from adlm.models.network import count_flops
 from adlm.models.transformer import LayerCache
 from adlm.objectives.base import CorruptedBatch, LossOutput, Term, loss, on_device, put, sum_terms
-from adlm.reasoning.examples import Example, parts, whole_text
-from adlm.reasoning.methods import IGNORE, Layout, add_markers
+from adlm.reasoning.methods import IGNORE, Example, Layout, add_markers, parts, whole_text
 from adlm.schema import Config
 
 VOCABULARY = 1024

@@ -19,12 +19,12 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adlm.diffusion.uniforms import Stream, fold
+from adlm.diffusion.random import Stream, fold
 from adlm.errors import require
 from adlm.io.paths import path_of
 from adlm.reasoning import generators, logic
-from adlm.reasoning.examples import Example, open_text, read_records
 from adlm.reasoning.generators import PUBLISHED, Shape
+from adlm.reasoning.methods import Example, open_text, read_records
 from adlm.schema import DataConfig, ReasonConfig
 from adlm.tables import TASKS
 

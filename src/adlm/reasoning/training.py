@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from adlm.data.loader import SequenceOrder, mix, read_ahead
-from adlm.diffusion.uniforms import Stream, fold
+from adlm.diffusion.random import Stream, fold
 from adlm.errors import require
 from adlm.objectives.base import rounded
 from adlm.reasoning import generators
 from adlm.reasoning.answers import Accuracy, Answerer
-from adlm.reasoning.examples import whole_text
 from adlm.reasoning.methods import (
     Encoded,
     Layout,
@@ -34,11 +33,11 @@ from adlm.reasoning.methods import (
     lay_out,
     markers_of,
     plans_of,
+    whole_text,
     written_length,
 )
 from adlm.reasoning.networks import OwnNetwork, ReasoningBatch, batch_loss, batch_on, build_network, make_batch
-from adlm.reasoning.runs import ask_tests, export_run, write_results
-from adlm.reasoning.shared_stage import SharedStage
+from adlm.reasoning.runs import SharedStage, ask_tests, export_run, write_results
 from adlm.reasoning.tasks import load_splits, task_of
 from adlm.schema import Config
 from adlm.training.metrics import plot_curves

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from adlm import tables
-from adlm.diffusion.schedules import Schedule
-from adlm.diffusion.uniforms import Stream, uniforms
+from adlm.diffusion.process import Schedule
+from adlm.diffusion.random import Stream, uniforms
 from adlm.errors import require
 from adlm.objectives.base import Objective
 from adlm.schema import ModelConfig, ObjectiveConfig, SamplingConfig

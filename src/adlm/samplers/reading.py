@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm.diffusion.schedules import Schedule
-from adlm.diffusion.uniforms import Stream
-from adlm.samplers import rates
+from adlm.diffusion.process import Schedule
+from adlm.diffusion.random import Stream
+from adlm.samplers import scheduled
 from adlm.samplers.base import NOWHERE, Event, Positions, Prediction, Sampler, Trajectory, draw_uniforms
-from adlm.samplers.rates import Rates
-from adlm.samplers.scheduled import Analytic, Scheduled
+from adlm.samplers.scheduled import Analytic, Rates, Scheduled
 from adlm.schema import SamplingConfig
 
 
@@ -32,7 +31,7 @@ class RemdmConf(Scheduled):
         self.writes_once = False
 
     def step_rates(self, t: Tensor, s: Tensor) -> Rates:
-        return rates.remdm_conf(t, s)
+        return scheduled.remdm_conf(t, s)
 
     def trajectory(self, holes: Positions, seed: int) -> Trajectory:
         confidence = np.full(len(holes), -np.inf)

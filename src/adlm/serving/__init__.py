@@ -5,15 +5,13 @@ Here is `adlm serve` itself: load the models, say where they are, answer until t
 server.py   uvicorn with a drain on SIGTERM; the guard of every request: name, key, size, slow and lost clients
 app.py      the routes, and errors as answers
 bodies.py   bodies of requests (sampling settings generated from the schema), and errors
-answers.py  bodies of answers
+answers.py  bodies of answers; bytes of tokens as characters
 service.py  what is served: a checkpoint, its defaults and limits; bodies become requests of the engine
-jobs.py     requests under way, and how they share the network
+jobs.py     requests under way, how they share the network, and counters of them
 worker.py   the thread that owns an engine
 front.py    several processes behind one port: the queue of all, requests of a worker that died
-characters.py  bytes of tokens as characters
 frames.py   canvases as server-sent events, and the anchor network's guesses
 openai.py   OpenAI's completions and chat completions
-metrics.py  counters in Prometheus' text format
 static/     the page
 """
 

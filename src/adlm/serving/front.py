@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import h11
 from starlette.types import Receive, Scope, Send
 
-from adlm.io.processes import KILL, die_with_parent
+from adlm.io.paths import KILL, die_with_parent
 from adlm.schema import Config, ServeConfig
 from adlm.serving.bodies import Problem
-from adlm.serving.jobs import out_of_time, within
-from adlm.serving.metrics import ServerMetrics, merged
+from adlm.serving.jobs import ServerMetrics, merged, out_of_time, within
 from adlm.serving.server import RequestGuard, make_server
 
 log = logging.getLogger("adlm.serving")

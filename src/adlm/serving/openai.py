@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from adlm.api import LanguageModel
 from adlm.api.scoring import Parts, TokenLogProbs, left_to_right
-from adlm.data.chat import Turn, prompt_ids, template_of
+from adlm.data.pairs import Turn, prompt_ids, template_of
 from adlm.engine import Frame, Request, block_of
 from adlm.engine.request import Limit, end_of_text
 from adlm.errors import require
@@ -293,7 +293,7 @@ class Completion:
 
 class Chat(Completion):
     """One request to /v1/chat/completions: the completion of the conversation, written by the template of the model's
-    vocabulary (data/chat.py), up to the end of the answer or the user's next line."""
+    vocabulary (data/pairs.py), up to the end of the answer or the user's next line."""
 
     kind = "chatcmpl"
 

@@ -27,11 +27,9 @@ from adlm.engine.request import HOLE, HOLES, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig, ServeConfig
-from adlm.serving.answers import Defaults, ModelCard, Pieces
+from adlm.serving.answers import Defaults, ModelCard, Pieces, characters
 from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Problem, SlotsBody
-from adlm.serving.characters import characters
-from adlm.serving.jobs import Job, within
-from adlm.serving.metrics import ServerMetrics
+from adlm.serving.jobs import Job, ServerMetrics, within
 from adlm.serving.worker import Worker
 from adlm.tables import OBJECTIVES, SAMPLERS
 

@@ -23,8 +23,7 @@ from adlm.api.scoring import Parts
 from adlm.engine import Engine, Frame, Request, Result, block_of
 from adlm.serving.bodies import Problem
 from adlm.serving.frames import FrameGuesses
-from adlm.serving.jobs import SPARED, Job, Share, Update, next_seat, take_part, whose_turn
-from adlm.serving.metrics import ServerMetrics
+from adlm.serving.jobs import SPARED, Job, ServerMetrics, Share, Update, next_seat, take_part, whose_turn
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")

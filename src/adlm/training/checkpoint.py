@@ -4,7 +4,7 @@ A checkpoint is a folder `checkpoints/step-00001000` with the tensors of every s
 torch.distributed.checkpoint, so ranks may change), `state.json` (step, best bound, counters) and `manifest.json` (size
 and SHA-256 of every file). It is written under another name and renamed when complete, so a kill at any moment leaves
 the older ones untouched. A corrupt one is noticed by its checksums and the one before it is used. With checkpoint.url
-the folder is a place to write in and read from, and the checkpoints are kept there (remote.py).
+the folder is a place to write in and read from, and the checkpoints are kept there (storage.py).
 """
 
 import json
@@ -33,16 +33,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from adlm.compat.distributed import SavedTensors
+from adlm.compat.foreign_files import SavedTensors
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, path_of, read_json, sync_folder
 from adlm.migration import migrate_tree
 from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
-from adlm.training.manifest import STATE, described, problem_of, seal
 from adlm.training.optim import Ema, GradientGuard, state_of
 from adlm.training.parallel import Step, World
-from adlm.training.remote import remote
+from adlm.training.storage import STATE, described, problem_of, remote, seal
 from adlm.training.watch import note
 
 # what one process is, and no reason to worry

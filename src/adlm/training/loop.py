@@ -17,22 +17,22 @@ from torch import Tensor
 
 from adlm.data.loader import Batches
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.schedules import make_schedule
-from adlm.diffusion.uniforms import Stream, fold
+from adlm.diffusion.process import make_schedule
+from adlm.diffusion.random import Stream, fold
 from adlm.engine import Engine, Request
 from adlm.errors import require
 from adlm.io import export
 from adlm.models import build_model
-from adlm.models.lora import adapt, adapters, base_weights
+from adlm.models.network import adapt, adapters, base_weights
 from adlm.samplers.base import with_sampler
 from adlm.schema import Config
 from adlm.training import setup
-from adlm.training.batches import corrupted_batches, on_device, validate
 from adlm.training.metrics import perplexity, plot_curves
 from adlm.training.optim import learning_rate_factor
 from adlm.training.parallel import Step, World, accumulating, parallelise, world
 from adlm.training.prediction import run_prediction
 from adlm.training.run import Run, SampleHook, claimed_run_folder
+from adlm.training.setup import corrupted_batches, on_device, validate
 
 
 class TrainResult(NamedTuple):

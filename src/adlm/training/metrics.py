@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from adlm.io.paths import write_atomically
-from adlm.models.backends import peak_flops
+from adlm.models.layers import peak_flops
 from adlm.schema import Config
 from adlm.training.optim import GradientGuard
 from adlm.training.parallel import World

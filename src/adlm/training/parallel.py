@@ -24,10 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adlm.data.tokenizers import limit_threads
 from adlm.errors import require
-from adlm.io.paths import float64_device, pick_device
-from adlm.io.processes import die_with_parent
+from adlm.io.paths import die_with_parent, float64_device, pick_device
 from adlm.models import Network
-from adlm.models.backends import allow_variants, choose_attention, training_options
+from adlm.models.layers import allow_variants, choose_attention, training_options
 from adlm.models.network import Hidden
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig

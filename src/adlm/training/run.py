@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adlm.config import as_yaml
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
 from adlm.io.paths import absolute_paths, claimed, path_of, writable_folder, write_atomically
-from adlm.models.lora import merged
-from adlm.schema import Config, DataConfig, ReasonConfig, as_yaml
+from adlm.models.network import merged
+from adlm.schema import Config, DataConfig, ReasonConfig
 from adlm.tables import TOKENIZERS
 from adlm.training.checkpoint import Checkpoints, changes, check_same_run, tensors
 from adlm.training.metrics import LogWindow, RunLog, read_metrics
