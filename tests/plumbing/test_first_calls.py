@@ -290,7 +290,7 @@ def test_every_key_that_serve_lists_is_a_default_of_requests(capsys):
 
     assert cli.main(["serve", "--help"]) == 0
     listed = set(re.findall(r"^  sampling\.(\w+)", capsys.readouterr().out, re.MULTILINE))
-    assert listed == {*SERVER_DEFAULTS, "stop"}
+    assert listed == {*SERVER_DEFAULTS, "stop", "batch_size"}  # the last one is the server's own
 
 
 def test_a_judge_that_is_nowhere_is_refused_before_samples_are_drawn(folder, tmp_path, capsys, monkeypatch):
