@@ -111,9 +111,9 @@ def _weight(z, peak, COUNT: tl.constexpr):
 def _mass(row, V, peak, low, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Of the tokens of the prefix (edge, stop) whose order is at least `low`: e^(logit - peak) added up, or how many.
     A lane adds up a few numbers in float32, the lanes are added in float64."""
-    lane = tl.arange(0, DRAW_BLOCK)
-    total = tl.zeros((DRAW_BLOCK,), tl.float32)
-    for at in range(0, V, DRAW_BLOCK):
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, V, BLOCK):
         z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
         order = _order(z)
         inside = (order >= low) & ((order > edge) | ((order == edge) & (at + lane < stop))) & (at + lane < V)
@@ -124,12 +124,12 @@ def _mass(row, V, peak, low, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def _masses(row, V, peak, low, more, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """`_mass` from low + more, low + 2 more and low + 3 more, in one pass: two bits of the edge at a time."""
-    lane = tl.arange(0, DRAW_BLOCK)
+    lane = tl.arange(0, BLOCK)
     low1, low2, low3 = (low + more).to(tl.int32), (low + 2 * more).to(tl.int32), (low + 3 * more).to(tl.int32)
-    total1 = tl.zeros((DRAW_BLOCK,), tl.float32)
-    total2 = tl.zeros((DRAW_BLOCK,), tl.float32)
-    total3 = tl.zeros((DRAW_BLOCK,), tl.float32)
-    for at in range(0, V, DRAW_BLOCK):
+    total1 = tl.zeros((BLOCK,), tl.float32)
+    total2 = tl.zeros((BLOCK,), tl.float32)
+    total3 = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, V, BLOCK):
         z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
         order = _order(z)
         inside = ((order > edge) | ((order == edge) & (at + lane < stop))) & (at + lane < V)
@@ -146,10 +146,10 @@ def _shorten(row, V, peak, need, short, edge, stop, COUNT: tl.constexpr, BLOCK: 
     found = tl.full((), LOWEST, tl.int64)
     for i in range(16):
         more = tl.full((), 1, tl.int64) << (30 - 2 * i)
-        mass1, mass2, mass3 = _masses(row, V, peak, found, more, edge, stop, COUNT, DRAW_BLOCK)
+        mass1, mass2, mass3 = _masses(row, V, peak, found, more, edge, stop, COUNT, BLOCK)
         found += more * ((mass1 >= need).to(tl.int64) + (mass2 >= need).to(tl.int64) + (mass3 >= need).to(tl.int64))
     new_edge = found.to(tl.int32)
-    above = _mass(row, V, peak, new_edge + 1, edge, stop, COUNT, DRAW_BLOCK)
+    above = _mass(row, V, peak, new_edge + 1, edge, stop, COUNT, BLOCK)
     each = tl.full((), 1.0, tl.float64)
     if not COUNT:
         bits = tl.where(new_edge >= 0, new_edge, new_edge ^ 0x7FFFFFFF)
@@ -159,10 +159,10 @@ def _shorten(row, V, peak, need, short, edge, stop, COUNT: tl.constexpr, BLOCK: 
     room = tl.where(short, tl.maximum(tl.floor(ties), none_yet), tl.ceil(ties))
     room = tl.minimum(room, 1.0 * V).to(tl.int32)
     # the id after the last of `room` tokens at the edge
-    lane = tl.arange(0, DRAW_BLOCK)
+    lane = tl.arange(0, BLOCK)
     seen = tl.zeros((), tl.int32)
     new_stop = tl.zeros((), tl.int32)
-    for start in range(0, V, DRAW_BLOCK):
+    for start in range(0, V, BLOCK):
         z = tl.load(row + start + lane, mask=start + lane < V, other=-float("inf"))
         at = ((_order(z) == new_edge) & (start + lane < V)).to(tl.int32)
         rank = seen + tl.cumsum(at, 0)
@@ -186,10 +186,10 @@ def _draw_rows(logits, stride, banned, ints, floats, N, token, log_p, V, BLOCK: 
     k = tl.where(greedy, 1, k)
     temperature = tl.where(greedy, 1.0, temperature)
 
-    lane = tl.arange(0, DRAW_BLOCK)
+    lane = tl.arange(0, BLOCK)
     row = log_p + n * V
-    peaks = tl.full((DRAW_BLOCK,), -float("inf"), tl.float32)
-    for at in range(0, V, DRAW_BLOCK):
+    peaks = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for at in range(0, V, BLOCK):
         inside = at + lane < V
         z = tl.load(logits + n * stride + at + lane, mask=inside, other=-float("inf")).to(tl.float32) / temperature
         never = tl.load(banned + slot * V + at + lane, mask=inside, other=1) != 0
@@ -202,14 +202,14 @@ def _draw_rows(logits, stride, banned, ints, floats, N, token, log_p, V, BLOCK: 
     edge, stop = tl.full((), LOWEST, tl.int32), tl.zeros((), tl.int32) + V
     if k > 0:
         need = tl.minimum(k, V).to(tl.float64)
-        edge, stop = _shorten(row, V, peak, need, False, edge, stop, True, DRAW_BLOCK)
+        edge, stop = _shorten(row, V, peak, need, False, edge, stop, True, BLOCK)
     if p < 1:
-        need = p * _mass(row, V, peak, tl.full((), LOWEST, tl.int32), edge, stop, False, DRAW_BLOCK)
-        edge, stop = _shorten(row, V, peak, need, short, edge, stop, False, DRAW_BLOCK)
+        need = p * _mass(row, V, peak, tl.full((), LOWEST, tl.int32), edge, stop, False, BLOCK)
+        edge, stop = _shorten(row, V, peak, need, short, edge, stop, False, BLOCK)
     floor = peak + tl.log(min_p)
 
-    total = tl.zeros((DRAW_BLOCK,), tl.float32)
-    for at in range(0, V, DRAW_BLOCK):
+    total = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, V, BLOCK):
         z = tl.load(row + at + lane, mask=at + lane < V, other=-float("inf"))
         order = _order(z)
         kept = ((order > edge) | ((order == edge) & (at + lane < stop))) & (z >= floor)
