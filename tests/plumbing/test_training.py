@@ -787,3 +787,12 @@ def test_nothing_is_left_uncompiled(compile, variants, monkeypatch):
     for graph in counter.graphs:
         inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
         assert sum(isinstance(x, torch.SymInt) for x in inputs) <= 1, "more than the number of scored positions varies"
+
+
+def test_faster_products_end_with_the_training(monkeypatch):
+    """TF32 rounds to ten bits: a model that is asked for float32 after a training in this process must not get it."""
+    monkeypatch.setattr("adlm.training.parallel.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with world(TrainConfig()):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"

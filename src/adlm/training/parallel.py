@@ -9,7 +9,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -117,6 +117,7 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(cfg.device)
     limit_threads(cfg.num_threads)
+    products = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -133,11 +134,11 @@ def world(cfg: TrainConfig) -> Iterator[World]:
     if cfg.is_sharded and mode in ("model", "max"):
         mode = "block"  # sharded blocks gather their weights outside the compiled graph
     found = World(rank, size, device, precision, mode, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    if alone or dist.is_initialized():
-        yield found
-        return
-    with process_group(found):
-        yield found
+    try:
+        with nullcontext() if alone or dist.is_initialized() else process_group(found):
+            yield found
+    finally:
+        torch.set_float32_matmul_precision(products)  # whoever samples afterwards in float32 means float32
 
 
 @contextmanager
