@@ -104,7 +104,7 @@ def _run(argv: list[str], strict: bool) -> int:
         raise UsageError(f"adlm {name} needs {' and '.join(command.words[: command.required])}")
     if rest and not command.rest:
         raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
-    line = [*command.defaults, *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
+    line = [*_defaults(command, overrides), *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
     # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
     refuse = functools.partial(refuse_unread, name, command) if strict else lambda key: None
@@ -124,6 +124,14 @@ def _run(argv: list[str], strict: bool) -> int:
     if isinstance(result, dict) and result.get("stopped_by"):
         return 128 + result["stopped_by"]
     return result if isinstance(result, int) else 0
+
+
+def _defaults(command: Command, overrides: list[str]) -> list[str]:
+    """The defaults of a command, but for groups of which the user's experiment chooses a name."""
+    named = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
+    experiments = GROUPS["experiment"]
+    chosen = experiments.chooses(named[-1]) if named and named[-1] in experiments else set()
+    return [text for text in command.defaults if text.partition("=")[0] not in chosen]
 
 
 def refuse_unread(name: str, command: Command, key: str) -> None:

@@ -14,6 +14,7 @@ folder configs/ by one of the group `adlm.configs` (docs/extending.md):
 import functools
 import importlib
 import importlib.util
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,10 @@ class Group(Collection[str]):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def chooses(self, name: str) -> set[str]:
+        """Other groups of which the file chooses a name itself (`override /task: gsm8k` in its defaults)."""
+        return set(re.findall(r"^\s*- override /(\w+):", self.files[name].read_text(encoding="utf-8"), re.MULTILINE))
 
     def help(self, name: str) -> str:
         """The first comment of the file, which says what it is."""

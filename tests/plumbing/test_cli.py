@@ -275,3 +275,15 @@ def test_out_is_where_the_command_writes(command, old, monkeypatch):
         assert seen["cfg"].out == "somewhere"
     assert cli.main([command]) == 0
     assert seen["cfg"].out == ("runs/adlm-pydocs-small" if command == "train" else "")
+
+
+def test_an_experiment_wins_over_the_defaults_of_a_command(monkeypatch):
+    found = []
+    monkeypatch.setattr(cli, "_target", lambda command: lambda cfg, **arguments: found.append(cfg))
+    for line, task, method in (
+        (["experiment=coconut-gsm8k", "data.path=x.jsonl"], "gsm8k", "coconut-double"),
+        (["experiment=coconut-gsm8k", "data.path=x.jsonl", "method=cot"], "gsm8k", "cot"),
+        ([], "prosqa", "acot"),
+    ):
+        assert cli.main(["reason", "train", *line]) == 0
+        assert (found[-1].reason.task, found[-1].reason.method, found[-1].algo) == (task, method, "ar")
