@@ -10,6 +10,8 @@ fill (under CUDA's MPS daemon), or on the cores of a CPU. What they say goes to 
 
 The budget is a number of steps, or with `compare.equal_flops` the training FLOPs of the first algorithm named: the
 others get as many steps as cost the same.
+
+Below, too: `adlm speedrun`, one run against the clock.
 """
 
 import contextlib

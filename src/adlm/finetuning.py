@@ -3,6 +3,8 @@
 Starts from the model in the box, or from any model that `adlm.load` reads (checkpoint.init_from), and keeps its
 network, tokenizer and objective. Rates and length of the run fit the size of the text. The result is an ordinary run
 folder, which resumes and is exported, with a report: bound and samples before and after.
+
+Below, too: `adlm adapt`, which begins with a causal model.
 """
 
 import os

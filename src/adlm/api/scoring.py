@@ -5,6 +5,8 @@ scored; of the n tokens of the text k are masked, k = 1..n stratified over the d
 -log p(text | context) is n E[S_k / k] with S_k the cross-entropy of the masked ones (objectives/nelbo.py). A text
 of one token has no noise at all. The sequence ends with the text: nothing is assumed about what may follow.
 Models of another kind (score entropy, D3PM) are scored at random times, by their own bound.
+
+Below, too: what the model puts into each hole of a text.
 """
 
 import math

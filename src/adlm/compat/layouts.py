@@ -2,6 +2,8 @@
 
 A layout is a function from a config.json to a `Released`; LAYOUTS is the one table of them. Our parameters are named
 with the names whose rows, one after another, they are: `qkv` is q, k and v; `mlp_in` is gate and up.
+
+Below, too: the way back, a folder that transformers loads.
 """
 
 import json

@@ -9,6 +9,8 @@ end-of-text token, and that every token keeps: what stands after the end of a te
 
 A regular expression can have an automaton of any size (a{1000}{1000}), and the library has no limit. It runs in a
 process of its own, with a limit on time and memory.
+
+Below, too: the pieces of regular expressions that JSON is made of.
 """
 
 import functools

@@ -3,6 +3,8 @@
 A corpus is read from local files in its published format (`data.path`, or found by name under `data.root`), else from
 the hub. Revisions name the hub's own parquet conversion where the original is a loading script, which current
 `datasets` refuses to run. Neither numpy nor torch is imported here: the command line reads this table.
+
+Below, too: the corpus inside every CPython, its documentation.
 """
 
 import ast

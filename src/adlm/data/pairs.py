@@ -3,7 +3,7 @@
 One sequence for each answer: [BOS] what stands before it, the answer, [EOS], padding. Only the answer and its end are
 learned and scored; where they begin is kept beside the sequences (blocks.py). A conversation with several answers
 gives several sequences, since an answer must not be read before what follows it. `prompt` and `completion` are
-tokenised as they are; a conversation is written by the template of the vocabulary (above).
+tokenised as they are; a conversation is written by the template of the vocabulary (below).
 """
 
 import itertools

@@ -1,4 +1,7 @@
-"""Which documents a split is: local files, the embedded corpus or the hub, and what is held out for validation."""
+"""Which documents a split is: local files, the embedded corpus or the hub, and what is held out for validation.
+
+Below, too: the same documents tokenised on a Ray cluster.
+"""
 
 import functools
 import importlib

@@ -4,6 +4,8 @@ The bridge has its inference form; norms and modulations of a network without ti
 weights. In bf16 weights are converted once (autocast would convert them at every step), heads are padded to a width
 that matrix units like, and the residual stream is bf16 too. In float32 on a CPU, oneDNN lays the weights out for its
 products once. Values change only by rounding.
+
+Below, too: CUDA graphs, and copies that nobody waits for.
 """
 
 import copy

@@ -7,6 +7,8 @@ of the validation during training. Causal models have an exact likelihood, and n
 has a bound for every block length K (eval.block_length), named `K=16`; K = 1 is exact.
 
 Batches do not depend on the number of ranks (whole batches are dealt out), so neither does any number.
+
+Below, too: `adlm zeroshot`, and published values to compare with.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release."""
+"""A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release.
+
+Below, too: released models of other projects, filled tensor by tensor.
+"""
 
 import contextlib
 import importlib.util

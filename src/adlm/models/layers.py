@@ -1,6 +1,9 @@
 """Parts of a transformer: norm, rotary positions, dropout, noise-level embedding, adaLN modulation.
 
-Letters: B sequences, L positions, D width, N heads, H head width, C width of the conditioning vector."""
+Letters: B sequences, L positions, D width, N heads, H head width, C width of the conditioning vector.
+
+Below, too: what depends on the machine, such as the attention kernel.
+"""
 
 import math
 from typing import Any, NamedTuple

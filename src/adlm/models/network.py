@@ -5,6 +5,8 @@
 A network returns hidden states and owns its heads. It does not return logits: objectives and samplers pick the few
 positions they need first, so that no [batch, length, vocabulary] tensor is ever built. `logits`, `log_probs` and
 `anchor_logits` are dense conveniences for users and tests.
+
+Below, too: low-rank adapters of a trained network.
 """
 
 import hashlib

@@ -1,6 +1,9 @@
 """One stack of blocks: bidirectional or causal, time-conditioned or not, with its own final norm.
 
-Letters as in layers.py. The published block and a modern one are the same class under different options."""
+Letters as in layers.py. The published block and a modern one are the same class under different options.
+
+Below, too: which position sees which in block diffusion.
+"""
 
 import functools
 import math

@@ -15,6 +15,8 @@ The same bound by numbers of masks instead of times (`corrupt_exact_count`):
 where S_k is the expected cross-entropy sum with exactly k of L positions masked. Proof: integrating the continuous-time
 weight over t, with alpha = 1 - t, gives each mask pattern of size k the weight B(k, L-k+1) = 1 / (k C(L, k)). It is the
 same number for any schedule, without the noise of how many positions get masked, and without a smallest time.
+
+Below, too: the same bound for a chain of blocks (block diffusion), and the ANELBO (Eq. 7), which adds the anchor term.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""A trained network that answers: how it is asked and graded, and how sure an accuracy is."""
+"""A trained network that answers: how it is asked and graded, and how sure an accuracy is.
+
+Below, too: a diffusion model, which answers by infilling.
+"""
 
 import hashlib
 import math

@@ -1,4 +1,7 @@
-"""`adlm reason train | eval RUN [RUN ..] | ask RUN QUESTION | table RUN [RUN ..] | data [FILE ..]`."""
+"""`adlm reason train | eval RUN [RUN ..] | ask RUN QUESTION | table RUN [RUN ..] | data [FILE ..]`.
+
+Below, too: runs beside each other and beside the paper.
+"""
 
 import functools
 import math

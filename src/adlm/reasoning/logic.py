@@ -2,6 +2,8 @@
 
 The graders and the generators need no parser (published files and generators say what the trace is); it exists to
 check them: that the text of a question, and nothing else, decides its answer.
+
+Below, too: what questions are like, in numbers, and which of them a blind rule answers.
 """
 
 import re

@@ -8,6 +8,8 @@ away from the front of the trace:
 They differ in how many of each, and in what happens at a slot: nothing (pause tokens), its output is trained to be an
 anchor of the trace (ACoT), or its input is the output of the position before it (Coconut). Without slots there are no
 [BOA] and [EOA] either, so that the first stage of every staged method is plain chain of thought.
+
+Below, too: what an example is, and how it reads as text.
 """
 
 import json

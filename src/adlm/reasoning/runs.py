@@ -1,4 +1,7 @@
-"""Reasoning runs on disk: the exported network with how it wants to be asked, its answers and its results."""
+"""Reasoning runs on disk: the exported network with how it wants to be asked, its answers and its results.
+
+Below, too: the first stage, which methods that begin alike share.
+"""
 
 import hashlib
 import json

@@ -7,6 +7,8 @@ distribution; the steps in between are never visited, which is why a sequence ne
 it has steps.
 
 Two take one position per evaluation: first-hitting and left to right.
+
+Below, too: the rates they are made of, one formula a function.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""Bodies of answers, but for errors (bodies.py)."""
+"""Bodies of answers, but for errors (bodies.py).
+
+Below, too: bytes of tokens as characters.
+"""
 
 import codecs
 from collections.abc import Sequence

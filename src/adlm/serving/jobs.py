@@ -4,6 +4,8 @@ Slots: the request that holds fewest gets the next one, and one that holds more 
 back. Time: where a step with everybody in it would take long, or a score is asked for, it is the turn of those that
 have had least of the network since they came. So a request of a few tokens takes its ordinary time beside the largest
 ones, which get what is left, and at least a turn now and then.
+
+Below, too: counters of them, in the text format of Prometheus.
 """
 
 import asyncio

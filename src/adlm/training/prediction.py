@@ -7,7 +7,7 @@ A step has three parts.
                inside a node first, then every GPU of a node carries its part to the other nodes.
   overlap      gradients travel while the backward pass of the last micro-batch computes, gathered weights while any
                pass does; what does not fit into that time is waited for.
-Memory is `setup.memory_estimate`, time lost by failures stands above it. Every assumption is printed with the result.
+Memory is `setup.memory_estimate`, time lost by failures the formula below. Every assumption is printed with the result.
 """
 
 import heapq

@@ -1,4 +1,7 @@
-"""What stands before the first step: data, model, objective, and a word about what the run will cost."""
+"""What stands before the first step: data, model, objective, and a word about what the run will cost.
+
+Below, too: batches of sequences become corrupted batches, ahead of the network.
+"""
 
 import hashlib
 import json
