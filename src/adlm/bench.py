@@ -116,7 +116,7 @@ def time_training(
         "losses": [round(x.item(), 4) for x in losses],
     }
     peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
-    return result | ({"mfu": flops / seconds / peak} if peak else {})
+    return result | ({"mfu": flops / seconds / peak, "attention": attention_kernel()} if peak else {})
 
 
 def training_flops(cfg: Config, model: Network, scored: dict[str, int], batch: int) -> float:

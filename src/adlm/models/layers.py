@@ -19,9 +19,11 @@ from adlm.schema import ModelConfig
 # What depends on the machine: the attention kernel of a GPU, what torch's compiler has to be told, peak FLOP/s.
 #
 # Flash and cuDNN compute the same function; which is faster depends on shape, card and version (cuDNN
-# won by a quarter on an H200 at length 1024), so it is timed once, forward and backward, at the start.
+# won by a quarter on an H200 at length 1024), so it is timed at the start, forward and backward.
 
 VARIANTS = 64
+ROUNDS = 3
+"""Times that each attention kernel is timed, in turn: a card that wakes up is slow for the first."""
 
 
 def use(kernel: str) -> None:
@@ -34,15 +36,22 @@ def use(kernel: str) -> None:
 
 def choose_attention(batch: int, cfg: ModelConfig, device: torch.device, backward: bool = True) -> dict[str, float]:
     """Select the faster kernel for this process. Returns the milliseconds measured."""
-    times = {}
-    for kernel in ("flash", "cudnn"):
+    times: dict[str, float] = {}
+    for kernel in ("flash", "cudnn") * ROUNDS:
         try:
             use(kernel)
-            times[kernel] = milliseconds(batch, cfg, device, backward)
+            times[kernel] = min(times.get(kernel, math.inf), milliseconds(batch, cfg, device, backward))
         except RuntimeError:  # not built for this card or shape
             continue
     use(min(times, key=lambda k: times[k]) if times else "any")
     return times
+
+
+def attention_kernel() -> str:
+    """The kernel that was selected."""
+    cuda = torch.backends.cuda
+    enabled = {"flash": cuda.flash_sdp_enabled(), "cudnn": cuda.cudnn_sdp_enabled()}
+    return "any" if all(enabled.values()) else next((kernel for kernel, on in enabled.items() if on), "neither")
 
 
 def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: bool, repeats: int = 10) -> float:
