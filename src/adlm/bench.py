@@ -39,7 +39,7 @@ from adlm.engine import Engine, Request
 from adlm.errors import choose, require
 from adlm.io.paths import pick_device, writable_file
 from adlm.models import Network, build_model
-from adlm.models.layers import peak_flops
+from adlm.models.layers import attention_kernel, peak_flops
 from adlm.models.linear_cross_entropy import cross_entropy_chunk
 from adlm.models.network import count_flops, parameter_count
 from adlm.objectives import CorruptedBatch, make_objective
