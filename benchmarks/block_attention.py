@@ -11,14 +11,13 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
 import adlm.models.network as network
-from adlm.models.layers import allow_variants, training_options
+from adlm.models.layers import allow_variants, milliseconds, training_options
 from adlm.models.transformer import attend, training_mask
 from adlm.objectives import Sequences, loss, make_objective
 from adlm.objectives.base import on_device
@@ -53,18 +52,6 @@ def attention(batch: int, length: int, dtype: torch.dtype) -> tuple[dict[str, fl
     for part, a, b in zip(("output", "grad_q", "grad_k", "grad_v"), results["dense"], results["flex"]):
         found[part] = ((a - b).float().norm() / a.float().norm()).item()
     return found, times
-
-
-def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
-    for _ in range(3):
-        run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
 
 
 def step(anchored: bool, shift: bool, compiled: bool, tiled: bool) -> tuple[float, Tensor]:

@@ -6,6 +6,7 @@ Below, too: what depends on the machine, such as the attention kernel.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,8 @@ def choose_attention(batch: int, cfg: ModelConfig, device: torch.device, backwar
     for kernel in ("flash", "cudnn") * ROUNDS:
         try:
             use(kernel)
-            times[kernel] = min(times.get(kernel, math.inf), milliseconds(batch, cfg, device, backward))
+            ms = milliseconds(attention_pass(batch, cfg, device, backward))
+            times[kernel] = min(times.get(kernel, math.inf), ms)
         except RuntimeError:  # not built for this card or shape
             continue
     use(min(times, key=lambda k: times[k]) if times else "any")
@@ -54,7 +56,7 @@ def attention_kernel() -> str:
     return "any" if all(enabled.values()) else next((kernel for kernel, on in enabled.items() if on), "neither")
 
 
-def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: bool, repeats: int = 10) -> float:
+def attention_pass(batch: int, cfg: ModelConfig, device: torch.device, backward: bool) -> Callable[[], None]:
     """One attention in bf16, forward or both ways."""
     heads = (cfg.n_heads, cfg.kv_heads, cfg.kv_heads)
     shape = (batch, cfg.length, sum(heads), cfg.head_width)
@@ -66,6 +68,11 @@ def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: b
         if backward:
             out.sum().backward()
 
+    return run
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
+    """What a call costs on the GPU, on average."""
     for _ in range(3):
         run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,7 +80,7 @@ def milliseconds(batch: int, cfg: ModelConfig, device: torch.device, backward: b
     for _ in range(repeats):
         run()
     end.record()
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats
 
 
