@@ -19,6 +19,8 @@ from adlm.reasoning.logic import (
     choice,
     describe,
     is_guessed,
+    knowable,
+    path_law,
     reached,
     side_by_side,
     statements,
@@ -233,6 +235,55 @@ def test_published_questions_can_be_guessed_by_depth(assets):
     made = blind_guesses(generate(PROSQA, 500, seed=8))
     assert published["the deeper"] > 0.7
     assert all(abs(published[rule] - made[rule]) < 0.1 for rule in BLIND)
+
+
+FORK = (
+    "Tom is a lempus. Every rempus is a zumpus. Alex is a dumpus. Tom is a rempus. Every lempus is a zumpus."
+    " Every zumpus is a wumpus. Every dumpus is a rompus. Is Tom a wumpus or rompus?"
+)
+
+
+def test_where_paths_fork_the_anchor_is_chance():
+    example = Example(FORK, (), "Tom is a wumpus.", ())
+    assert path_law(example) == [{"Tom": 1.0}, {"lempus": 0.5, "rempus": 0.5}, {"zumpus": 1.0}, {"wumpus": 1.0}]
+    assert knowable([example]) == [1.0, 0.5, 1.0, 1.0]
+    short = Example("Tom is a wumpus. Alex is a dumpus. Is Tom a wumpus or dumpus?", (), "Tom is a wumpus.", ())
+    assert knowable([example, short]) == [1.0, 0.75, 1.0, 1.0]
+    assert knowable(generate(PRONTOQA, 2, 1)) == []
+    with pytest.raises(ValueError, match="does not follow from the statements of the question"):
+        path_law(example._replace(answer="Tom is a rompus."))
+
+
+def test_the_law_of_a_path_is_that_of_the_generator():
+    draws, forks = 1000, 0
+    for seed in range(16):
+        rng = random.Random(seed)
+        graph = generators.random_graph(rng, 24)
+        called = [
+            generators.PROSQA_CONCEPTS[i] if chosen else f"{chr(65 + i)}om" for i, chosen in enumerate(graph.parents)
+        ]
+        target = max(range(2, 24), key=lambda i: (graph.side[i] in (1, 2)) * graph.depth[i])
+        paths = [generators.shortest_path(rng, graph, target) for _ in range(draws)]
+        edges = [(p, i) for i, chosen in enumerate(graph.parents) for p in chosen]
+        told = [logic.statement(called[p], called[i]) for p, i in edges]
+        question = " ".join([*told, logic.either_or(called[paths[0][0]], called[target], "wrongpus")])
+        law = path_law(Example(question, (), f"X is a {called[target]}.", ()))
+        assert len(law) == len(paths[0])
+        for at, found in enumerate(law):
+            seen = Counter(called[path[at]] for path in paths)
+            assert seen.keys() <= found.keys()
+            forks += len(found) > 1
+            for node, probability in found.items():
+                noise = (probability * (1 - probability) / draws) ** 0.5
+                assert abs(seen[node] / draws - probability) <= 5 * noise, (seed, at, node)
+    assert forks > 5
+
+
+def test_anchors_of_the_published_test_cannot_all_be_known(assets):
+    examples = logic.read(assets / "data/prosqa/prosqa_test.json")
+    for example in examples:
+        assert all(found.get(word.strip()) for word, found in zip(example.anchors, path_law(example), strict=True))
+    assert [round(100 * best, 1) for best in knowable(examples)] == [100, 86.6, 88.2, 95.3, 99.0, 100, 100]
 
 
 def test_blind_guesses_by_hand():

@@ -198,7 +198,7 @@ CHOICE_MEASURES: dict[str, Callable[["Choice"], int]] = {
 
 
 def describe_facts(examples: list[Example]) -> dict[str, str]:
-    """Graphs, what can be reached in them, and how good blind rules are."""
+    """Graphs, what can be reached in them, how good blind rules are, and how often an anchor can be known."""
     graphs = [statements(e) for e in examples]
     choices = [c for c in map(choice, examples) if c is not None]
     parents = Counter(n for facts in graphs for n in Counter(f.what for f in facts).values())
@@ -209,7 +209,35 @@ def describe_facts(examples: list[Example]) -> dict[str, str]:
     total = parents.total()
     rows |= {f"nodes told of {n} times": percent(parents[n], total) for n in (1, 2, 3)}
     guesses = blind_guesses(examples) or {"True": sum(e.answer == "True" for e in examples) / len(examples)}
-    return rows | {f"guess: {name}": f"{100 * value:.1f} %" for name, value in guesses.items()}
+    rows |= {f"guess: {name}": f"{100 * value:.1f} %" for name, value in guesses.items()}
+    return rows | {f"anchor {k}, right at best": f"{100 * best:.1f} %" for k, best in enumerate(knowable(examples), 1)}
+
+
+def path_law(example: Example) -> list[dict[str, float]]:
+    """How probable each node is at each place of the path, from the individual asked about to the answer, if the path
+    is drawn as the generator draws it: from the answer backwards, any of the parents that are one statement nearer to
+    the individual, with equal probability. Of an either-or question."""
+    match, asked = read_either_or(example.question), choice(example)
+    assert match is not None and asked is not None
+    answer, steps_to = asked.kinds[asked.right], distances(asked.facts, match["who"])
+    require(answer in steps_to, f"it does not follow from the statements of the question: {example.answer!r}")
+    law = [{answer: 1.0}]
+    for left in reversed(range(steps_to[answer])):
+        before: dict[str, float] = {}
+        for node, probability in law[-1].items():
+            nearer = [f.who for f in asked.facts if f.what == node and steps_to.get(f.who) == left]
+            for parent in nearer:
+                before[parent] = before.get(parent, 0.0) + probability / len(nearer)
+        law.append(before)
+    return law[::-1]
+
+
+def knowable(examples: list[Example]) -> list[float]:
+    """The fraction of either-or questions in which each anchor is right if the most probable node is always named. No
+    network can do better: where there are several shortest paths, the one that the trace takes is chance."""
+    laws = [path_law(e) for e in examples if read_either_or(e.question)]
+    places = range(max(map(len, laws), default=0))
+    return [statistics.mean(max(law[at].values()) for law in laws if at < len(law)) for at in places]
 
 
 def statements(example: Example) -> list[Fact]:
