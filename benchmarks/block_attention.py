@@ -42,7 +42,7 @@ def attention(batch: int, length: int, dtype: torch.dtype) -> tuple[dict[str, fl
 
     def both_ways(tiled: bool) -> list[Tensor]:
         _, mask = training_mask(block_B, length, tiled)
-        o = attend(qkv[0], qkv[1], qkv[2], mask, False)
+        o = attend(qkv[0], qkv[1], qkv[2], mask)
         return [o, *torch.autograd.grad((o * weight).sum(), qkv)]
 
     results = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from runs import overrides, start, wait_for_step
 from scipy import stats
 
@@ -16,7 +17,7 @@ from adlm.config.keys import group_choices
 from adlm.evaluation.comparison import Comparison, Entry, curves, paired
 from adlm.evaluation.intervals import summarise
 from adlm.evaluation.perplexity import phases
-from adlm.objectives import make_objective
+from adlm.objectives import Sequences, make_objective
 from adlm.schema import Config, NoiseConfig, ObjectiveConfig
 from adlm.training.setup import scored_fractions
 
@@ -72,21 +73,10 @@ def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     [((0.3, 0.0), 1.0), ((0.3, 0.2), 1.0), ((0.3, 0.0, 0.25), 0.25)],
 )
 def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas, counted):
-    class Texts:
-        def __len__(self):
-            return 8
-
-        def rows(self, indices):
-            return np.arange(8 * 12).reshape(8, 12)[indices] % 50  # no token twice in a row
-
-        def attention_masks(self, indices):
-            return None
-
-        def prompts(self, indices):
-            return None
-
+    tokens_BL = torch.arange(8 * 12).view(8, 12) % 50  # no token twice in a row
+    clean = Sequences(tokens_BL, torch.arange(8), 8)
     cfg = ObjectiveConfig("anelbo", *gammas)
-    scored, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), Texts())  # type: ignore[arg-type]
+    scored, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), clean)
     assert 0.3 < scored < 0.7 and anchors == counted
 
 

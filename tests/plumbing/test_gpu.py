@@ -148,9 +148,9 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(variant):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("conditioning", ["constant", "sigma"])
+@pytest.mark.parametrize(("conditioning", "causal_until"), [("constant", 0.0), ("sigma", 0.0), ("constant", 1.0)])
 @pytest.mark.parametrize("compile", ["true", "block"])
-def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(compile, conditioning):
+def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(compile, conditioning, causal_until):
     """Sizes and precision of real training: the compiler chooses other kernels there, and one was wrong."""
     cfg = ModelConfig(n_blocks=1, n_denoiser_blocks=1, dropout=0.0, conditioning=conditioning)
     torch.manual_seed(0)
@@ -158,7 +158,8 @@ def test_the_compiled_model_has_the_gradients_of_the_eager_one_at_full_width(com
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     rows = Sequences(torch.randint(0, 1000, (16, cfg.length), device="cuda"), torch.arange(16, device="cuda"), 16)
-    task = make_objective(ObjectiveConfig(gamma_warmup=0.0), NoiseConfig(), 1000, seed=0).corrupt(rows, 0, 1.0)
+    objective = ObjectiveConfig(gamma_warmup=0.0, causal_until=causal_until)
+    task = make_objective(objective, NoiseConfig(), 1000, seed=0).corrupt(rows, 0, 0.0)
 
     def gradients() -> list[torch.Tensor]:
         with torch.autocast("cuda", torch.bfloat16):

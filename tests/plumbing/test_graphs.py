@@ -47,7 +47,8 @@ def record_on_a_cpu(module, example, **options):
 def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record_on_a_cpu)
-    cfg = run_config(tmp_path, algo="adlm", train__steps=12, train__cuda_graphs=True, optim__lr=1e-2, optim__warmup=0)
+    keys = {"train__steps": 12, "train__cuda_graphs": True, "optim__lr": 1e-2, "optim__warmup": 0}
+    cfg = run_config(tmp_path, algo="adlm", objective__causal_until=0.5, **keys)
     weights, read = [], set()
     for replayed in (False, True):
         torch.manual_seed(0)
@@ -59,12 +60,14 @@ def test_replayed_steps_are_those_that_are_launched(tmp_path, monkeypatch):
         for i in range(12):
             batch = Batch(random_tokens(8, 12, 10, seed=i).numpy(), None, np.arange(8))
             (task,) = corrupt(objective, batch, i, 1, cfg)
-            read.add(None if read_positions(task) is None else len(read_positions(task)))
+            positions_N = read_positions(task)
+            read.add((task.causal, None if positions_N is None else len(positions_N)))
             (step(task).total / task.count).backward()
             update()
         weights.append([p.detach().clone() for p in model.parameters()])
         if step.graphed is not None:
-            assert len(step.graphed.recorded) == len(read) > 1, "one recording for each number of positions"
+            assert len({causal for causal, _ in read}) == 2
+            assert len(step.graphed.recorded) == len(read) > 2, "one for each number of positions, one for causal steps"
             with torch.no_grad():
                 step(task)
             assert len(step.graphed.recorded) == len(read), "a validation is not a training pass"

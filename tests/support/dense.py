@@ -27,7 +27,7 @@ def plain_norm(h, norm):
     return h * norm.weight
 
 
-def plain_attention(block, qkv, cos, sin):
+def plain_attention(block, qkv, cos, sin, causal=False):
     q, k, v = (part.unflatten(-1, (block.heads[0], -1)) for part in qkv.chunk(3, dim=-1))
     if block.q_norm is not None:
         q, k = plain_norm(q, block.q_norm), plain_norm(k, block.k_norm)
@@ -37,31 +37,33 @@ def plain_attention(block, qkv, cos, sin):
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     scores = torch.einsum("blnh,bmnh->bnlm", turn(q), turn(k)) / q.shape[-1] ** 0.5
-    if block.causal:
+    if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
     return torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v).flatten(2)
 
 
-def plain_block(block, x, c, cos, sin):
+def plain_block(block, x, c, cos, sin, causal=False):
     """A block as published: vectors act on activations, nothing is folded."""
     vectors = block.modulation(c).unsqueeze(1).chunk(6, dim=-1) if block.modulation is not None else [0.0, 0.0, 1.0] * 2
     shift, scale, gate = vectors[:3]
-    h = plain_attention(block, block.qkv(plain_norm(x, block.norm1) * (1 + scale) + shift), cos, sin)
+    h = plain_attention(block, block.qkv(plain_norm(x, block.norm1) * (1 + scale) + shift), cos, sin, causal)
     x = x + gate * block.attn_out(h)
     shift, scale, gate = vectors[3:]
     h = activate(block.mlp_in(plain_norm(x, block.norm2) * (1 + scale) + shift), block.activation)
     return x + gate * block.mlp_out(h)
 
 
-def plain_logits(model: Network, tokens_BL, sigma_B=None):
-    """(denoiser logits, anchor logits or None), block after block: who reads what of whom is written out."""
+def plain_logits(model: Network, tokens_BL, sigma_B=None, causal=None):
+    """(denoiser logits, anchor logits or None), block after block: who reads what of whom is written out. `causal`:
+    who sees only the past; None: as the model says."""
+    causal = model.config.causal if causal is None else causal
     x, anchor_logits = model.embedding[tokens_BL], None
     for stack in [s for s in (model.anchor, model.denoiser) if s is not None]:
         if anchor_logits is not None and model.config.bridge == "linear":
             x = F.linear(anchor_logits, model.bridge.weight, model.bridge.bias)
         c, (cos, sin) = stack.conditioning(x, sigma_B), stack.rotary.tables(x.shape[1], None)
         for block in stack.blocks:
-            x = plain_block(block, x, c, cos, sin)
+            x = plain_block(block, x, c, cos, sin, causal)
         shift, scale = (0.0, 0.0) if stack.modulation is None else stack.modulation(c).unsqueeze(1).chunk(2, dim=-1)
         h = plain_norm(x, stack.norm) * (1 + scale) + shift
         if stack is model.anchor:

@@ -360,7 +360,7 @@ def check_expressible(m: ModelConfig, noise: NoiseConfig, objective: ObjectiveCo
     if m.anchored:
         published |= {"bridge": "linear", "causal": False, "n_denoiser_blocks": m.n_blocks // 2}
     published["conditioning"] = "none" if m.causal else "sigma" if m.is_time_conditioned else "constant"
-    trained: dict[str, Any] = {} if m.causal else {"time_density": 1.0}
+    trained: dict[str, Any] = {} if m.causal else {"time_density": 1.0, "causal_until": 0.0}
     if m.anchored and objective.gamma > 0:
         trained |= {"anchor_rule": "count", "anchor_positions": "all", "anchor_fraction": 1.0, "gamma_until": 1.0}
         require(

@@ -200,7 +200,7 @@ class FoldedBlock(AttentionBlock):
 
     def __init__(self, block: Block, c_1C: Tensor | None, fused_gelu: bool):
         super().__init__()
-        self.heads, self.causal = block.heads, block.causal
+        self.heads = block.heads
         self.norm, self.epsilon = block.norm1.kind, block.norm1.epsilon
         self.q_norm, self.k_norm = block.q_norm, block.k_norm
         attend, feed = modulations(block.modulation, c_1C, 2)

@@ -88,7 +88,7 @@ class Network(nn.Module):
         `at_BQ` says which positions the denoiser's head will read, if they are few: its states are then theirs,
         [1, N, D] (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the
         last block is spared. `mask` says what each position may attend to, as booleans broadcastable to
-        [B, heads, L, L] (padding is real_BL[:, None, None]); without one that is everything, or the past if causal.
+        [B, heads, L, L] (padding is real_BL[:, None, None]) or PAST; without one that is everything, or PAST if causal.
 
         `block_B` is the block length of each sequence. Without a cache tokens_BL is then [noisy ; clean]
         (transformer.py), and the states are those of the noisy half; `at_N` counts in it, and leaves out the first

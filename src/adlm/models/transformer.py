@@ -50,8 +50,11 @@ from adlm.schema import ModelConfig
 
 TILE = 128
 """Positions of a side of the squares that flex_attention skips or computes whole."""
+PAST = "past"
+"""The mask of causal attention: a position sees itself and those before it."""
 Mask = Any
-"""Which query may see which key: booleans broadcastable to [B, heads, queries, keys], or flex_attention's BlockMask."""
+"""Which query may see which key: booleans broadcastable to [B, heads, queries, keys], flex_attention's BlockMask, or
+PAST."""
 
 
 def sees(q: Tensor, k: Tensor, K: Tensor, L: int) -> Tensor:
@@ -182,7 +185,7 @@ class ResidualStream(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a block reads beside the stream: tensors only, so that one compilation serves all blocks."""
+    """What a block reads beside the stream: tensors and PAST alone, so that one compilation serves all blocks."""
 
     cos: Tensor
     sin: Tensor
@@ -193,7 +196,7 @@ class Context(NamedTuple):
     """Keys and values read before, with `positions_BL` of the new tokens."""
     positions_BL: Tensor | None = None
     mask: Mask | None = None
-    """What each position may attend to, broadcastable to [B, N, l, L]; None: everything, or the past if causal."""
+    """What each position may attend to, broadcastable to [B, N, l, L]; None: everything."""
     keys: tuple[Tensor, Tensor] | None = None
     """Dropout keys of the two branches; None: torch's own dropout."""
     at_N: Tensor | None = None
@@ -207,7 +210,6 @@ class AttentionBlock(nn.Module):
 
     heads: tuple[int, int, int]
     """Heads of queries, keys and values: rows of `qkv` in this order, a head's side by side."""
-    causal: bool
     q_norm: Norm | None
     k_norm: Norm | None
 
@@ -220,24 +222,25 @@ class AttentionBlock(nn.Module):
         # in this order it is the input of the next product as it lies.
         q_BLNH, k_BLNH = rotate(q_BLNH, context.cos, context.sin), rotate(k_BLNH, context.cos, context.sin)
         if context.at_BQ is not None:
-            assert not self.causal
+            assert not isinstance(context.mask, str), "the queries picked are no prefix"
             q_BLNH = pick_each(q_BLNH.flatten(2), context.at_BQ).unflatten(2, q_BLNH.shape[2:])
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         if context.cache is not None:
             assert context.positions_BL is not None
             k_BNLH, v_BNLH = context.cache.extend(k_BNLH, v_BNLH, context.positions_BL)
             q_BNLH = q_BNLH.to(k_BNLH.dtype)
-        return attend(q_BNLH, k_BNLH, v_BNLH, context.mask, self.causal).transpose(1, 2).flatten(2)
+        return attend(q_BNLH, k_BNLH, v_BNLH, context.mask).transpose(1, 2).flatten(2)
 
 
-def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None, causal: bool) -> Tensor:
+def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None) -> Tensor:
     """Attention of N heads of queries to K heads of keys and values, each shared by N / K of them. `mask` as in
     Context."""
     N, K, l = q_BNlH.shape[1], k_BKLH.shape[1], q_BNlH.shape[2]
+    if isinstance(mask, str):  # PAST
+        return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, is_causal=True, enable_gqa=N > K)
     if mask is not None and not isinstance(mask, Tensor):
         return attend_by_tiles(q_BNlH, k_BKLH, v_BKLH, mask)
-    is_causal = causal and mask is None
-    if N > K and l * N <= k_BKLH.shape[2] * K and not is_causal and (mask is None or mask.shape[1] == 1):
+    if N > K and l * N <= k_BKLH.shape[2] * K and (mask is None or mask.shape[1] == 1):
         # Few queries: heads that share keys are more queries of one head, and no key is repeated.
         shared_BKMH = q_BNlH.unflatten(1, (K, N // K)).flatten(2, 3)
         again = mask
@@ -245,7 +248,7 @@ def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None, ca
             again = mask.expand(-1, -1, l, -1).repeat(1, 1, N // K, 1)
         out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, again)
         return out_BKMH.unflatten(2, (N // K, l)).flatten(1, 2)
-    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, is_causal=is_causal, enable_gqa=N > K)
+    return F.scaled_dot_product_attention(q_BNlH, k_BKLH, v_BKLH, mask, enable_gqa=N > K)
 
 
 class Block(AttentionBlock):
@@ -259,7 +262,6 @@ class Block(AttentionBlock):
         super().__init__()
         D, H = cfg.hidden_size, cfg.head_width
         self.heads = (cfg.n_heads, cfg.kv_heads, cfg.kv_heads)
-        self.causal = cfg.causal
         self.activation = cfg.activation
         self.dropout = cfg.dropout
         self.norm1 = Norm(D, cfg.norm, cfg.norm_eps)
@@ -316,6 +318,8 @@ class Stack(nn.Module):
             cfg.dropout,
         )
         self.kv_heads, self.head_width = cfg.kv_heads, cfg.head_width
+        self.mask = PAST if cfg.causal else None
+        """What positions attend to unless a call says it."""
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.has_adaln else None
         self.rotary = Rotary(self.head_width, cfg.length, cfg.rope_base)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(n_blocks))
@@ -357,7 +361,9 @@ class Stack(nn.Module):
         what each position may attend to (see `Context`), of all keys of the cache where there is one."""
         L = x_BLD.shape[1]
         layers: list[LayerCache] | list[None] = [None] * len(self.blocks)
-        if cache is not None:
+        if cache is None:
+            mask = self.mask if mask is None else mask
+        else:
             layers = cache
             assert positions_BL is not None
             if mask is None:

@@ -20,6 +20,7 @@ from adlm.diffusion.process import Schedule, make_schedule
 from adlm.io.paths import float64_device
 from adlm.models import Hidden, Network, linear_cross_entropy, linear_losses
 from adlm.models.linear_cross_entropy import ChunkLoss, cross_entropy_chunk
+from adlm.models.transformer import PAST, Mask
 from adlm.objectives.anchors import AnchorRule, anchor_rule
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
@@ -85,10 +86,14 @@ class CorruptedBatch(NamedTuple):
     """Positions of which the denoiser's states are computed, where these are more than its term scores (`rounded`)."""
     block_B: Tensor | None = None
     """Block length of each sequence, where tokens_BL is [noisy ; clean] (blocks.py)."""
+    causal: bool = False
+    """Every position sees itself and those before it, in a network that sees everything otherwise."""
 
     @property
-    def inputs(self) -> dict[str, Tensor]:
-        """What the network reads beside tokens and noise level: nothing more where it knows no blocks."""
+    def inputs(self) -> dict[str, Mask]:
+        """What the network reads beside tokens and noise level: nothing more where all is seen and no blocks are."""
+        if self.causal:
+            return {"mask": PAST}
         return {} if self.block_B is None else {"block_B": self.block_B}
 
 
@@ -275,6 +280,13 @@ def after_prompts(sequences: Sequences, z_BL: Tensor, mask_id: int) -> Tensor:
     if sequences.attention_mask_BL is None:
         return z_BL
     return z_BL.masked_fill(~sequences.attention_mask_BL.bool(), mask_id)
+
+
+def real_targets(sequences: Sequences) -> Tensor:
+    """Tokens that follow another one, and are neither padding nor given, [B, L-1]."""
+    if sequences.scored_BL is None:
+        return torch.ones_like(sequences.tokens_BL[:, 1:], dtype=torch.bool)
+    return sequences.scored_BL[:, 1:]
 
 
 def select(scored_BL: Tensor, targets_BL: Tensor, weight_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from adlm.errors import require
 from adlm.models.linear_cross_entropy import ChunkLoss
-from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, select
+from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, real_targets, select
 from adlm.objectives.nelbo import Nelbo, Noised, anchor_term, draw_anchors, gamma_at
 from adlm.schema import ModelConfig, ObjectiveConfig
 
@@ -45,13 +45,6 @@ class Autoregressive(Objective):
         term = Term("denoiser", *next_tokens(sequences, scored_BL), exclude=self.mask_id)
         count = scored_BL.numel() if sequences.scored_BL is None else int(scored_BL.sum())
         return CorruptedBatch(sequences.tokens_BL[:, :-1], None, count, {"nll": term})
-
-
-def real_targets(sequences: Sequences) -> Tensor:
-    """Targets that are neither padding nor given, [B, L-1]."""
-    if sequences.scored_BL is None:
-        return torch.ones_like(sequences.tokens_BL[:, 1:], dtype=torch.bool)
-    return sequences.scored_BL[:, 1:]
 
 
 def next_tokens(sequences: Sequences, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.process import (
@@ -36,7 +37,15 @@ from adlm.diffusion.process import (
     noise_level,
 )
 from adlm.diffusion.random import Stream, uniforms, uniforms32
-from adlm.objectives.base import CorruptedBatch, Objective, Sequences, Term, after_prompts, select
+from adlm.objectives.base import (
+    CorruptedBatch,
+    Objective,
+    Sequences,
+    Term,
+    after_prompts,
+    real_targets,
+    select,
+)
 from adlm.schema import ObjectiveConfig
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -189,6 +198,20 @@ def time_density(cfg: ObjectiveConfig, progress: float) -> float:
     return cfg.time_density + (1.0 - cfg.time_density) * min(1.0, progress / ANNEALED)
 
 
+NEXT_TOKEN = "next_token"
+"""The term of a causal step."""
+
+
+def is_causal_step(cfg: ObjectiveConfig, step: int, progress: float) -> bool:
+    """Every second step before causal_until, from the first on."""
+    return step % 2 == 0 and progress < cfg.causal_until
+
+
+def describe_causal_steps(cfg: ObjectiveConfig) -> str:
+    """Say in words which steps are causal."""
+    return f"every second one of the first {cfg.causal_until:.4g} of the run"
+
+
 class Nelbo(Objective):
     bound_name = "nelbo"
     """Name of the bound's term in logs."""
@@ -201,7 +224,22 @@ class Nelbo(Objective):
         return BlockSettings(lengths or (self.model.length,), shift) if lengths or shift else None
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
+        if is_causal_step(self.cfg, step, progress):
+            return self.corrupt_nothing(sequences)
+        return self.corrupt_by_masks(sequences, step, progress)
+
+    def corrupt_by_masks(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         return self.batch_of(self.noised_for_training(sequences, step, progress))
+
+    def corrupt_nothing(self, sequences: Sequences) -> CorruptedBatch:
+        """Clean sequences, of which every token is predicted from those before it."""
+        follows_BL = F.pad(real_targets(sequences), (1, 0))
+        targets_BL, one_B = sequences.tokens_BL, torch.ones(len(follows_BL), device=follows_BL.device)
+        if not self.model.shift:  # read one position earlier; with shifted predictions the network sees to it
+            follows_BL, targets_BL = follows_BL.roll(-1, 1), targets_BL.roll(-1, 1)
+        term = Term("denoiser", *select(follows_BL, targets_BL, one_B), exclude=self.mask_id)
+        sigma_B = torch.zeros_like(one_B)
+        return CorruptedBatch(sequences.tokens_BL, sigma_B, len(term.positions_N), {NEXT_TOKEN: term}, causal=True)
 
     def corrupt_for_bound(self, sequences: Sequences, draw: int) -> CorruptedBatch:
         if self.blocks is not None:
@@ -310,7 +348,7 @@ def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
 
 
 class Anelbo(Nelbo):
-    def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
+    def corrupt_by_masks(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         noised = self.noised_for_training(sequences, step, progress)
         batch = self.batch_of(noised)
         gamma = gamma_at(self.cfg, progress)

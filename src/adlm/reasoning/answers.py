@@ -383,6 +383,8 @@ class Infilling:
         require(
             type(plain) in (Nelbo, Anelbo), f"objective.name={cfg.objective.name} does not fill in: nelbo, anelbo do"
         )
+        causal = cfg.objective.causal_until
+        require(causal == 0, f"objective.causal_until={causal}: a sequence to be filled in is not read from its start")
         kind = GivenAnchored if isinstance(plain, Anelbo) else Given
         objective = kind(cfg.objective, make_schedule(cfg.noise), self.tokenizer.mask_id, cfg.seed)
         objective.path = self.layout.path

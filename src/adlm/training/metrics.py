@@ -106,6 +106,10 @@ class RunLog:
         self.progress = self.mirror = None
 
 
+BESIDE = ("anchor", "next_token")
+"""Terms of the loss that are no bound: logged last, and without a perplexity."""
+
+
 class LogWindow:
     """Sums since the last log line, on the device until they are read."""
 
@@ -119,9 +123,12 @@ class LogWindow:
 
     def clear(self) -> None:
         self.terms: dict[str, Tensor] = {}
-        self.count: Tensor | float = 0.0
+        self.counts: dict[str, Tensor | float] = {}
+        """What each term is divided by: the tokens of the steps that had it."""
+        self.added: set[str] = set()
+        """Terms of the present step."""
         self.tokens: Tensor | float = 0.0
-        """Tokens read, by which speed is measured; `count` is what losses are divided by."""
+        """Tokens read, by which speed is measured."""
         self.examples = 0
         self.restart()
 
@@ -134,33 +141,46 @@ class LogWindow:
         """What a checkpoint between two log lines keeps, so that the next line says the same after a resume."""
         names = sorted(self.terms)
         if not names:
-            return {"terms": {}, "count": 0.0}
+            return {"terms": {}, "counts": {}}
         terms = torch.stack([self.terms[name] for name in names]).to(self.ranks.float64_device).double()
         sums = self.ranks.sum(terms).tolist()
-        return {"terms": dict(zip(names, sums)), "count": float(self.count)}
+        return {"terms": dict(zip(names, sums)), "counts": {name: float(self.counts[name]) for name in names}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Sums over all ranks go to the main one: `read` sums again, and the number of ranks may have changed."""
         mine = 1.0 if self.ranks.is_main else 0.0
         for name, value in state["terms"].items():
             self.terms[name] = torch.tensor(mine * value, dtype=torch.float32, device=self.ranks.device)
-        self.count = self.tokens = state["count"]
+        # an earlier version had one count for all
+        counts: dict[str, Any] = state.get("counts") or {name: state["count"] for name in self.terms}
+        self.counts = counts
         self.restart()
 
     def add(self, terms: dict[str, Tensor]) -> None:
-        """Add the sums of a micro-batch; the loop adds the tokens of a step to `count`."""
+        """Add the sums of a micro-batch."""
+        self.added |= terms.keys()
         for name, value in terms.items():
             self.terms[name] = self.terms[name] + value if name in self.terms else value
 
+    def end_step(self, count: Tensor | float, tokens: Tensor | float, examples: int) -> None:
+        """Add the tokens of an optimizer step: those that its losses are divided by, and those read."""
+        for name in self.added:  # not in place: the window keeps what it was given
+            self.counts[name] = self.counts.get(name, 0.0) + count
+        self.added.clear()
+        self.tokens = self.tokens + tokens
+        self.examples += examples
+
     def read(self, norm: Tensor, learning_rate: float, guard: GradientGuard) -> dict[str, float]:
         """The values of a log line; the window starts anew."""
-        names = sorted(self.terms, key=lambda name: (name == "anchor", name))
+        names = sorted(self.terms, key=lambda name: (name in BESIDE, name))
         sums = self.ranks.sum(torch.stack([self.terms[name].float() for name in names]))
-        per_token = (sums / self.count).tolist()  # the one place where the host waits for the device
+        counts = torch.stack([torch.as_tensor(self.counts[name], device=sums.device).to(sums) for name in names])
+        per_token = (sums / counts).tolist()  # the one place where the host waits for the device
         seconds = time.monotonic() - self.seconds_from
         tokens = float(self.tokens) - float(self.tokens_from)
         values = dict(zip(names, per_token))
-        values |= {"ppl": perplexity(per_token[0]), "grad_norm": norm.item(), "lr": learning_rate}
+        values |= {} if names[0] in BESIDE else {"ppl": perplexity(per_token[0])}
+        values |= {"grad_norm": norm.item(), "lr": learning_rate}
         values["tokens_per_s"] = tokens / max(seconds, 1e-9)
         if self.mfu_per_speed is not None:
             values["mfu"] = values["tokens_per_s"] * self.mfu_per_speed
@@ -246,7 +266,7 @@ def draw_curves(path: Path, events: list[dict[str, Any]], quantity: str, label: 
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    names = sorted({key for e in train for key in e} & {"nelbo", "nll", "anchor", "score_entropy", "d3pm"})
+    names = sorted({key for e in train for key in e} & {"nelbo", "nll", "score_entropy", "d3pm", *BESIDE})
     for name in names:
         points = [(e["step"], e[name]) for e in train if name in e]
         left.plot(*zip(*points), label=name, linewidth=1)

@@ -28,6 +28,7 @@ from adlm.io.paths import die_with_parent, float64_device, pick_device
 from adlm.models import Network
 from adlm.models.layers import allow_variants, choose_attention, training_options
 from adlm.models.network import Hidden
+from adlm.models.transformer import Mask
 from adlm.objectives import LossOutput, loss
 from adlm.schema import TrainConfig
 from adlm.training.watch import Watch
@@ -179,12 +180,12 @@ def is_loss_of_ranks(error: RuntimeError) -> bool:
 class TensorsOnly(nn.Module):
     """A model as torch's recorder wants it: tensors in, tensors out."""
 
-    def __init__(self, model: Network, names: list[str]):
+    def __init__(self, model: Network, names: list[str], mask: Mask | None):
         super().__init__()
-        self.model, self.names = model, names
+        self.model, self.names, self.mask = model, names, mask
 
     def forward(self, tokens_BL: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.model(tokens_BL, **dict(zip(self.names, given)))
+        hidden = self.model(tokens_BL, mask=self.mask, **dict(zip(self.names, given)))
         return tuple(states for states in hidden if states is not None)
 
 
@@ -195,9 +196,10 @@ class GraphedModel:
     A graph is a recording of kernels with their addresses, so everything it reads and writes must have a fixed shape
     and place. Weights have. Batches are copied into the graph's own memory (kilobytes). Only the number of positions
     that the denoiser's head reads changes from step to step: `objectives.base.rounded` fills it up to an eighth of the
-    batch, and there is a pair of graphs for each number met, two or three in practice. They share the memory of their
-    activations: a backward pass follows its forward pass before the next one starts. Gradients are the graph's, too,
-    and have to be used before the next step: no accumulation over micro-batches. Losses and update stay outside.
+    batch, and there is a pair of graphs for each number met, two or three in practice, and one for causal steps. They
+    share the memory of their activations: a backward pass follows its forward pass before the next one starts.
+    Gradients are the graph's, too, and have to be used before the next step: no accumulation over micro-batches. Losses
+    and update stay outside.
     """
 
     def __init__(self, model: Network):
@@ -213,15 +215,22 @@ class GraphedModel:
     def anchor_head(self) -> nn.Linear | None:
         return self.model.anchor_head
 
-    def __call__(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
+    def __call__(
+        self,
+        tokens_BL: Tensor,
+        sigma_B: Tensor | None = None,
+        at_N: Tensor | None = None,
+        mask: Mask | None = None,
+    ) -> Hidden:
+        """`mask`: none that holds tensors."""
         given = {name: x for name, x in (("sigma_B", sigma_B), ("at_N", at_N)) if x is not None}
-        key = (tokens_BL.shape, *((name, x.shape) for name, x in given.items()))
+        key = (mask, tokens_BL.shape, *((name, x.shape) for name, x in given.items()))
         if key not in self.recorded:
-            self.recorded[key] = self.record(tokens_BL, given)
+            self.recorded[key] = self.record(tokens_BL, given, mask)
         denoiser_BLD, *anchor = self.recorded[key](tokens_BL, *given.values())
         return Hidden(denoiser_BLD, anchor[0] if anchor else None)
 
-    def record(self, tokens_BL: Tensor, given: dict[str, Tensor]) -> Any:
+    def record(self, tokens_BL: Tensor, given: dict[str, Tensor], mask: Mask | None) -> Any:
         """Run both passes a few times, which also compiles them, and then once more for the recorder."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         own = tuple(x.clone() for x in (tokens_BL, *given.values()))  # where later batches are copied to
@@ -231,7 +240,7 @@ class GraphedModel:
         precision = torch.get_autocast_dtype(device)
         with torch.autocast(device, precision, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
             recorded = torch.cuda.make_graphed_callables(
-                TensorsOnly(self.model, list(given)), own, allow_unused_input=True, pool=self.pool
+                TensorsOnly(self.model, list(given), mask), own, allow_unused_input=True, pool=self.pool
             )
         torch.cuda.empty_cache()  # what the first passes took is in the graph's memory now
         return recorded

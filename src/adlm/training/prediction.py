@@ -26,11 +26,11 @@ from adlm.errors import choose, require
 from adlm.io.paths import path_of
 from adlm.models import build_model
 from adlm.models.layers import PEAK_FLOPS
-from adlm.models.network import count_flops, parameter_count
+from adlm.models.network import parameter_count
 from adlm.objectives import Sequences, make_objective
 from adlm.schema import ClusterConfig, Config, TrainConfig
 from adlm.schema_commands import GPT2_VOCABULARY
-from adlm.training.setup import fractions_of, memory_estimate, text_like
+from adlm.training.setup import average_flops, memory_estimate, text_like
 
 # ---- failures --------------------------------------------------------------------------------------------------------
 # How often to save when GPUs fail: the formula of Young and Daly, and a simulation that it can be held against.
@@ -308,9 +308,7 @@ def demands(cfg: Config) -> tuple[int, float]:
     objective = make_objective(cfg.objective, cfg.noise, vocabulary - 1, cfg.seed)
     tokens_BL = text_like((16, cfg.model.length), vocabulary)
     clean = Sequences(tokens_BL, torch.arange(len(tokens_BL)), len(tokens_BL), None)
-    scored, anchors = fractions_of(objective.corrupt(clean, cfg.train.steps // 2, 0.5))
-    flops = count_flops(cfg.model, vocabulary, cfg.model.length, scored, anchors).training_per_token
-    return parameter_count(model), flops
+    return parameter_count(model), average_flops(cfg, objective, clean, vocabulary)
 
 
 def run_prediction(cfg: Config) -> dict[str, Any]:

@@ -173,9 +173,7 @@ class Run:
         tokens of the step that losses are divided by, of all ranks; `tokens`: tokens read, if these are others;
         `examples`: of the step, if their number says more than that of tokens."""
         self.norm, self.learning_rate = self.updater(rate), rate * self.cfg.optim.lr
-        self.window.count = self.window.count + count  # not in place: the window keeps what it was
-        self.window.tokens = self.window.tokens + (count if tokens is None else tokens)
-        self.window.examples += examples
+        self.window.end_step(count, count if tokens is None else tokens, examples)
         self.step += 1
         cfg, step = self.cfg.train, self.step
         self.is_last = step == cfg.steps

@@ -28,6 +28,7 @@ from adlm.models.network import ALPHA, adapt, base_weights, count_flops, paramet
 from adlm.objectives import CorruptedBatch, Objective, Sequences, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.objectives.base import on_device, put, rounded
+from adlm.objectives.nelbo import describe_causal_steps
 from adlm.schema import Config, DataConfig, TrainConfig
 from adlm.training.parallel import World
 
@@ -216,15 +217,12 @@ def objective_for(cfg: Config, data: Data) -> Objective:
     return objective
 
 
-def scored_fractions(objective: Objective, blocks: Blocks) -> tuple[float, float]:
+def scored_fractions(objective: Objective, clean: Sequences) -> tuple[float, float]:
     """Fractions of the positions that training sends through the denoiser's and through the anchor network's head, on
-    average over the run."""
-    n = min(COUNTED_SEQUENCES, len(blocks))
-    indices = np.arange(n)
-    clean = sequences_on(torch.device("cpu"), batch_of(blocks, indices, indices), n)
-    until = objective.cfg.gamma_until
-    scored, anchors = fractions_of(objective.corrupt(clean, 0, until / 2))  # at both ends gamma may be 0
-    return scored, until * anchors
+    average over the steps that are not causal."""
+    until, causal = objective.cfg.gamma_until, objective.cfg.causal_until
+    scored, anchors = fractions_of(objective.corrupt(clean, 1, until / 2))  # at both ends gamma may be 0
+    return scored, anchors * (until - min(until, causal) / 2) / (1 - causal / 2)
 
 
 def fractions_of(corrupted: CorruptedBatch) -> tuple[float, float]:
@@ -243,9 +241,18 @@ def text_like(shape: tuple[int, ...], vocab_size: int) -> torch.Tensor:
 
 
 def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
-    """FLOPs of one token of this run, forward and backward."""
-    scored, anchors = scored_fractions(objective, data.train)
-    return count_flops(cfg.model, data.tokenizer.vocab_size, cfg.model.length, scored, anchors).training_per_token
+    """FLOPs of one token of this run, forward and backward, on average over its steps."""
+    indices = np.arange(min(COUNTED_SEQUENCES, len(data.train)))
+    clean = sequences_on(torch.device("cpu"), batch_of(data.train, indices, indices), len(indices))
+    return average_flops(cfg, objective, clean, data.tokenizer.vocab_size)
+
+
+def average_flops(cfg: Config, objective: Objective, clean: Sequences, vocab_size: int) -> float:
+    """The same, judged by some sequences."""
+    length, causal = cfg.model.length, cfg.objective.causal_until / 2
+    by_masks = count_flops(cfg.model, vocab_size, length, *scored_fractions(objective, clean)).training_per_token
+    causally = count_flops(replace(cfg.model, causal=True), vocab_size, length, scored=1.0).training_per_token
+    return causal * causally + (1 - causal) * by_masks
 
 
 def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, Any]:
@@ -260,6 +267,7 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
     facts: dict[str, Any] = {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
+        **({"causal_steps": describe_causal_steps(cfg.objective)} if cfg.objective.causal_until else {}),
         "parameters": parameters,
         **({"trained_parameters": trained} if trained < parameters else {}),
         "vocabulary": data.tokenizer.vocab_size,

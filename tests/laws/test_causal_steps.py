@@ -1,0 +1,181 @@
+"""Causal steps: a diffusion model that also learns to predict the next token, with the same weights."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from dense import plain_logits
+from runs import run_config
+from tiny import MODERN, random_tokens, tiny_model
+
+from adlm import config
+from adlm.models.network import count_flops
+from adlm.objectives import Sequences, loss, make_objective
+from adlm.objectives.base import position_losses
+from adlm.objectives.nelbo import NEXT_TOKEN
+from adlm.schema import NoiseConfig, ObjectiveConfig
+from adlm.training import optim
+from adlm.training.loop import train
+from adlm.training.metrics import LogWindow, read_metrics
+from adlm.training.parallel import World
+from adlm.training.setup import average_flops, scored_fractions
+
+V, L = 11, 12
+KINDS = {
+    "published": {},
+    "one stack": {"anchored": False},
+    "modern": {**MODERN, "bridge": "none"},
+    "time": {"anchored": False, "conditioning": "sigma"},
+    "shifted": {**MODERN, "anchored": False, "shift": True},
+}
+
+
+def objective_of(model, **settings):
+    name = "anelbo" if model.config.anchored else "nelbo"
+    cfg = ObjectiveConfig(name, **{"gamma": 0.3, "gamma_warmup": 0.0, "causal_until": 0.5} | settings)
+    return make_objective(cfg, NoiseConfig(), V - 1, 5, model.config)
+
+
+def some(n=6):
+    return Sequences(random_tokens(n, L, V - 1), torch.arange(n), n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_causal_step_is_that_of_a_causal_model(kind):
+    """Loss and gradients against a loop over blocks that hides the future, and a softmax without the mask."""
+    model, gradients, losses = tiny_model(dtype=torch.float64, **KINDS[kind]), [], []
+    sequences = some()
+    batch = objective_of(model).corrupt(sequences, 0, 0.0)
+    assert torch.equal(batch.tokens_BL, sequences.tokens_BL) and list(batch.terms) == [NEXT_TOKEN]
+    for fast in (True, False):
+        model.zero_grad()
+        if fast:
+            total = loss(model, batch).total / batch.count
+        else:
+            logits, _ = plain_logits(model, sequences.tokens_BL, torch.zeros(6, dtype=torch.float64), causal=True)
+            logits[..., V - 1] = -torch.inf
+            log_p = logits[:, :-1].log_softmax(-1)
+            total = -log_p.gather(-1, sequences.tokens_BL[:, 1:, None]).mean()
+        total.backward()
+        losses.append(total.item())
+        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for ours, plain in zip(*gradients):
+        if ours is None or plain is None:  # a head that is read by nobody in this step
+            assert all(x is None or not x.any() for x in (ours, plain))
+        else:
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_told_of_the_future(kind):
+    model = tiny_model(dtype=torch.float64, **KINDS[kind])
+    sequences, objective = some(), objective_of(model)
+    first = position_losses(model, objective.corrupt(sequences, 0, 0.0))
+    for at in range(2, L):
+        changed = sequences.tokens_BL.clone()
+        changed[:, at:] = (changed[:, at:] + 3) % (V - 1)
+        losses = position_losses(model, objective.corrupt(sequences._replace(tokens_BL=changed), 0, 0.0))
+        read = at if model.config.shift else at - 1  # where the prediction of token `at` stands
+        torch.testing.assert_close(losses[:, :read], first[:, :read], rtol=1e-9, atol=1e-12)
+        assert not torch.allclose(losses[:, read:], first[:, read:])
+
+
+def test_every_second_step_before_its_end_is_causal():
+    model = tiny_model()
+    objective = objective_of(model, causal_until=0.35)
+    causal = [step for step in range(20) if objective.corrupt(some(), step, step / 20).causal]
+    assert causal == [0, 2, 4, 6]
+    never = objective_of(model, causal_until=0.0)
+    assert not any(never.corrupt(some(), step, step / 20).causal for step in range(20))
+
+
+def test_other_steps_are_as_without():
+    model = tiny_model()
+    with_them, without = (objective_of(model, causal_until=c).corrupt(some(), 3, 0.15) for c in (0.5, 0.0))
+    assert list(with_them.terms) == list(without.terms) == ["nelbo", "anchor"]
+    assert torch.equal(with_them.tokens_BL, without.tokens_BL) and not with_them.inputs
+    for name, term in with_them.terms.items():
+        assert torch.equal(term.weights_N, without.terms[name].weights_N)
+        assert torch.equal(term.positions_N, without.terms[name].positions_N)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_prompts_and_padding_are_read_and_not_learned(shift):
+    model = tiny_model(anchored=False, shift=shift)
+    position_L = torch.arange(L)
+    given, real = (position_L < 4).expand(6, L), (position_L < 9).expand(6, L)
+    sequences = some()._replace(given_BL=given, attention_mask_BL=real)
+    batch = objective_of(model).corrupt(sequences, 0, 0.0)
+    term, wanted = batch.terms[NEXT_TOKEN], list(range(4, 9))
+    assert batch.count == 6 * len(wanted) == len(term.positions_N)
+    read = [at if shift else at - 1 for at in wanted]
+    assert (term.positions_N % L).view(6, -1).tolist() == [read] * 6
+    assert torch.equal(term.targets_N.view(6, -1), sequences.tokens_BL[:, 4:9])
+
+
+def test_each_term_is_averaged_over_the_steps_that_had_it():
+    window, device = LogWindow(None, World(0, 1, torch.device("cpu"), "fp32", "none")), torch.device("cpu")
+    for terms, count in (({NEXT_TOKEN: 30.0}, 10), ({"nelbo": 80.0, "anchor": 8.0}, 20), ({"nelbo": 100.0}, 20)):
+        window.add({name: torch.tensor(value) for name, value in terms.items()})
+        window.end_step(torch.tensor(float(count)), float(count), 0)
+    kept = window.state()
+    again = LogWindow(None, World(0, 1, device, "fp32", "none"))
+    again.restore(kept)
+    for each in (window, again):
+        values = each.read(torch.tensor(1.0), 0.1, optim.GradientGuard(device))
+        assert list(values)[:4] == ["nelbo", "anchor", NEXT_TOKEN, "ppl"]
+        assert [values[name] for name in list(values)[:3]] == pytest.approx([180 / 40, 8 / 20, 30 / 10])
+
+
+def test_a_run_resumes_between_causal_steps(tmp_path):
+    keys = {"objective__causal_until": 0.5, "train__steps": 9, "checkpoint__every": 3}
+    whole, cut = (run_config(tmp_path, algo="adlm", out=tmp_path / name, **keys) for name in ("whole", "cut"))
+    train(whole)
+    lines = [e for e in read_metrics(tmp_path / "whole") if e["kind"] == "train"]
+    assert [NEXT_TOKEN in line for line in lines] == [step < 4.5 and step % 2 == 0 for step in range(9)]
+    assert all(("nelbo" in line) == ("ppl" in line) == (NEXT_TOKEN not in line) for line in lines)
+
+    def is_killed(weights, tokenizer, cfg, step):
+        assert step == 4
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(cut, train=replace(cut.train, sample_every=4)), sample=is_killed)
+    assert not (tmp_path / "cut" / "export").exists()
+    train(cut)
+    one, two = ((tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert one == two
+
+
+def test_flops_are_the_average_over_steps():
+    model = tiny_model()
+    cfg = config.from_tree({"objective.causal_until": 0.5, "objective.gamma_until": 0.75, "algo": "adlm"}, "test")
+    cfg = replace(cfg, model=model.config)
+    objective = make_objective(cfg.objective, cfg.noise, V - 1, 5, model.config)
+    clean = some(64)
+    scored, anchors = scored_fractions(objective, clean)
+    every_step = []
+    for step in range(200):
+        batch = objective.corrupt(clean, step, step / 200)
+        if batch.causal:
+            every_step.append(count_flops(replace(model.config, causal=True), V, L, 1.0).training_per_token)
+        else:
+            carried = len(batch.terms["anchor"].positions_N) / batch.count if "anchor" in batch.terms else 0.0
+            every_step.append(count_flops(model.config, V, L, scored, carried).training_per_token)
+    assert anchors == pytest.approx(0.5 / 0.75, rel=0.1)  # of 150 steps that are not causal, 100 have anchors
+    assert average_flops(cfg, objective, clean, V) == pytest.approx(np.mean(every_step), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("algo=ar",), r"objective\.causal_until=0\.3 is for nelbo and anelbo of whole sequences.*autoregressive"),
+        (("algo=sedd",), r"objective\.name=score-entropy"),
+        (("algo=bd3lm",), r"model\.block_length='16'"),
+    ],
+)
+def test_where_there_are_no_causal_steps(words, message):
+    with pytest.raises(ValueError, match=message):
+        config.load([*words, "objective.causal_until=0.3"], run_folder=False)
