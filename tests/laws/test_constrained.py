@@ -164,6 +164,14 @@ def test_windows_carry_the_automaton():
         assert matches(regex, row, (0, 8)), row
 
 
+def test_windows_leave_room_for_what_is_given_after_them():
+    """What a window may become depends on the tokens that are given beyond it, and not on their number alone."""
+    model, regex = ToyModel(vocab_size=5, length=4, seed=2), "b{6}[ab]*|a{6}[ab]*"
+    found = drawn(model, (M, M, M, M, 0, 0, M, M), regex, settings_of("mdlm", 3, stride=2), 50)
+    for row in found:
+        assert row[:6] == (0,) * 6 and matches(regex, row, (0, 8)), row
+
+
 @pytest.mark.parametrize("sampler", ["mdlm", "confidence", "remdm-conf", "entropy", "anchor-first", "dfm"])
 def test_temperature_zero_takes_the_most_probable_text_that_matches(sampler):
     model, regex = ToyModel(vocab_size=5, length=3, seed=4), "a(ba)*|bb"
