@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 pytest.importorskip("outlines_core", reason="needs the extra `constrain` (outlines-core)")
 
-from adlm.constrain.automaton import integers, number_between, string_pattern
+from adlm.constrain.automaton import byte_automaton, integers, number_between, string_pattern
 from adlm.constrain.json_schema import schema_of, schema_regex
 
 WORDS = ["name", "age", "id", "tags", "price", "city", "is_active", "größe", "a b", "created"]
@@ -192,3 +192,33 @@ def test_patterns_never_leave_their_string():
     for pattern in [*PATTERNS, "[^a]+", ".+", r"\W\S", "a|b", "x"]:
         regex = string_pattern(pattern, "")
         assert "&&" in regex or not (re.fullmatch(regex, '"') or re.fullmatch(regex, "\\"))
+
+
+SETS = [
+    r"[\w-]",
+    "[a-]",
+    "[+-]",
+    "[A-Z -]",
+    "[^ -]",
+    "[^a-]",
+    "[-x]",
+    "[^-]",
+    "[0-9--5]",
+    "[^0-9--5]",
+    r"[\^-a]",
+    r"[a\-c]",
+]
+SETS += ["[a^]", "[!&&a]", "[~~]", r"[\d.-]", r"[^\w~&-]", r"[^\s]", r"\S", "."]
+
+
+@pytest.mark.parametrize("pattern", SETS)
+def test_a_set_of_a_pattern_holds_the_characters_that_the_schema_means(pattern):
+    """One character after another: what stands for itself in JSON, and what only some standards call a space."""
+    automaton = byte_automaton(string_pattern(f"^{pattern}$", ""))
+    for code in [*range(0x20, 0x7F), 0xA0, 0xE9, 0x1680, 0x2003, 0x2028, 0x3000]:
+        state = automaton.start
+        for byte in chr(code).encode():
+            state = automaton.next_SB[state, byte]
+        meant = re.fullmatch(pattern, chr(code), re.ASCII if "w" in pattern else 0) is not None
+        meant &= chr(code) not in '"\\' and not (pattern == "." and code == 0x2028)
+        assert bool(automaton.accepting_S[state]) == meant, chr(code)
