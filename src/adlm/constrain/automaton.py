@@ -328,11 +328,11 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         for token, i in vocab.items():
             if all(character in spelled for character in token):
                 found[i] = bytes(spelled[character] for character in token)
-    elif decoder is None or isinstance(decoder, decoders.Fuse):
+    elif isinstance(decoder, decoders.Fuse):
         for token, i in vocab.items():
             found[i] = token.encode()
     else:
-        kind = type(decoder).__name__
+        kind = "spaces" if decoder is None else type(decoder).__name__
         raise ValueError(f"a constraint needs tokens that are pieces of text; {tokenizer.name!r} joins them by {kind}")
     for i, content in added.items():
         found[i] = content.encode()
