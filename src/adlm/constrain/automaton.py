@@ -101,6 +101,8 @@ def number_between(low: float | None, above: bool, high: float | None, below: bo
         if bound is not None and bound != int(bound):
             raise refuse(f"{place + '.' if place else ''}a bound of {bound} is not supported: whole numbers are")
     first, last = None if low is None else int(low), None if high is None else int(high)
+    if first is not None and last is not None and (first > last or (first == last and (above or below))):
+        raise refuse(f"{place or 'the schema'} has no number between its bounds")
     options = []
     if first is None or first < 0:
         least, out = (0, False) if last is None or last >= 0 else (-last, below)
@@ -110,8 +112,6 @@ def number_between(low: float | None, above: bool, high: float | None, below: bo
     if last is None or last >= 0:
         least, out = (first, above) if first is not None and first >= 0 else (0, False)
         options += magnitudes(least, out, last, below)
-    if not options:
-        raise refuse(f"{place or 'the schema'} has no number between its bounds")
     return either(options)
 
 
