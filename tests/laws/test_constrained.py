@@ -297,6 +297,27 @@ def test_a_message_of_every_edge_is_the_dense_sum():
         np.testing.assert_allclose(found[l], expected)
 
 
+@pytest.mark.parametrize("regex", ["a(ba)*|b?a?", "(aa)*b", "a{2,4}", "(a|ab)*b{0,3}a"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_may_follow_on_other_canvases_is_every_fill(regex, closed):
+    """Which states lead to a match by the holes and given tokens that are left: by enumeration."""
+    constraint = constraint_of(regex)
+    a = constraint.automaton
+    for after in [(), (M,), (M,) * 2, (M,) * 5, (M, 0, M), (1, M), (M, 2, M, M)]:
+        for banned in ([], [0]):
+            asked = (M, *after, *((0,) if closed else ()))
+            if closed and after and after[-1] != M:
+                continue
+            later = [(v,) if v != M else tuple(t for t in range(M) if t not in banned) for v in after]
+            found = constraint.span(asked, asked, M, 0, 1).end([*banned, M])
+            for state in range(len(a.accepting_S)):
+                ends = {state}
+                for tokens in later:
+                    ends = {a.follow(s, t) for s in ends for t in tokens} - {None}
+                right = any(a.accepting_S[s] or (s == a.end and not closed) for s in ends)
+                assert (found[state] == 0) == right, (after, banned, state)
+
+
 def test_an_automaton_that_would_be_endless_is_refused():
     with pytest.raises(ValueError, match="is too large"):
         byte_automaton("(a|b)*a(a|b){60}")

@@ -184,10 +184,12 @@ class MatchedSpan(NamedTuple):
         a, known, key = self.constraint.automaton, self.constraint.ends, (self.later, self.open_end, tuple(banned))
         if key not in known:
             now, left_C = a.accepting_S.copy(), self.constraint.letters_left(banned)
-            now[a.end] = self.open_end
+            now[a.end], only_holes = self.open_end, set(self.later) <= {a.every}
             for letter in reversed(self.later):
                 may_C = left_C if letter == a.every else np.isin(np.arange(len(left_C)), (letter, a.every))
-                now = np.logical_or.reduceat(may_C[a.letter_E] & now[a.target_E], a.first_S)
+                before, now = now, np.logical_or.reduceat(may_C[a.letter_E] & now[a.target_E], a.first_S)
+                if only_holes and (now == before).all():  # and so it stays
+                    break
             known[key] = indicator(now)
         return known[key]
 
