@@ -207,6 +207,24 @@ def test_numbers_between_bounds_are_inside():
                 assert not inside or x == 0 or regex.fullmatch(text), (low, above, high, below, text)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("rest", [{"const": 1}, False])
+def test_lists_have_every_length_that_is_allowed_and_no_other(first, rest):
+    """All bounds on the number of items, by the independent validator; one item has one spelling."""
+    for low in (None, 0, 1, 2, 3):
+        for high in (None, 0, 1, 2, 3, 4):
+            bounds = {"minItems": low, "maxItems": high}
+            schema = {"type": "array", "items": rest, **{word: n for word, n in bounds.items() if n is not None}}
+            schema |= {"prefixItems": [{"const": 1}] * first} if first else {}
+            possible = [n for n in range(8) if jsonschema.Draft202012Validator(schema).is_valid([1] * n)]
+            try:
+                regex = re.compile(schema_regex(schema))
+            except ValueError:
+                assert not possible, schema
+            else:
+                assert [n for n in range(8) if regex.fullmatch(json.dumps([1] * n))] == possible, schema
+
+
 def test_patterns_never_leave_their_string():
     for pattern in [*PATTERNS, "[^a]+", ".+", r"\W\S", "a|b", "x"]:
         regex = string_pattern(pattern, "")
