@@ -366,3 +366,27 @@ def test_models_without_blocks_say_so():
     inside = replace(make(0, K=0), tokens=[1, 2, 3, 3, 1, M, 2, 3])  # what follows stands in the same block
     assert block_of(inside, only) == 4
     assert tokens(Engine(only), [inside]) == [generate(DenseBlocks(only, 4), inside)]
+
+
+def test_a_slot_whose_canvas_was_another_text_gives_nothing_away():
+    """Blocks of one slot are read with what stands in the slots before it, here a canvas that is read as a whole: a
+    prompt that this slot held before it is read anew."""
+    model = tiny_model(dtype=torch.float64, **{**MODERN, "block_length": "4,12", "anchored": False})
+    engine, prompt = Engine(model, slots=2), [1, 2, 3, 4, 5, 6, 7, 8]
+    short = SamplingConfig(steps=2, block_length=4)
+
+    def text(tokens, seed, settings=short):
+        return Request([*tokens, *[model.mask_id] * (12 - len(tokens))], settings, seed=seed)
+
+    list(engine.run([text(prompt, 1)]))
+    list(engine.run([text([9], 2, SamplingConfig(sampler="first-hitting", block_length=12)), text([8, 8, 8, 8, 8], 3)]))
+    (found,) = engine.run([text(prompt, 4)])
+    assert found.tokens == generate(DenseBlocks(model, 4), text(prompt, 4))
+    # the states, and not only the tokens they lead to
+    clean, cache = (
+        Engine(model, slots=2),
+        [layer[0, :, :8] for layer in engine_blocks.tensors_of(engine.evaluator.blocks.cache)],
+    )
+    list(clean.run([text(prompt, 4)]))
+    for ours, fresh in zip(cache, engine_blocks.tensors_of(clean.evaluator.blocks.cache)):
+        torch.testing.assert_close(ours, fresh[0, :, :8])

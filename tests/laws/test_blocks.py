@@ -209,6 +209,22 @@ def test_every_block_has_its_number_of_masks_with_the_weight_of_it(K):
         assert (largest[some] < left[some]).all(), "the smallest uniforms are masked"
 
 
+@pytest.mark.parametrize("kind", ["training", "corrupt_exact_count", "corrupt_for_bound"])
+@pytest.mark.parametrize("K", ["2", "12"])
+def test_every_step_draw_and_sequence_has_its_own_masks(kind, K):
+    """No position is masked more often than the others: neither over steps, nor over sequences of a step."""
+    x, objective = sequences_of(random_tokens(200, L, 10)), objective_of(network("modern").config, K)
+    generator, batches = torch.Generator().manual_seed(0), []
+    for i in range(200):
+        timed = x._replace(times_B=torch.rand(200, generator=generator, dtype=torch.float64))
+        batches.append(objective.corrupt(timed, i, 0.9) if kind == "training" else getattr(objective, kind)(timed, i))
+    masked = torch.stack([batch.tokens_BL[:, :L] == MASK for batch in batches]).double()
+    share = masked.mean().item()
+    error = math.sqrt(share * (1 - share) / 200)
+    for over in (0, 1):
+        assert (masked.mean(over) - share).abs().max() < 6 * error
+
+
 def test_sequences_of_a_step_take_the_block_lengths_in_turn():
     settings = BlockSettings((16, 1, 4, 64, 1024), shift=False)
     drawn = [settings.drawn(sequences_of(torch.zeros(10, 256, dtype=torch.long)), 1, step) for step in range(40)]

@@ -164,6 +164,14 @@ def test_windows_carry_the_automaton():
         assert matches(regex, row, (0, 8)), row
 
 
+def test_windows_leave_room_for_what_is_given_after_them():
+    """What a window may become depends on the tokens that are given beyond it, and not on their number alone."""
+    model, regex = ToyModel(vocab_size=5, length=4, seed=2), "b{6}[ab]*|a{6}[ab]*"
+    found = drawn(model, (M, M, M, M, 0, 0, M, M), regex, settings_of("mdlm", 3, stride=2), 50)
+    for row in found:
+        assert row[:6] == (0,) * 6 and matches(regex, row, (0, 8)), row
+
+
 @pytest.mark.parametrize("sampler", ["mdlm", "confidence", "remdm-conf", "entropy", "anchor-first", "dfm"])
 def test_temperature_zero_takes_the_most_probable_text_that_matches(sampler):
     model, regex = ToyModel(vocab_size=5, length=3, seed=4), "a(ba)*|bb"
@@ -287,6 +295,27 @@ def test_a_message_of_every_edge_is_the_dense_sum():
             sums[s] = np.logaddexp(sums[s], mass[l, c] + expected[t])
         expected = sums
         np.testing.assert_allclose(found[l], expected)
+
+
+@pytest.mark.parametrize("regex", ["a(ba)*|b?a?", "(aa)*b", "a{2,4}", "(a|ab)*b{0,3}a"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_may_follow_on_other_canvases_is_every_fill(regex, closed):
+    """Which states lead to a match by the holes and given tokens that are left: by enumeration."""
+    constraint = constraint_of(regex)
+    a = constraint.automaton
+    for after in [(), (M,), (M,) * 2, (M,) * 5, (M, 0, M), (1, M), (M, 2, M, M)]:
+        for banned in ([], [0]):
+            asked = (M, *after, *((0,) if closed else ()))
+            if closed and after and after[-1] != M:
+                continue
+            later = [(v,) if v != M else tuple(t for t in range(M) if t not in banned) for v in after]
+            found = constraint.span(asked, asked, M, 0, 1).end([*banned, M])
+            for state in range(len(a.accepting_S)):
+                ends = {state}
+                for tokens in later:
+                    ends = {a.follow(s, t) for s in ends for t in tokens} - {None}
+                right = any(a.accepting_S[s] or (s == a.end and not closed) for s in ends)
+                assert (found[state] == 0) == right, (after, banned, state)
 
 
 def test_an_automaton_that_would_be_endless_is_refused():

@@ -60,6 +60,14 @@ def test_merging_is_the_formula():
         torch.testing.assert_close(weights[name], w, rtol=0, atol=1e-12)
 
 
+def test_merging_rounds_once():
+    """Weights and adapters in bfloat16, as files may hold them: the product and the sum are formed in float32."""
+    small = {name: x.bfloat16() for name, x in adapted()[0].state_dict().items()}
+    wide = merged({name: x.float() for name, x in small.items()}, LORA)
+    for name, w in merged(small, LORA).items():
+        assert torch.equal(w, wide[name].bfloat16()), name
+
+
 def test_training_starts_at_the_base_and_trains_adapters_alone():
     base = tiny_model(dtype=torch.float64)
     model = adapt(tiny_model(dtype=torch.float64), LORA)

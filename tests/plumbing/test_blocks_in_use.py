@@ -1,13 +1,16 @@
 """Generation in blocks as users reach it: Python, command line, server."""
 
 import json
+import math
 from dataclasses import replace
 
 import httpx
 import pytest
+from dense_blocks import DenseBlocks
 from served import load_tiny, serving
 
 from adlm import cli
+from adlm.api.scoring import left_to_right, whole
 from adlm.engine import Request, block_of, most_evaluations
 from adlm.io.export import CONFIG
 from adlm.schema import SamplingConfig
@@ -108,3 +111,26 @@ def test_the_server(lm):
 
 def test_the_export_says_what_it_was_trained_for(folder, lm):
     assert json.loads((folder / CONFIG).read_text())["model"]["block_length"] == "8,1,4,32"
+
+
+@pytest.mark.parametrize("K", [1, 3, 4])
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_chain_rule_reads_blocks(tmp_path, K, shift):
+    """Left to right, a block model says what it would when it writes: with K = 1 that is its exact likelihood."""
+    own = load_tiny(tmp_path / "model", block_length=f"{K},2", shift=shift, conditioning="none")
+    tok, text = own.tokenizer, own.tokenizer.encode(PROMPT)
+    row = [tok.bos_id, *text]
+    found = [k.log_p for k in whole(left_to_right(own.model, text, row[:1], own.schedule, 1))]
+    if K == 1:
+        assert sum(found) == pytest.approx(-own.score(PROMPT).nll * len(text), rel=1e-5)
+    dense = DenseBlocks(own.model, K)
+    for l, log_p in enumerate(found, start=1):
+        p = dense.p((*row[:l], *[tok.mask_id] * (len(row) - l)))
+        assert log_p == pytest.approx(math.log(p[l][row[l]]), abs=1e-4)
+
+
+def test_what_reads_the_whole_canvas_needs_a_model_that_was_trained_for_it(lm, tmp_path):
+    assert len(lm.fill_distribution("the [MASK] sat on [MASK]")) == 2
+    own = load_tiny(tmp_path / "model", block_length="4,1", conditioning="none")
+    with pytest.raises(ValueError, match=r"trained for blocks of 1, 4; 32 \(or 0\) would have to be among them"):
+        own.fill_distribution("the [MASK] sat on [MASK]")

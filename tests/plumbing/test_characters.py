@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from adlm.constrain.automaton import token_bytes
-from adlm.data.tokenizers import raw_bytes, train_bpe
+from adlm.data.tokenizers import Tokenizer, raw_bytes, train_bpe
 from adlm.serving.answers import characters
 
 TEXT = "Zürich: 東京 is 日本, 😀 e\u0301 — naïve"
@@ -36,3 +38,12 @@ def test_what_can_never_be_a_character_is_said_so():
 def test_bytes_of_tokens_are_those_of_the_text(tokenizer):
     spelled = token_bytes(tokenizer)
     assert b"".join(spelled[i] for i in tokenizer.encode(TEXT)) == TEXT.encode()
+
+
+def test_tokens_that_are_written_with_spaces_between_them_are_no_pieces_of_text():
+    """A vocabulary without a decoder: its library joins words by spaces, which no token holds."""
+    backend = Backend(models.WordLevel({"[EOS]": 0, "a": 1, "b": 2}, unk_token="[EOS]"))
+    words = Tokenizer(backend, "words")
+    assert words.decode([1, 2]) == "a b"
+    with pytest.raises(ValueError, match="pieces of text; 'words' joins them by spaces"):
+        token_bytes(words)

@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 pytest.importorskip("outlines_core", reason="needs the extra `constrain` (outlines-core)")
 
-from adlm.constrain.automaton import integers, number_between, string_pattern
+from adlm.constrain.automaton import byte_automaton, integers, number_between, string_pattern
 from adlm.constrain.json_schema import schema_of, schema_regex
 
 WORDS = ["name", "age", "id", "tags", "price", "city", "is_active", "größe", "a b", "created"]
@@ -92,7 +92,8 @@ def rooted(rng: random.Random) -> dict:
 
 
 def valid(schema, text: str) -> None:
-    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(text))
+    kind = jsonschema.Draft202012Validator  # whose `time` has an offset: that of the plain FormatChecker is draft 3's
+    kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
 
 
 @pytest.fixture(scope="module", params=["bytes", "box"])
@@ -139,6 +140,13 @@ def test_two_hundred_schemas(lm):
         ({"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, "refers to itself"),
         ({"allOf": [{}, {}]}, "allOf of several schemas"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf needs options of different types"),
+        ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "oneOf needs options of different types"),
+        ({"oneOf": [{"enum": ["a", 1]}, {"const": 1}]}, "oneOf needs options of different types"),
+        ({"oneOf": [{"type": "null"}, {"minimum": 3}]}, "oneOf needs options of different types"),
+        ({"oneOf": [{"type": "null"}, {"anyOf": [{"type": "null"}]}]}, "oneOf needs options of different types"),
+        ({"type": "number", "minimum": 3, "maximum": 2}, "has no number between its bounds"),
+        ({"type": "number", "minimum": -3, "exclusiveMaximum": -3}, "has no number between its bounds"),
+        ({"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": -2}, "has no number between its bounds"),
         ({"type": "colour"}, "has type 'colour'; known are"),
         (False, "is no schema that any text matches"),
         ({"type": "object", "required": ["a"]}, "required names 'a', which is no property"),
@@ -149,6 +157,17 @@ def test_two_hundred_schemas(lm):
 def test_what_cannot_be_kept_is_refused_by_name(schema, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         schema_regex(schema)
+
+
+def test_options_that_share_no_value_stand_side_by_side():
+    automaton = byte_automaton(
+        schema_regex({"oneOf": [{"type": ["integer", "number"]}, {"const": "a"}, {"enum": ["1"]}]})
+    )
+    for text, accepted in (("12", True), ("1.5", True), ('"a"', True), ('"1"', True), ('"b"', False)):
+        state = automaton.start
+        for byte in text.encode():
+            state = automaton.next_SB[state, byte]
+        assert bool(automaton.accepting_S[state]) == accepted, text
 
 
 @pytest.mark.parametrize(
@@ -188,7 +207,55 @@ def test_numbers_between_bounds_are_inside():
                 assert not inside or x == 0 or regex.fullmatch(text), (low, above, high, below, text)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("rest", [{"const": 1}, False])
+def test_lists_have_every_length_that_is_allowed_and_no_other(first, rest):
+    """All bounds on the number of items, by the independent validator; one item has one spelling."""
+    for low in (None, 0, 1, 2, 3):
+        for high in (None, 0, 1, 2, 3, 4):
+            bounds = {"minItems": low, "maxItems": high}
+            schema = {"type": "array", "items": rest, **{word: n for word, n in bounds.items() if n is not None}}
+            schema |= {"prefixItems": [{"const": 1}] * first} if first else {}
+            possible = [n for n in range(8) if jsonschema.Draft202012Validator(schema).is_valid([1] * n)]
+            try:
+                regex = re.compile(schema_regex(schema))
+            except ValueError:
+                assert not possible, schema
+            else:
+                assert [n for n in range(8) if regex.fullmatch(json.dumps([1] * n))] == possible, schema
+
+
 def test_patterns_never_leave_their_string():
     for pattern in [*PATTERNS, "[^a]+", ".+", r"\W\S", "a|b", "x"]:
         regex = string_pattern(pattern, "")
         assert "&&" in regex or not (re.fullmatch(regex, '"') or re.fullmatch(regex, "\\"))
+
+
+SETS = [
+    r"[\w-]",
+    "[a-]",
+    "[+-]",
+    "[A-Z -]",
+    "[^ -]",
+    "[^a-]",
+    "[-x]",
+    "[^-]",
+    "[0-9--5]",
+    "[^0-9--5]",
+    r"[\^-a]",
+    r"[a\-c]",
+]
+SETS += ["[a^]", "[!&&a]", "[~~]", r"[\d.-]", r"[^\w~&-]", r"[^\s]", r"\S", "."]
+
+
+@pytest.mark.parametrize("pattern", SETS)
+def test_a_set_of_a_pattern_holds_the_characters_that_the_schema_means(pattern):
+    """One character after another: what stands for itself in JSON, and what only some standards call a space."""
+    automaton = byte_automaton(string_pattern(f"^{pattern}$", ""))
+    for code in [*range(0x20, 0x7F), 0xA0, 0xE9, 0x1680, 0x2003, 0x2028, 0x3000]:
+        state = automaton.start
+        for byte in chr(code).encode():
+            state = automaton.next_SB[state, byte]
+        meant = re.fullmatch(pattern, chr(code), re.ASCII if "w" in pattern else 0) is not None
+        meant &= chr(code) not in '"\\' and not (pattern == "." and code == 0x2028)
+        assert bool(automaton.accepting_S[state]) == meant, chr(code)

@@ -111,6 +111,17 @@ def test_greedy_is_what_greedy_filling_writes(harness, causal):
             assert not model.is_greedy(given, other)
 
 
+def test_greedy_is_what_a_block_model_writes_block_by_block(tmp_path):
+    model = Harness(path=str(export(tmp_path / "export", block_length="3,1", conditioning="none")), device="cpu")
+    given, n = "hello", 7
+    row = model.lm.generate(given, max_new_tokens=n, sampler="confidence", threshold=1.0, steps=3, temperature=0.0)[0]
+    assert model.is_greedy([*given.encode()], row.tokens[-n:])
+    for place in range(n):
+        other = row.tokens[-n:]
+        other[place] = (other[place] + 1) % 256
+        assert not model.is_greedy([*given.encode()], other)
+
+
 def test_greedy_texts_are_not_written_in_one_evaluation(folder, monkeypatch):
     """The adapter is greedy by default. A sampler that asks how sure the model is still asks the model."""
     model, calls = Harness(path=str(folder), device="cpu", sampler="confidence", steps=6), []

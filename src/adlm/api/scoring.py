@@ -16,10 +16,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.process import Schedule, noise_level
 from adlm.diffusion.random import Stream, gumbel_argmax, uniforms
+from adlm.engine.blocks import own_block
 from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.errors import require
 from adlm.io.paths import float64_device
@@ -141,10 +143,11 @@ def left_to_right(
 ) -> Parts[list[TokenLogProbs]]:
     """log p(token | tokens before it) for each of `tokens` after `given`: the chain rule, which is what a causal model
     says anyway. A diffusion model reads each token's past with everything from that token on masked: its likelihood
-    when it writes from left to right. Sums over the end of a text are those of that end given its beginning."""
+    when it writes from left to right, in its own blocks if it has some. Sums over the end of a text are those of that
+    end given its beginning."""
     device, first, length = next(model.parameters()).device, len(given), len(given) + len(tokens)
     tokens_L, found = torch.tensor([*given, *tokens], device=device), []
-    at_once = length if model.config.causal else sequences_at_once(device, length)
+    at_once = length if model.config.causal else sequences_at_once(device, 2 * length if own_block(model) else length)
     for a in range(first, length, at_once):
         at = torch.arange(a, min(a + at_once, length), device=device)
         with torch.no_grad():
@@ -154,12 +157,24 @@ def left_to_right(
                 hidden_here = torch.arange(length, device=device) >= at[:, None]
                 tokens_NL = tokens_L.expand(len(at), -1).masked_fill(hidden_here, model.mask_id)
                 sigma_N = noise_level(hidden_here.float().mean(-1), schedule)
-                hidden_ND = model(tokens_NL, sigma_N).denoiser_BLD[torch.arange(len(at), device=device), at]
+                hidden_ND = states_in_writing(model, tokens_NL, sigma_N)[torch.arange(len(at), device=device), at]
             targets_N = tokens_L[at]
             for rows in torch.arange(len(at), device=device).split(max(1, LOGITS_AT_ONCE // model.vocab_size)):
                 found += read_log_probs(model, hidden_ND[rows], targets_N[rows], top)
         yield
     return found
+
+
+def states_in_writing(model: Network, canvas_BL: Tensor, sigma_B: Tensor) -> Tensor:
+    """The states [B, L, D] of canvases as a diffusion model reads them when it writes: as a whole, or in its own
+    blocks, where those of the block with the first mask are what it writes from. The last block is a whole one."""
+    block, length = own_block(model), canvas_BL.shape[1]
+    if not block:
+        return model(canvas_BL, sigma_B).denoiser_BLD
+    rest = min(-length % block, model.config.length - length)
+    noisy_BL = F.pad(canvas_BL, (0, rest), value=model.mask_id)
+    block_B = torch.full_like(canvas_BL[:, 0], block)
+    return model(torch.cat((noisy_BL, noisy_BL), dim=1), block_B=block_B).denoiser_BLD[:, :length]  # [noisy ; clean]
 
 
 def read_log_probs(model: Network, hidden_ND: Tensor, targets_N: Tensor, top: int) -> list[TokenLogProbs]:
@@ -204,7 +219,13 @@ def read_slots(
     model: Network, tokens_L: Tensor, noise_level: Callable[[Tensor], Tensor], top: int, draws: int
 ) -> Parts[list[SlotRead]]:
     """Every hole of one sequence."""
-    require(not model.config.causal, "a causal model predicts no hole in the middle; this needs a diffusion model")
+    c = model.config
+    require(not c.causal, "a causal model predicts no hole in the middle; this needs a diffusion model")
+    require(
+        not c.block_lengths or c.length in c.block_lengths,
+        f"what a model puts into holes is read from the whole canvas, and this one was trained for blocks of"
+        f" {', '.join(map(str, sorted(set(c.block_lengths))))}; {c.length} (or 0) would have to be among them",
+    )
     holes = torch.nonzero(tokens_L == model.mask_id)[:, 0]
     require(len(holes) > 0, "the template has no hole: [MASK] is one token, [MASK:3] are three")
     log_p_NV = predictions(model, tokens_L[None], noise_level, torch.zeros_like(holes), holes)

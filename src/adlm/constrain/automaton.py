@@ -101,6 +101,8 @@ def number_between(low: float | None, above: bool, high: float | None, below: bo
         if bound is not None and bound != int(bound):
             raise refuse(f"{place + '.' if place else ''}a bound of {bound} is not supported: whole numbers are")
     first, last = None if low is None else int(low), None if high is None else int(high)
+    if first is not None and last is not None and (first > last or (first == last and (above or below))):
+        raise refuse(f"{place or 'the schema'} has no number between its bounds")
     options = []
     if first is None or first < 0:
         least, out = (0, False) if last is None or last >= 0 else (-last, below)
@@ -110,8 +112,6 @@ def number_between(low: float | None, above: bool, high: float | None, below: bo
     if last is None or last >= 0:
         least, out = (first, above) if first is not None and first >= 0 else (0, False)
         options += magnitudes(least, out, last, below)
-    if not options:
-        raise refuse(f"{place or 'the schema'} has no number between its bounds")
     return either(options)
 
 
@@ -131,6 +131,9 @@ def magnitudes(low: int, above: bool, high: int | None, below: bool) -> list[str
 
 NOT_INSIDE = r'"\\\x00-\x1F\x7F-\x9F'
 CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": " "}
+"""What is written for them; a class that leaves out spaces leaves out all of JSON Schema's, and `.` their line ends."""
+LINES = "\u2028\u2029"
+SPACES = f" \u00a0\u1680\u2000-\u200a{LINES}\u202f\u205f\u3000\ufeff"
 PATTERN = re.compile(
     r"""\\(?P<kind>[dwsDWS]) | \\(?P<sign>[][.+*?(){}|^$/\-]) | (?P<any>\.) | \[(?P<not>\^?)(?P<set>(?:\\.|[^]\\"])+)\]
     | (?P<same>\(\?:|\((?!\?)|[)|?*+]|\{\d{1,4}(?:,\d{0,4})?\}|[^][\\"(){}^$.\x00-\x1f\x7f-\x9f])""",
@@ -147,7 +150,7 @@ def string_pattern(pattern: Any, place: str) -> str:
     body, at, found = pattern[begun : len(pattern) - ended], 0, []
     while at < len(body):
         part = PATTERN.match(body, at)
-        inside = plain_set(part["set"]) if part and part["set"] else ""
+        inside = plain_set(part["set"], SPACES if part["not"] else CLASSES["s"]) if part and part["set"] else ""
         if part is None or inside is None:
             raise refuse(
                 f"{place + '.' if place else ''}pattern {pattern!r:.60} is not supported from {body[at:]!r:.20} on"
@@ -158,24 +161,41 @@ def string_pattern(pattern: Any, place: str) -> str:
     return f"{'' if begun else free}(?:{''.join(found)}){'' if ended else free}"
 
 
-def plain_set(inside: str) -> str | None:
-    """The inside of [...] with classes written out; None if it holds what we do not read."""
-    parts = re.findall(r"\\(.)|(.)", inside)
+def plain_set(inside: str, spaces: str) -> str | None:
+    """The inside of [...] with classes written out; None if it holds what we do not read. A hyphen makes a range only
+    between two single characters; every other sign is escaped, since Rust's sets have more of them (`&&`, `--`)."""
+    parts = re.findall(r"\\(.)|(.)", inside, re.DOTALL)
     if any(escaped and not (escaped in CLASSES or escaped in r"][.+*?(){}|^$/-\&~") for escaped, _ in parts):
         return None
     if any(escaped == "\\" or plain in ("[", '"') for escaped, plain in parts):
         return None  # a quote or a backslash would have to be escaped in the string
-    return "".join(CLASSES.get(e) or ("\\" + (e or plain) if e or plain in "&~" else plain) for e, plain in parts)
+    single = [None if escaped in CLASSES else in_set(escaped or plain) for escaped, plain in parts]
+    found, at = "", 0
+    while at < len(parts):
+        ends = single[at], single[at + 2] if parts[at + 1 : at + 2] == [("", "-")] and at + 2 < len(parts) else None
+        if None not in ends:
+            found, at = f"{found}{ends[0]}-{ends[1]}", at + 3
+        else:
+            kind = parts[at][0]
+            found, at = found + (single[at] or (spaces if kind == "s" else CLASSES[kind])), at + 1
+    return found
+
+
+def in_set(character: str) -> str:
+    """A character as Rust's [...] reads it as itself."""
+    return "\\" + character if character in r"^-&~[]" else character
 
 
 def translated(part: re.Match[str], inside: str) -> str:
     if part["kind"]:
-        members = CLASSES[part["kind"].lower()]
-        return f"[{members}]" if part["kind"].islower() else f"[^{members}{NOT_INSIDE}]"
+        kind = part["kind"].lower()
+        if part["kind"].islower():
+            return f"[{CLASSES[kind]}]"
+        return f"[^{SPACES if kind == 's' else CLASSES[kind]}{NOT_INSIDE}]"
     if part["sign"]:
         return literal(part["sign"])
     if part["any"]:
-        return f"[^{NOT_INSIDE}]"
+        return f"[^{LINES}{NOT_INSIDE}]"
     if part["set"]:
         return f"[^{inside}{NOT_INSIDE}]" if part["not"] else f"[{inside}&&[^{NOT_INSIDE}]]"
     return part["same"]
@@ -308,11 +328,11 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         for token, i in vocab.items():
             if all(character in spelled for character in token):
                 found[i] = bytes(spelled[character] for character in token)
-    elif decoder is None or isinstance(decoder, decoders.Fuse):
+    elif isinstance(decoder, decoders.Fuse):
         for token, i in vocab.items():
             found[i] = token.encode()
     else:
-        kind = type(decoder).__name__
+        kind = "spaces" if decoder is None else type(decoder).__name__
         raise ValueError(f"a constraint needs tokens that are pieces of text; {tokenizer.name!r} joins them by {kind}")
     for i, content in added.items():
         found[i] = content.encode()

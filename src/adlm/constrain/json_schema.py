@@ -5,9 +5,10 @@ schema and no others, one optional space after `,` and `:`, no exponents where a
 regular expression cannot express (uniqueItems, recursion, ...) is refused by name: nothing is ignored in silence.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from adlm.constrain.automaton import (
     CHARACTER,
@@ -138,20 +139,20 @@ class SchemaTranslation:
         if word == "allOf" and len(options) > 1:
             raise refuse(f"{place + '.' if place else ''}allOf of several schemas is not supported")
         if word == "oneOf":
-            kinds = [kind for option in options for kind in self.kinds_of(option)]
-            if len(set(kinds)) < len(kinds):
+            kinds = [self.kinds_of(option) for option in options]
+            if any(first.meets(second) for first, second in itertools.combinations(kinds, 2)):
                 raise refuse(f"{place + '.' if place else ''}oneOf needs options of different types; anyOf may overlap")
         return either([self.value(option, f"{place}.{word}[{i}]") for i, option in enumerate(options)])
 
-    def kinds_of(self, schema: Any) -> list[str]:
-        """Types of the values of a schema, numbers of both kinds as one; of a text, what it is."""
+    def kinds_of(self, schema: Any) -> "Kinds":
+        """What a schema may accept. One that names no type accepts every type that its keywords do not speak of."""
         if isinstance(schema, Mapping) and "$ref" in schema:
             schema = self.resolve(schema["$ref"])
         if isinstance(schema, Mapping) and ("const" in schema or "enum" in schema):
-            return [json.dumps(v, sort_keys=True) for v in ([schema["const"]] if "const" in schema else schema["enum"])]
-        kinds = schema.get("type", implied_types(schema)) if isinstance(schema, Mapping) else [*TYPES]
+            return Kinds(set(), [schema["const"]] if "const" in schema else schema["enum"])
+        kinds = schema.get("type", [*TYPES]) if isinstance(schema, Mapping) else [*TYPES]
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        return ["number" if kind == "integer" else str(kind) for kind in kinds]
+        return Kinds({"number" if kind == "integer" else str(kind) for kind in kinds}, [])
 
     def reference(self, schema: Mapping[str, Any], place: str) -> str:
         self.only(schema, ANNOTATIONS | {"$ref"}, place)
@@ -267,6 +268,22 @@ class SchemaTranslation:
 
     def null(self, schema: Mapping[str, Any], place: str) -> str:
         return "null"
+
+
+class Kinds(NamedTuple):
+    """Types, numbers of both kinds as one, or values."""
+
+    types: set[str]
+    values: Sequence[Any]
+
+    def meets(self, other: "Kinds") -> bool:
+        """Whether a value may be of both."""
+        pairs = [(self.types, other.values), (other.types, self.values)]
+        of_type = any(
+            JSON_TYPES[kind](v) for types, values in pairs for kind in types & JSON_TYPES.keys() for v in values
+        )
+        words = [{json.dumps(v, sort_keys=True) for v in values} for values in (self.values, other.values)]
+        return of_type or bool(self.types & other.types) or bool(words[0] & words[1])
 
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

@@ -26,7 +26,7 @@ sums become maxima. Filters (top_k, top_p, min_p) act next. Where no text of kep
 the others are taken, by their own probabilities: the limit of a filter that leaves them a vanishing weight.
 
 Where predictions of later positions do not exist - a causal model, the windows or blocks after this one - b says only
-whether a match remains possible in the positions that are left (`reachable`).
+whether a match remains possible in the positions that are left, with the tokens that are given there.
 """
 
 from collections.abc import Sequence
@@ -116,18 +116,21 @@ class Constraint:
     ends: dict[tuple, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     """Of spans that were asked for, log b after their last position."""
 
-    def span(self, tokens: Sequence[int], holes: tuple[int, int], start: int, stop: int) -> "MatchedSpan":
-        """What of the positions from `start` to before `stop` must match. `tokens` is the whole sequence as it stands,
-        everything before `start` filled; `holes`: from where to where the request had holes. So the state of the
+    def span(self, tokens: Sequence[int], asked: Sequence[int], mask_id: int, start: int, stop: int) -> "MatchedSpan":
+        """What of the positions from `start` to before `stop` must match. `tokens` is the sequence as it stands,
+        everything before `start` filled; `asked`: as the request had it, with all its holes. So the state of the
         automaton goes from window to window and from block to block, by the text between them."""
-        (first, last), state = holes, self.automaton.start
+        a, holes_L = self.automaton, np.array(asked) == mask_id
+        holes = np.flatnonzero(holes_L)
+        (first, last), state = (int(holes[0]), int(holes[-1]) + 1), a.start
         for token in tokens[first:start]:
-            after = self.automaton.follow(state, token)
+            after = a.follow(state, token)
             require(after is not None, f"no text that begins so matches {self.said}")
             assert after is not None
             state = after
         inside = slice(max(first, start) - start, max(0, min(last, stop) - start))
-        return MatchedSpan(self, inside, state, max(0, last - stop), last == len(tokens))
+        later = np.where(holes_L, a.every, a.letter_V[np.array(asked)])[stop:last]
+        return MatchedSpan(self, inside, state, tuple(later.tolist()), last == len(tokens))
 
     def letters_left(self, banned: Sequence[int]) -> NDArray[np.bool_]:
         """Which letters have a token that is not banned."""
@@ -141,7 +144,7 @@ class Constraint:
     def check(self, tokens: Sequence[int], mask_id: int, banned: Sequence[int]) -> None:
         """Refuse a sequence whose holes no text can fill so that it matches."""
         masked = np.flatnonzero(np.array(tokens) == mask_id)
-        span = self.span(tokens, (int(masked[0]), int(masked[-1]) + 1), 0, len(tokens))
+        span = self.span(tokens, tokens, mask_id, 0, len(tokens))
         left_C = self.letters_left([*banned, mask_id])
         mass_LC = span.mass(tokens, masked, np.broadcast_to(indicator(left_C), (len(masked), len(left_C))))
         log_b = backward(self.automaton, mass_LC, span.end([*banned, mask_id]), greedy=True)
@@ -155,13 +158,14 @@ class Constraint:
 
 
 class MatchedSpan(NamedTuple):
-    """A part of a canvas that must lead from `state` to a match; `later` positions will follow on another one."""
+    """A part of a canvas that must lead from `state` to a match."""
 
     constraint: Constraint
     inside: slice
     """Its positions."""
     state: int
-    later: int
+    later: tuple[int, ...]
+    """Letters of the positions that follow on another canvas; of a hole the one that stands for every token."""
     open_end: bool
     """The text may end before its last position."""
 
@@ -175,13 +179,17 @@ class MatchedSpan(NamedTuple):
         return mass_LC[self.inside]
 
     def end(self, banned: Sequence[int]) -> NDArray[np.float64]:
-        """log b after the last position: whether a match remains possible in `later` positions without these tokens."""
+        """log b after the last position: whether a match remains possible in the positions of `later` without these
+        tokens."""
         a, known, key = self.constraint.automaton, self.constraint.ends, (self.later, self.open_end, tuple(banned))
         if key not in known:
             now, left_C = a.accepting_S.copy(), self.constraint.letters_left(banned)
-            now[a.end] = self.open_end
-            for _ in range(self.later):
-                now = np.logical_or.reduceat(left_C[a.letter_E] & now[a.target_E], a.first_S)
+            now[a.end], only_holes = self.open_end, set(self.later) <= {a.every}
+            for letter in reversed(self.later):
+                may_C = left_C if letter == a.every else np.isin(np.arange(len(left_C)), (letter, a.every))
+                before, now = now, np.logical_or.reduceat(may_C[a.letter_E] & now[a.target_E], a.first_S)
+                if only_holes and (now == before).all():  # and so it stays
+                    break
             known[key] = indicator(now)
         return known[key]
 
@@ -205,6 +213,6 @@ class Match(NamedTuple):
         mass_LC = self.span.mass(self.tokens, self.masked, mass_NC)
         log_b = backward(a, mass_LC, self.span.end(banned), greedy)
         # counted from the first: the position in the sequence would do as well
-        u_L = uniforms(seed, Stream.LETTER, step, self.span.later, torch.arange(inside.start, inside.stop)).numpy()
+        u_L = uniforms(seed, Stream.LETTER, step, len(self.span.later), torch.arange(inside.start, inside.stop)).numpy()
         found = sample_letters(a, mass_LC, log_b, self.span.state, u_L, greedy)
         return np.array(found, dtype=np.int64)[self.masked - inside.start]

@@ -228,8 +228,7 @@ class Engine(BaseEngine[Canvas]):
         start = canvas.start if canvas.block else len(window.before)
         stop = min(start + canvas.block, len(tokens)) if canvas.block else len(tokens)
         whole = tokens + list(request.tokens[len(tokens) :])
-        holes = np.flatnonzero(np.array(request.tokens) == mask_id)
-        span = request.constraint.span(whole, (int(holes[0]), int(holes[-1]) + 1), start, stop)
+        span = request.constraint.span(whole, request.tokens, mask_id, start, stop)
         masked = np.flatnonzero(np.array(tokens[start:stop]) == mask_id)
         at = start - len(window.before) + window.at
         return Match(span, tokens[start:stop], masked, np.isin(masked + at, canvas.event.draw)), at

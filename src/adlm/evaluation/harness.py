@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from adlm.engine.blocks import own_block
 from adlm.errors import choose, missing_extra, require
 
 try:
@@ -36,7 +37,7 @@ except ModuleNotFoundError as error:
 
 from adlm.api import LanguageModel, load
 from adlm.api.language_model import python_words
-from adlm.api.scoring import left_to_right, whole
+from adlm.api.scoring import left_to_right, states_in_writing, whole
 from adlm.engine import Request
 from adlm.rules import Count, accept
 from adlm.schema import SamplingConfig
@@ -138,12 +139,16 @@ class Harness(LM):
         return all(self.reveal_surest(canvas, start, scored) for _ in scored)
 
     def reveal_surest(self, canvas: list[int], start: Sequence[int], scored: Sequence[int]) -> bool:
-        """Fill the surest hole of `canvas` with its best token, and say whether that is the continuation's."""
+        """Fill the surest hole of `canvas`, or of the block that the model writes next, with its best token, and say
+        whether that is the continuation's."""
         model, tokens_BL = self.lm.model, torch.tensor([canvas], device=self.lm.device)
-        logits_LV = model.head(model(tokens_BL, self.lm.noise_level(tokens_BL)).denoiser_BLD[0, len(start) :]).float()
+        block, first = own_block(model) or len(canvas), canvas.index(model.mask_id)
+        states_LD = states_in_writing(model, tokens_BL, self.lm.noise_level(tokens_BL))[0, len(start) :]
+        logits_LV = model.head(states_LD).float()
         logits_LV[:, model.mask_id] = -torch.inf
         best_L = logits_LV.softmax(-1).max(-1)
         hole_L = tokens_BL[0, len(start) :] == model.mask_id
+        hole_L[first // block * block + block - len(start) :] = False
         place = int(best_L.values.masked_fill(~hole_L, -1).argmax())
         token = int(best_L.indices[place])
         canvas[len(start) + place] = token
