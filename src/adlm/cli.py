@@ -192,7 +192,7 @@ def print_choices(key: str) -> None:
         for name in group_choices(key):
             print(f"{name:<18} {group_help(key, name)}")
         return
-    choose("key", key, [*keys(), *GROUPS])
+    require(key in keys(), f"unknown key {key!r}{nearest(key, [*keys(), *GROUPS])}; `adlm config` prints all keys")
     setting = keys()[key]
     require(setting.choices is not None, f"{key} takes any {setting.kind.__name__}: {setting.help}")
     for name in setting.choices or ():

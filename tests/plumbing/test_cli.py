@@ -178,6 +178,7 @@ def test_a_bug_is_not_hidden(probe):
         (["score", "a", "b", "c"], 1, "'c' is one word too many"),
         (["config", "out=list"], 1, "out takes any str"),
         (["config", "modl=list"], 1, "did you mean 'model'?"),
+        (["config", "foo=list"], 1, "unknown key 'foo'; `adlm config` prints all keys"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
