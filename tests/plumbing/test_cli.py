@@ -148,6 +148,15 @@ def test_a_bug_is_not_hidden(probe):
         cli.main(["probe"])
 
 
+def test_help_shows_the_defaults_of_the_command(capsys):
+    for command, shown in (
+        ("score", "eval.draws = 64"), ("finetune", "data.name = 'file'"), ("evaluate", "sampling.n = 128"),
+        ("demo", "model.hidden_size = 128"), ("train", "model.hidden_size = 768"),
+    ):  # fmt: skip
+        assert cli.main([command, "--help"]) == 0
+        assert f"\n  {shown} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "says"),
     [

@@ -295,7 +295,7 @@ def test_an_export_replaces_no_other_files_and_hides_no_run(folder, lm, tmp_path
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_a_full_disk_is_named(lm):
     text = lm.generate(length=4, steps=1)[0]
-    with pytest.raises(ValueError, match="^out='/dev/full' cannot be written: No space left on device; a rerun"):
+    with pytest.raises(ValueError, match=r"^out='/dev/full' cannot be written: No space left on device; a rerun"):
         record(Path("/dev/full"), text, "")
 
 
