@@ -192,7 +192,7 @@ def print_choices(key: str) -> None:
         for name in group_choices(key):
             print(f"{name:<18} {group_help(key, name)}")
         return
-    choose("key", key, [*keys(), *GROUPS])
+    require(key in keys(), f"unknown key {key!r}{nearest(key, [*keys(), *GROUPS])}; `adlm config` prints all keys")
     setting = keys()[key]
     require(setting.choices is not None, f"{key} takes any {setting.kind.__name__}: {setting.help}")
     for name in setting.choices or ():
@@ -221,10 +221,14 @@ def print_help(name: str, command: Command) -> None:
         print("\nGroups (a name stands for several settings):")
     for group in command.groups:
         _print_entry(group, "", ", ".join(group_choices(group)))
+    if command.own_text or (command.line and command.words):
+        print("\nThe values below are those before text, machine and start are known; `config.yaml` has a run's own.")
+    preset = config.preset(command.defaults)
     read = [key for key in command.read_keys if key not in command.words and not (key == "out" and command.out)]
     for section in dict.fromkeys(key.rpartition(".")[0] for key in read):
         print(f"\n{section or 'General'}:")
-        for key in [keys()[name] for name in read if name.rpartition(".")[0] == section]:
+        own = [dataclasses.replace(keys()[k], default=preset[k]) for k in read if k.rpartition(".")[0] == section]
+        for key in own:
             _print_entry(key.name, default_text(key), f"{key.help} {allowed_text(key)}")
 
 

@@ -51,7 +51,11 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
 
     `line`: the overrides of the command line, from which each algorithm's settings are composed.
     """
-    names = list(dict.fromkeys(name for arg in args for name in each_seed(arg))) or list(group_choices("algo"))
+    asked = [name for arg in args for name in each_seed(arg)]
+    names = list(dict.fromkeys(asked)) or list(group_choices("algo"))
+    for name in names:
+        if asked.count(name) > 1:
+            say(f"{name} is named {asked.count(name)} times, and is one run; +seed=2 makes another")
     folder = Path(cfg.out)
     # all of them before the first is trained: a mistake must not wait for hours
     each = [*line, "compare.jobs=1"]  # how many train at once changes no run

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adlm import config
 from adlm.api import LanguageModel, load
+from adlm.api.language_model import path_given
 from adlm.config import owntext
 from adlm.data.blocks import Blocks
 from adlm.data.pairs import padded_length
@@ -70,7 +71,8 @@ def finetune(
     (default runs/NAME-finetuned). `steps`: optimizer steps (0: what fits the text). `settings`: further overrides as
     they are typed on the command line, such as "optim.lr=1e-4".
     """
-    line = ["data=file", f"data.path={os.fspath(path)}", f"train.device={device}"]
+    require(not isinstance(settings, str), f"settings must be a list of texts, got {settings!r:.60}")
+    line = ["data=file", f"data.path={path_given('path', path)}", f"train.device={device}"]
     line += [f"checkpoint.init_from={os.fspath(start)}"] if start else []
     line += [f"out={os.fspath(out)}"] if out else []
     line += [f"train.steps={steps}"] if steps else []

@@ -124,6 +124,7 @@ def test_resuming_on_another_base_is_refused(tmp_path):
     [
         ({"checkpoint__init_from": ""}, "lora.rank=2 adapts a trained model: name it by checkpoint.init_from"),
         ({"lora__rank": -1}, "lora.rank=-1 must be at least 0"),
+        ({"lora__rank": 100_000}, "lora.rank=100000 must be at most 16, the width of the model"),
     ],
 )
 def test_bad_settings_are_answered_in_one_line(tmp_path, capsys, changes, message):

@@ -148,6 +148,15 @@ def test_a_bug_is_not_hidden(probe):
         cli.main(["probe"])
 
 
+def test_help_shows_the_defaults_of_the_command(capsys):
+    for command, shown in (
+        ("score", "eval.draws = 64"), ("finetune", "data.name = 'file'"), ("evaluate", "sampling.n = 128"),
+        ("demo", "model.hidden_size = 128"), ("train", "model.hidden_size = 768"),
+    ):  # fmt: skip
+        assert cli.main([command, "--help"]) == 0
+        assert f"\n  {shown} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "says"),
     [
@@ -178,6 +187,7 @@ def test_a_bug_is_not_hidden(probe):
         (["score", "a", "b", "c"], 1, "'c' is one word too many"),
         (["config", "out=list"], 1, "out takes any str"),
         (["config", "modl=list"], 1, "did you mean 'model'?"),
+        (["config", "foo=list"], 1, "unknown key 'foo'; `adlm config` prints all keys"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -54,6 +54,12 @@ def test_every_algorithm_has_its_line(compared):
     assert text.count("\n| ") == len(ALGOS) and "bound" in text and "exact" in text and "3 steps of 8 sequences" in text
 
 
+def test_a_run_named_twice_is_one_and_is_told(compared, capsys):
+    assert cli.main([*line(compared), "adlm", "mdlm", "adlm"]) == 0
+    out = capsys.readouterr().out
+    assert "adlm is named 2 times, and is one run; +seed=2 makes another" in out and "mdlm is named" not in out
+
+
 def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     """A causal model scores all but the first token of a row; SEDD the masked half, exactly as MDLM."""
     entries = {e["name"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}

@@ -22,6 +22,7 @@ from runs import overrides
 
 import adlm
 from adlm import cli
+from adlm.api.command import record
 from adlm.api.language_model import GenerateSettings, StreamSettings
 from adlm.evaluation import result_path
 from adlm.io.export import describe, save_folder
@@ -262,6 +263,49 @@ def test_score_from_the_command_line(folder, lm, tmp_path, capsys, monkeypatch):
         found = json.loads(document)
         assert (found["nll"], found["tokens"]) == (expected.nll, expected.tokens)
         assert found["bits_per_byte"] == pytest.approx(expected.nll / math.log(2)), "a byte is a token here"
+
+
+def test_a_misspelt_file_is_no_silent_text(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = [str(folder), "eval.draws=1", "train.device=cpu"]
+    for words, note in (("my.txt", True), ("here/my", True), ("some words.txt", False), ("word.", False)):
+        assert cli.main(["score", words, *line]) == 0
+        assert (f"there is no file {words!r}" in capsys.readouterr().err) == note
+    assert cli.main(["score", str(tmp_path), *line]) == 1
+    assert "is a folder, no text: adlm score 'some words' [CHECKPOINT]" in capsys.readouterr().err
+
+
+def test_an_export_replaces_no_other_files_and_hides_no_run(folder, lm, tmp_path, capsys):
+    run, project, again = tmp_path / "run", tmp_path / "project", tmp_path / "again"
+    for place in (run / "checkpoints", project, again / ".git"):
+        place.mkdir(parents=True)
+    (project / "README.md").write_text("mine")
+    for place, message in ((run, "is a run folder, whose model"), (project, "holds README.md, but no exported model")):
+        for flags in ([], ["--transformers"], ["--four-bit"]):
+            assert cli.main(["export", str(folder), str(place), *flags]) == 1
+            assert message in capsys.readouterr().err
+        with pytest.raises(ValueError, match=message):
+            lm.save(place)
+    assert not (run / "config.json").exists() and (project / "README.md").read_text() == "mine"
+    assert [file.name for file in project.iterdir()] == ["README.md"]
+    for flags in ([], [], ["--transformers"], ["--four-bit"]):  # what is an export may be replaced
+        assert cli.main(["export", str(folder), str(again), *flags]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_is_named(lm):
+    text = lm.generate(length=4, steps=1)[0]
+    with pytest.raises(ValueError, match=r"^out='/dev/full' cannot be written: No space left on device; a rerun"):
+        record(Path("/dev/full"), text, "")
+
+
+def test_texts_for_lists_and_numbers_for_files_are_refused():
+    with pytest.raises(ValueError, match=r"settings must be a list of texts, got 'lora\.rank=8'"):
+        adlm.finetune("my.txt", settings="lora.rank=8")
+    with pytest.raises(ValueError, match="source must be a path, got 5"):
+        adlm.train(5)
+    with pytest.raises(ValueError, match="path must be a path, got 5"):
+        adlm.finetune(5)
 
 
 def test_export_writes_our_folder_and_convert_the_release_checkpoint(folder, lm, tmp_path, capsys):

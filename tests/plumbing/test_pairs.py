@@ -87,6 +87,8 @@ def test_bad_records_are_answered_in_one_line(tmp_path, record, message):
 def test_files_are_recognised_by_their_fields(tmp_path):
     assert pairs.are_pairs(sums(tmp_path / "a.jsonl"), "text")
     assert not pairs.are_pairs(write(tmp_path / "b.jsonl", {"text": "a", "prompt": "b", "completion": "c"}), "text")
+    for half in ("prompt", "completion"):  # the other field is missed by name, and not one called `text`
+        assert pairs.are_pairs(write(tmp_path / "half.jsonl", {half: "b"}), "text")
     assert not pairs.are_pairs(write(tmp_path / "c.jsonl", {"text": "a"}), "text")
     assert not pairs.are_pairs(write(tmp_path / "d.txt", {"prompt": "b", "completion": "c"}), "text")
 

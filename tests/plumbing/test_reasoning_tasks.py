@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from adlm import cli
 from adlm.data.tokenizers import load_tokenizer
 from adlm.reasoning import generators, logic, tasks
 from adlm.reasoning.generators import Shape
@@ -34,6 +35,7 @@ from adlm.reasoning.tasks import (
     generate,
     load_held_out,
     load_splits,
+    load_tests,
     read_gsm8k,
     same_number,
 )
@@ -586,6 +588,17 @@ def test_tasks_are_test_sets_by_name():
     assert all(not is_guessed(e) for e in tests["prosqa-balanced"])
     with pytest.raises(ValueError, match="prontoqa is no generated task of the same kind"):
         load_held_out(replace(cfg, test_path="prontoqa"), seed=1)
+
+
+def test_missing_files_are_told_before_questions_are_made(monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "generate", lambda *_: pytest.fail("questions were made first"))
+    cfg, message = ReasonConfig(task="prosqa-2hop", test_path="prosqa-balanced,no.json"), "='no.json' is not a file"
+    with pytest.raises(ValueError, match=f"reason.test_path{message}"):
+        load_splits(cfg, 1)
+    with pytest.raises(ValueError, match=f"reason.test_path{message}"):
+        load_tests(ReasonConfig(task="prosqa-2hop"), DataConfig(), 10_000, "no.json", 1)
+    assert cli.main(["reason", "data", "task=prosqa-2hop", "no.json"]) == 1
+    assert f"adlm reason data{message}" in capsys.readouterr().err
 
 
 def test_whoever_waits_for_questions_is_told(capsys, monkeypatch):

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from adlm.config.keys import TRAINING, full_name
 from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
+from adlm.io.export import place_for_export
 from adlm.io.load import BOX_NAME
 from adlm.io.paths import claimed, path_of, read_json, writable_file, write_atomically
 from adlm.objectives.anchors import counts_in_sequence
@@ -184,8 +185,11 @@ def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> 
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**asdict(text), **facts, "run": identity}, ensure_ascii=False) + "\n")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**asdict(text), **facts, "run": identity}, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise ValueError(f"out={str(path)!r} cannot be written: {error.strerror}; a rerun continues it") from None
 
 
 def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
@@ -268,6 +272,9 @@ def read_text(args: Sequence[str], usage: str) -> str:
     if text.startswith("@"):
         require(Path(text[1:]).is_file(), f"{text}: there is no file {text[1:]!r}")
         text = text[1:]
+    elif re.fullmatch(r"\S*(/\S+|\.(txt|text|md|rst|jsonl?|csv|html|py))", text) and not os.path.lexists(text):
+        print(f"adlm: note: there is no file {text!r}; these words are read as the text", file=sys.stderr)
+    require(len(text) >= 4096 or not Path(text).is_dir(), f"{text!r} is a folder, no text: {usage}")
     try:
         return Path(text).read_text(encoding="utf-8") if len(text) < 4096 and Path(text).is_file() else text
     except UnicodeDecodeError:
@@ -285,8 +292,9 @@ def run_export(cfg: Config, transformers: bool = False, four_bit: bool = False) 
         return run_convert(cfg)
     lm = open_model(cfg)
     precision = "4bit" if four_bit else "fp32"
-    kind = save_for_transformers(Path(cfg.out), lm.loaded) if transformers else lm.save(cfg.out, precision)
-    size = sum(file.stat().st_size for file in Path(cfg.out).iterdir())
+    out = place_for_export(Path(cfg.out))
+    kind = save_for_transformers(out, lm.loaded) if transformers else lm.save(out, precision)
+    size = sum(file.stat().st_size for file in out.iterdir() if file.is_file())
     print(f"{cfg.out}: {lm!r}, {size / 1e6:,.1f} MB")
     if kind:
         needs = ", trust_remote_code=True" if (Path(cfg.out) / f"{CODE}.py").is_file() else ""
@@ -302,7 +310,7 @@ def train(source: str | Path | Sequence[str] = (), **settings: Any) -> LanguageM
     """
     from adlm.training.loop import train as run
 
-    if isinstance(source, (str, os.PathLike)):
+    if isinstance(source, (str, os.PathLike)) or not isinstance(source, Iterable):
         source = ["data=file", f"data.path={path_given('source', source)}"]
     named = [f"{full_name(name, TRAINING)}={as_typed(value)}" for name, value in settings.items()]
     return load(run(config.load([*source, *named], own_text=True)).run)

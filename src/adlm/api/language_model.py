@@ -36,7 +36,7 @@ from adlm.engine import Engine, Request, Result
 from adlm.engine.prepare import autocast
 from adlm.engine.request import LIKE_A_HOLE, Limit, check_canvas, check_length, parse_template
 from adlm.errors import choose, require
-from adlm.io.export import CARD, PLACEHOLDER, Loaded, save_folder
+from adlm.io.export import CARD, PLACEHOLDER, Loaded, place_for_export, save_folder
 from adlm.io.load import BOX_NAME, load_checkpoint
 from adlm.io.paths import float64_device, path_of, pick_device
 from adlm.io.quantised import in_precision
@@ -419,7 +419,8 @@ class LanguageModel:
         model card; `facts` are added to what the card knows, such as licence="cc-by-sa-4.0"."""
         weights = in_precision(self.model.state_dict(), precision)
         try:
-            save_folder(path_given("folder", folder), weights, self.tokenizer, self.info | facts)
+            place = place_for_export(path_given("folder", folder))
+            save_folder(place, weights, self.tokenizer, self.info | facts)
         except OSError as error:
             raise ValueError(f"folder={str(folder)!r} cannot be written: {error.strerror or error}") from None
 

@@ -299,12 +299,13 @@ def import_release(
     path: str | Path, out: str | Path, ema: bool = True, tokenizer: str = "", root: str = ""
 ) -> dict[str, Any]:
     """Write a release checkpoint as an exported folder; returns its config.json."""
-    from adlm.io.export import save_folder
+    from adlm.io.export import place_for_export, save_folder
 
+    place = place_for_export(Path(out))
     release = read_release(path, ema)
     used = tokenizer_of(release, tokenizer, root)
     info = _describe(release, used, Path(path), ema)
-    save_folder(Path(out), release.weights, used, info)
+    save_folder(place, release.weights, used, info)
     return info
 
 

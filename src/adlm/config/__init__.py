@@ -60,6 +60,11 @@ def load(
     return cfg
 
 
+def preset(argv: Sequence[str]) -> dict[str, Any]:
+    """Every key as these overrides leave it, before what follows from the text and the machine."""
+    return flatten(_composed(_today(argv))[0])
+
+
 def load_sweep(
     argv: Sequence[str], check_key: Callable[[str], None] = lambda key: None
 ) -> tuple[Config, list[SamplingConfig]]:

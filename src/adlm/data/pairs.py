@@ -139,11 +139,11 @@ class Pair(NamedTuple):
 
 
 def are_pairs(path: Path, text_key: str) -> bool:
-    """Whether a file holds pairs: JSON lines whose first object has their fields, and none called `text_key`."""
+    """Whether a file holds pairs: JSON lines whose first object has a field of theirs, and none called `text_key`."""
     if not formats.plain_name(path).endswith((".jsonl", ".ndjson", ".json")):
         return False
     _, first = next(formats.records(path), (0, {}))
-    return text_key not in first and ("messages" in first or {"prompt", "completion"} <= first.keys())
+    return text_key not in first and not first.keys().isdisjoint({"messages", "prompt", "completion"})
 
 
 def read(path: Path) -> Iterator[Pair]:

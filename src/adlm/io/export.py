@@ -35,6 +35,8 @@ from adlm.tables import Table
 FORMAT = 1
 WEIGHTS, CONFIG, TOKENIZER, CARD = "model.safetensors", "config.json", "tokenizer.json", "README.md"
 ADAPTER = "adapter.safetensors"
+MARK = "library_name: adlm"
+"""A line of every card of ours."""
 WEIGHTS_DIGEST = "weights_file_sha256"
 # What the card calls the folder until it has a name on the hub.
 PLACEHOLDER = "this-folder"
@@ -102,6 +104,20 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
         (new / kept).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
         for file in (TOKENIZER, kept, CARD, CONFIG):
             (new / file).replace(folder / file)
+
+
+def place_for_export(folder: Path) -> Path:
+    """The folder, to export to; refused where the export would hide a run's own model, or replace files that are not
+    those of an exported model."""
+    where = f"folder={str(folder)!r}"
+    is_run = (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
+    require(not is_run, f"{where} is a run folder, whose model an export in it would hide; choose another")
+    there = [name for name in (CONFIG, WEIGHTS, ADAPTER, TOKENIZER, CARD) if (folder / name).exists()]
+    if there:
+        marks = ((CONFIG, b'"format"'), (CARD, MARK.encode()))  # transformers' layouts have the second alone
+        ours = any((folder / name).is_file() and mark in (folder / name).read_bytes() for name, mark in marks)
+        require(ours, f"{where} holds {', '.join(there)}, but no exported model; choose another")
+    return folder
 
 
 def weights_file(info: dict[str, Any]) -> str:
@@ -326,7 +342,7 @@ def card(info: dict[str, Any]) -> str:
         [
             # what the hub reads
             "---",
-            "library_name: adlm",
+            MARK,
             *([f"license: {info['licence']}"] if "licence" in info else []),
             "pipeline_tag: text-generation",
             f"tags: [{'autoregressive' if model['causal'] else 'masked-diffusion'}, {info['algo']}]",

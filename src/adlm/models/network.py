@@ -356,6 +356,8 @@ class AdaptedLinear(nn.Linear):
 
 def adapt(model: Network, cfg: LoraConfig) -> Network:
     """Freeze the model, and give every matrix of its blocks an adapter, drawn from torch's global generator."""
+    width = model.config.hidden_size
+    require(cfg.rank <= width, f"lora.rank={cfg.rank} must be at most {width}, the width of the model")
     model.requires_grad_(False)
     for owner in [module for name, module in model.named_modules() if ".blocks." in f".{name}."]:
         for name, layer in list(owner.named_children()):

@@ -200,10 +200,11 @@ def show_data(cfg: Config, files: list[str]) -> dict[str, Any]:
     """Statistics of the training examples and of published files, side by side; in tokens too, with data.tokenizer."""
 
     task = task_of(cfg.reason)
+    published = {stem(file): read_file(task, file, "adlm reason data") for file in files}
     sets = {}
     if task.generate is not None or cfg.data.path:
         sets["train"] = load_splits(cfg.reason, cfg.seed, cfg.data).train
-    sets |= {stem(file): read_file(task, file, "adlm reason data") for file in files}
+    sets |= published
     require(bool(sets), f"reason.task={cfg.reason.task} has no generator: name a file, or give data.path")
     texts = map(whole_text, next(iter(sets.values())))  # what a bpe-N is trained on
     tokenizer = load_tokenizer(cfg.data.tokenizer, texts, cfg.data.root) if cfg.data.tokenizer else None

@@ -192,11 +192,18 @@ def load_held_out(
     return valid, {name: examples for name, examples in tests.items() if examples}
 
 
+def check_files(test_path: str) -> None:
+    """Refuse a test file that is not there, before minutes of making questions."""
+    for path in filter(None, test_path.split(",")):
+        require(path in TASKS or path_of(path).is_file(), f"reason.test_path={path!r} is not a file")
+
+
 def load_tests(
     trained: ReasonConfig, data: DataConfig, n_test: int, test_path: str, seed: int
 ) -> dict[str, list[Example]]:
     """Other test sets for a run than its own, by name. Its training set leaves out the questions that it held out and
     no others: where more are asked for, those it was trained on are skipped."""
+    check_files(test_path)
     task, seen = task_of(trained), None
     if n_test > trained.n_test and task.generate is not None and not data.path:
         seen = {task.canonical(example) for example in load_splits(trained, seed).train}
@@ -205,6 +212,7 @@ def load_tests(
 
 def load_splits(cfg: ReasonConfig, seed: int, data: DataConfig = GENERATED) -> Splits:
     """Training, validation and test examples, from files where paths are given and generated otherwise."""
+    check_files(cfg.test_path)
     task = task_of(cfg)
     valid, tests = load_held_out(cfg, seed, data)
     if data.valid_path:
