@@ -214,9 +214,9 @@ class ObjectiveConfig:
     """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
     gamma_until: PositiveFraction = 1.0
     """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
-    causal_until: Fraction = 0.0
-    """Fraction of the run before which every second step is causal: the network reads clean sequences, every position
-    sees those before it, and the next token is predicted (0: no such steps)."""
+    causal_until: FractionBelowOne = 0.0
+    """Fraction of the run in which the network first learns to predict the next token: it reads clean sequences, every
+    position sees those before it, and there are no anchors yet (0: masks from the first step on)."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
     """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or
     none; given: where a task says so (docs/reasoning.md)."""
@@ -267,6 +267,11 @@ class ObjectiveConfig:
             self.causal_until == 0 or (self.name in ("nelbo", "anelbo") and not model.block_lengths),
             f"objective.causal_until={self.causal_until} is for nelbo and anelbo of whole sequences; use 0 with"
             f" objective.name={self.name}, model.block_length={model.block_length!r}",
+        )
+        require(
+            self.name != "anelbo" or self.gamma == 0 or self.gamma_until > self.causal_until,
+            f"objective.gamma_until={self.gamma_until} must be above objective.causal_until={self.causal_until}: causal"
+            " steps have no anchors",
         )
         require(
             not (model.block_lengths or model.shift) or (self.name in ("nelbo", "anelbo") and self.T == 0),

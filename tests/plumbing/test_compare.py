@@ -55,7 +55,7 @@ def test_every_algorithm_has_its_line(compared):
 
 
 def test_a_run_named_twice_is_one_and_is_told(compared, capsys):
-    assert cli.main([*line(compared), "adlm", "mdlm", "adlm"]) == 0
+    assert cli.main([*line(compared), *ALGOS, "adlm"]) == 0
     out = capsys.readouterr().out
     assert "adlm is named 2 times, and is one run; +seed=2 makes another" in out and "mdlm is named" not in out
 

@@ -199,17 +199,7 @@ def time_density(cfg: ObjectiveConfig, progress: float) -> float:
 
 
 NEXT_TOKEN = "next_token"
-"""The term of a causal step."""
-
-
-def is_causal_step(cfg: ObjectiveConfig, step: int, progress: float) -> bool:
-    """Every second step before causal_until, from the first on."""
-    return step % 2 == 0 and progress < cfg.causal_until
-
-
-def describe_causal_steps(cfg: ObjectiveConfig) -> str:
-    """Say in words which steps are causal."""
-    return f"every second one of the first {cfg.causal_until:.4g} of the run"
+"""The term of causal steps."""
 
 
 class Nelbo(Objective):
@@ -224,7 +214,7 @@ class Nelbo(Objective):
         return BlockSettings(lengths or (self.model.length,), shift) if lengths or shift else None
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
-        if is_causal_step(self.cfg, step, progress):
+        if progress < self.cfg.causal_until:
             return self.corrupt_nothing(sequences)
         return self.corrupt_by_masks(sequences, step, progress)
 

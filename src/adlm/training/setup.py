@@ -28,7 +28,6 @@ from adlm.models.network import ALPHA, adapt, base_weights, count_flops, paramet
 from adlm.objectives import CorruptedBatch, Objective, Sequences, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.objectives.base import on_device, put, rounded
-from adlm.objectives.nelbo import describe_causal_steps
 from adlm.schema import Config, DataConfig, TrainConfig
 from adlm.training.parallel import World
 
@@ -221,8 +220,8 @@ def scored_fractions(objective: Objective, clean: Sequences) -> tuple[float, flo
     """Fractions of the positions that training sends through the denoiser's and through the anchor network's head, on
     average over the steps that are not causal."""
     until, causal = objective.cfg.gamma_until, objective.cfg.causal_until
-    scored, anchors = fractions_of(objective.corrupt(clean, 1, until / 2))  # at both ends gamma may be 0
-    return scored, anchors * (until - min(until, causal) / 2) / (1 - causal / 2)
+    scored, anchors = fractions_of(objective.corrupt(clean, 0, (causal + until) / 2))  # at both ends gamma may be 0
+    return scored, anchors * (until - causal) / (1 - causal)
 
 
 def fractions_of(corrupted: CorruptedBatch) -> tuple[float, float]:
@@ -249,7 +248,7 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
 
 def average_flops(cfg: Config, objective: Objective, clean: Sequences, vocab_size: int) -> float:
     """The same, judged by some sequences."""
-    length, causal = cfg.model.length, cfg.objective.causal_until / 2
+    length, causal = cfg.model.length, cfg.objective.causal_until
     by_masks = count_flops(cfg.model, vocab_size, length, *scored_fractions(objective, clean)).training_per_token
     causally = count_flops(replace(cfg.model, causal=True), vocab_size, length, scored=1.0).training_per_token
     return causal * causally + (1 - causal) * by_masks
@@ -267,7 +266,11 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
     facts: dict[str, Any] = {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
-        **({"causal_steps": describe_causal_steps(cfg.objective)} if cfg.objective.causal_until else {}),
+        **(
+            {"causal_steps": math.ceil(cfg.objective.causal_until * cfg.train.steps)}
+            if cfg.objective.causal_until
+            else {}
+        ),
         "parameters": parameters,
         **({"trained_parameters": trained} if trained < parameters else {}),
         "vocabulary": data.tokenizer.vocab_size,
