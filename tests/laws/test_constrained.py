@@ -326,6 +326,18 @@ def test_an_automaton_that_would_be_endless_is_refused():
             byte_automaton(bad)
 
 
+@pytest.mark.parametrize("regex", [".{40}", "The .{0,60}", "[A-Z].{0,80}[.]", ""])
+def test_a_long_free_part_is_small(regex):
+    """So many characters are so many states; the library took 2^n for them, as it also looks for later beginnings."""
+    a = byte_automaton(regex)
+    assert len(a.next_SB) < 1000
+    for text in ("The end.", "The e", "x" * 40, "é" * 40, "x" * 41, "Th", "", "a\nb"):
+        state = a.start
+        for byte in text.encode():
+            state = a.next_SB[state, byte]
+        assert a.accepting_S[state] == (re.fullmatch(regex, text) is not None), text
+
+
 def test_remasked_positions_stay_completable():
     """Whatever a sampler masks again, every canvas the network sees can be completed, and given tokens never change."""
     model, regex, start = ToyModel(vocab_size=5, length=4, seed=8), "a(ba)*b?|b(a|b)", (M, M, 1, M)

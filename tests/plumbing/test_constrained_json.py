@@ -1,8 +1,11 @@
 """JSON schemas of many kinds: every text that is generated under one is valid, by an independent validator."""
 
+import contextlib
 import json
 import random
 import re
+import time
+import tracemalloc
 
 import jsonschema
 import pytest
@@ -259,3 +262,84 @@ def test_a_set_of_a_pattern_holds_the_characters_that_the_schema_means(pattern):
         meant = re.fullmatch(pattern, chr(code), re.ASCII if "w" in pattern else 0) is not None
         meant &= chr(code) not in '"\\' and not (pattern == "." and code == 0x2028)
         assert bool(automaton.accepting_S[state]) == meant, chr(code)
+
+
+def referring(levels: int, one: dict) -> dict:
+    """A schema whose definitions name the next one twice."""
+    named = {
+        f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2, "items": False, **one}
+        for i in range(levels)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**named, f"d{levels}": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        referring(30, {}),
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)} | {"3000": {}}},
+        {"type": "object", "properties": {str(i): {"type": "null"} for i in range(20_000)}},
+        {"type": "array", "prefixItems": [{"type": "null"}] * 20_000},
+        {"anyOf": [{"$ref": "#/$defs/long"}] * 20_000, "$defs": {"long": {"enum": ["x" * 90_000]}}},
+    ],
+    ids=["doubled", "chain", "optional", "tuple", "named often"],
+)
+def test_a_small_schema_of_a_huge_expression_is_refused_at_once(schema):
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"too large|more than 32 times"):
+            schema_regex(schema)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 26 and time.process_time() - began < 20, most
+
+
+def test_definitions_that_name_each_other_twice_take_no_time_of_their_own():
+    """What is referred to twice is read once, also where nothing of it is written."""
+    assert schema_regex(referring(30, {"maxItems": 0})) == r"\[\]"
+    assert schema_regex(referring(3, {"minItems": 2})).count("null") == 8
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"oneOf": [{"enum": 5}, {"type": "string"}]}, "enum must be a list"),
+        ({"enum": [float("inf")], "type": "integer"}, "no value of type 'integer'"),
+        ({"enum": [10**400, 1.5], "type": "string"}, "no value of type 'string'"),
+        ({"const": float("inf")}, "JSON has no word for"),
+        ({"type": "integer", "minimum": float("nan")}, "minimum=nan must be a number"),
+        ({"type": "string", "minLength": None, "maxLength": 3}, "minLength=None must be a whole number"),
+        ({"type": "object", "properties": {"a": {}}, "required": [["a"]]}, "of the wrong kind"),
+        ({"type": "string", "format": []}, r"format \[\] is not one of"),
+        ({"enum": [1], "type": [[1]]}, "no value of type"),
+        ({"enum": [1], "type": {}}, "no value of type"),
+        ({"$ref": {"a": 1}}, "is not found"),
+    ],
+)
+def test_schemas_of_wrong_kinds_are_refused_in_one_line(schema, says):
+    with pytest.raises(ValueError, match=says):
+        schema_regex(schema)
+
+
+def test_spoilt_schemas_are_refused_in_one_line():
+    """Any part of an ordinary schema replaced by what does not belong there."""
+    odd = [None, True, 0, -1, 1.5, 10**400, float("inf"), "", "x", [], {}, [[]], [{}], {"a": []}, ["string", []]]
+
+    def places(value, at=()):
+        yield at
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, part in parts:
+            yield from places(part, (*at, key))
+
+    for number in range(1500):
+        rng = random.Random(number)
+        schema = rooted(rng)
+        *path, last = rng.choice([at for at in places(schema) if at])
+        inner = schema
+        for part in path:
+            inner = inner[part]
+        inner[last] = rng.choice(odd)
+        with contextlib.suppress(ValueError):
+            schema_regex(schema_of(schema))

@@ -12,6 +12,7 @@ from adlm import api
 from adlm.api import LanguageModel, scoring
 from adlm.engine.request import Limit
 from adlm.serving.jobs import TURN, Share, next_seat, take_part, whose_turn
+from adlm.serving.service import MOST_TURNS
 from adlm.tables import SAMPLERS
 
 TEXT = "the cat sat on the mat and ate"
@@ -311,7 +312,7 @@ def test_texts_are_read_one_at_a_time_off_the_loop(server, http, monkeypatch):
     monkeypatch.setattr(tokenizer, "encode", slow)
     monkeypatch.setattr(server.service.cfg, "queue", 3)
     asked = [InThread(server, "/v1/tokenize", {"text": "ab"}) for _ in range(3)]
-    wait_until(lambda: server.service.preparing == 3)
+    wait_until(lambda: server.service.reader.waiting == 3)
     assert http.get("/healthz").status_code == 200
     full = http.post("/v1/tokenize", json={"text": "ab"})
     assert full.status_code == 429 and "serve.queue" in full.json()["error"]["message"]
@@ -319,6 +320,41 @@ def test_texts_are_read_one_at_a_time_off_the_loop(server, http, monkeypatch):
     go.set()
     assert [a.answer().json()["texts"] for a in asked] == [["a", "b"]] * 3
     assert len(set(threads)) == 1 and threads[0].startswith("adlm-reader")
+
+
+def test_an_automaton_that_takes_long_to_make_keeps_only_constrained_requests_waiting(server, http, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr("adlm.api.language_model.make_constraint", lambda *given: go.wait(30) and None)
+    monkeypatch.setattr(server.service.cfg, "queue", 2)
+    asked = [InThread(server, "/v1/infill", {"length": 8, "regex": "a*", "seed": 1}) for _ in range(2)]
+    wait_until(lambda: server.service.matcher.waiting == 2)
+    full = http.post("/v1/completions", json={"max_tokens": 4, "choices": ["a"]})
+    assert full.status_code == 429 and "serve.queue" in full.json()["error"]["message"]
+    monkeypatch.undo()  # what waits is inside of it already
+    assert http.post("/v1/infill", json={"length": 8, "seed": 1}, timeout=10).status_code == 200
+    go.set()
+    assert [a.answer().status_code for a in asked] == [200, 200]
+
+
+def test_the_work_of_a_constraint_counts(server, http, monkeypatch):
+    """A step looks at every edge of the automaton in every position: too many are refused, many have their own step."""
+    pytest.importorskip("outlines_core", reason="needs the extra `constrain` (outlines-core)")
+    body = {"length": 8, "regex": "[ab]{3,9}", "seed": 1, "n": 3}
+    together, calls = worker(server), []
+    edges = len(together.lm.request(regex="[ab]{3,9}").constraint.automaton.source_E)
+    step = together.step
+    monkeypatch.setattr(together, "step", lambda ids: (calls.append(len(ids)), step(ids)))
+    assert http.post("/v1/infill", json=body).status_code == 200
+    assert max(calls) == 3
+    monkeypatch.setattr("adlm.serving.worker.MATCHED", edges * 8)
+    calls.clear()
+    assert http.post("/v1/infill", json=body).status_code == 200
+    assert max(calls) == 1
+    monkeypatch.setattr("adlm.serving.service.MATCHED", 8 * (edges - 1) / MOST_TURNS)
+    refused = http.post("/v1/infill", json=body)
+    message = refused.json()["error"]["message"]
+    assert refused.status_code == 400 and f"edges of its automaton x length is {8 * edges}" in message, message
+    assert http.post("/v1/completions", json={"max_tokens": 6, "regex": "[ab]{3}"}).status_code == 200
 
 
 # ---- All of it in simulated time: what is shared is counted, not measured

@@ -19,9 +19,9 @@ import pytest
 from served import LONG, readable_model, wait_until
 
 from adlm.api import load
-from adlm.schema import ServeConfig
+from adlm.schema import Config, ServeConfig
 from adlm.serving.bodies import Problem
-from adlm.serving.front import AnswerHead, Front, WorkerGone, sequences_of
+from adlm.serving.front import AnswerHead, Front, WorkerGone, WorkerProcess, guarded, sequences_of
 from adlm.serving.jobs import merged
 
 pytestmark = pytest.mark.timeout(900)
@@ -151,14 +151,15 @@ def test_a_worker_that_dies_comes_back_and_its_requests_are_answered(server, fol
 
 
 def test_drained_by_sigterm(folder):
-    with served(folder, "grace=60") as (process, url, _), ThreadPoolExecutor(8) as pool:
+    with served(folder, "grace=60") as (process, url, said), ThreadPoolExecutor(8) as pool:
         running = [pool.submit(infill, url, length=32, seed=s, **LONG | {"steps": 400}) for s in range(6)]
-        time.sleep(0.5)
+        wait_until(lambda: 'adlm_slots_in_use{model="tiny"} 6\n' in httpx.get(f"{url}/metrics", timeout=60).text)
         workers = children(process)
         process.terminate()
         wait_until(lambda: infill(url, length=8).status_code == 503)
         assert [f.result().status_code for f in running] == [200] * 6
         assert process.wait(60) == 0
+        assert not any("Traceback" in text for text in said), "".join(said)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 30)
 
 
@@ -169,7 +170,7 @@ class Idle:
     """A worker that takes what it is given."""
 
     def __init__(self, number: int):
-        self.number, self.load, self.ready, self.restarts = number, 0, True, 0
+        self.number, self.load, self.ready, self.restarts, self.socket = number, 0, True, 0, "a socket"
 
 
 def test_the_queue_is_one_for_all():
@@ -201,7 +202,14 @@ def test_the_queue_is_one_for_all():
 
 @pytest.mark.parametrize(
     ("body", "n"),
-    [(b"", 1), (b"[]", 1), (b'{"n": 3}', 3), (b'{"prompt": ["a", "b"], "n": 2}', 4), (b'{"prompt": [1, 2]}', 1)],
+    [
+        (b"", 1),
+        (b"[]", 1),
+        (b'{"n": 3}', 3),
+        (b'{"prompt": ["a", "b"], "n": 2}', 4),
+        (b'{"prompt": [1, 2]}', 1),
+        (b'{"n": 1e999}', 1),
+    ],
 )
 def test_sequences_of_a_body(body, n):
     assert sequences_of(body) == n
@@ -237,13 +245,94 @@ def test_a_request_is_not_sent_again_to_a_worker_that_lost_it(monkeypatch):
 
     monkeypatch.setattr("adlm.serving.front.exchange", exchange)
     front = Front(ServeConfig(), 8, [dying, other])
-    scope = {
-        "raw_path": b"/v1/completions",
-        "path": "/v1/completions",
-        "query_string": b"",
-        "method": "POST",
-        "headers": [],
-    }
-    asyncio.run(front.forward(scope, b"{}", send))
+    asyncio.run(front.forward(SCOPE, b"{}", send))
     assert asked == [dying.socket, other.socket] and sent[0]["status"] == 200
     assert (dying.load, other.load, dying.ready) == (0, 2, False)
+
+
+SCOPE = {
+    "raw_path": b"/v1/completions",
+    "path": "/v1/completions",
+    "query_string": b"",
+    "method": "POST",
+    "headers": [],
+}
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_worker_that_hangs_is_not_waited_for_longer_than_a_request_may_take(monkeypatch, began):
+    """Stopped by a debugger, or inside a driver: its process lives and its connections stay open."""
+    worker, sent = Idle(0), []
+
+    async def exchange(place, *rest):
+        if began:
+            yield AnswerHead(200, [(b"content-type", b"text/event-stream")])
+            yield b"data: a\n\n"
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    monkeypatch.setattr("adlm.serving.front.exchange", exchange)
+    monkeypatch.setattr("adlm.serving.front.LATE", 0.1)
+    front = Front(ServeConfig(timeout=0.1), 8, [worker])  # type: ignore[list-item]
+    if began:
+        asyncio.run(front.forward(SCOPE, b"{}", send))
+        assert b"event: error" in sent[-1]["body"] and b"serve.timeout" in sent[-1]["body"]
+        assert not sent[-1]["more_body"]
+    else:
+        with pytest.raises(Problem, match=r"serve\.timeout") as late:
+            asyncio.run(front.forward(SCOPE, b"{}", send))
+        assert late.value.status == 504 and not sent
+    assert not worker.ready and worker.load == 0
+
+
+def test_what_draws_nothing_does_not_wait_for_those_that_draw():
+    async def scene() -> None:
+        worker = Idle(0)
+        front = Front(ServeConfig(queue=3), 2, [worker])  # type: ignore[list-item]
+        await front.acquire(5, again=False)
+        waiting = asyncio.create_task(front.acquire(1, again=False))
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(front.acquire(0, again=False), 1) is worker
+        assert not waiting.done()
+        waiting.cancel()
+
+    asyncio.run(scene())
+
+
+def test_other_origins_are_answered_as_by_one_process():
+    """A browser asks without a key whether it may send one, and may read refusals."""
+    front = Front(ServeConfig(cors="https://a.example"), 2, [])
+    transport = httpx.ASGITransport(guarded(front, "secret"))  # type: ignore[arg-type]
+    ours = {"Origin": "https://a.example"}
+    asked = ours | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+
+    async def scene() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
+            allowed = await http.options("/v1/infill", headers=asked)
+            assert allowed.status_code == 200, allowed.text
+            assert (await http.options("/v1/infill", headers=asked | {"Origin": "https://b"})).status_code == 400
+            for headers, status in ((ours, 401), (ours | {"Authorization": "Bearer secret"}, 503)):
+                refused = await http.post("/v1/infill", json={}, headers=headers)
+                assert refused.status_code == status
+                assert refused.headers["access-control-allow-origin"] == "https://a.example"
+            assert (await http.get("/v1/models/a", headers={"Authorization": "Bearer secret"})).status_code == 503
+
+    asyncio.run(scene())
+    text = front.metrics.text()
+    for path in ("/v1/infill", "/v1/models/{id}"):
+        assert f'adlm_requests_total{{path="{path}",status="503"}} 1' in text, text
+    assert 'path="other"' not in text
+
+
+def test_a_worker_is_told_to_end_once(monkeypatch, tmp_path):
+    """By a second SIGTERM a server ends out of order, with a traceback in the log."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: told.append((pid, number)))
+    worker = WorkerProcess(0, Config(), [], tmp_path)
+    worker.stop()
+    worker.process = SimpleNamespace(is_alive=lambda: True, pid=7)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        worker.stop(number)
+    assert told == [(7, signal.SIGTERM), (7, signal.SIGKILL)]

@@ -41,6 +41,10 @@ POSITIVE_FRACTION = r"\.[0-9]{0,3}[1-9][0-9]{0,2}"
 ZERO_FRACTION = r"\.0{1,6}"
 
 
+LONGEST = 100_000
+"""Characters of a regular expression."""
+
+
 def refuse(what: str) -> ValueError:
     return ValueError(f"response_format: {what}")
 
@@ -209,8 +213,6 @@ seconds leave a slow or busy machine room: JSON of any kind takes 1.5 s of CPU t
 MOST_WORK = 1_000_000_000
 """States times bytes of the vocabulary."""
 MOST_EDGES = 3_000_000
-LONGEST = 100_000
-"""Characters of a regular expression."""
 PROGRAM = f"""
 import json, sys
 try:
@@ -226,7 +228,7 @@ except ValueError as error:
     print(json.dumps(str(error)))
 else:
     edges = {{s: list(e.items()) for s, e in index.get_transitions().items()}}
-    start = index.get_next_state(index.get_initial_state(), ord(">"))
+    start = index.get_next_state(index.get_initial_state(), ord("\\n"))
     print(json.dumps([start, sorted(index.get_final_states()), edges]))
 """
 
@@ -250,8 +252,9 @@ def byte_automaton(regex: str) -> ByteAutomaton:
         raise ValueError(missing_extra(error) or str(error)) from None
     command = [sys.executable, "-I", "-c", PROGRAM]
     # The end is told: else the first alternative that matches hides longer ones, and a|ab is a. The library cannot tell
-    # it of a text that may be empty, so that one character stands before.
-    anchored = f">(?:{regex})\\z"
+    # it of a text that may be empty, so that one character stands before. It is a line break, which `.` does not match:
+    # the library also looks for matches that begin later, and .{40} could hold the beginnings of 2^40 sets of them.
+    anchored = f"\\n(?:{regex})\\z"
     try:
         done = subprocess.run(command, input=json.dumps(anchored), capture_output=True, text=True, timeout=4 * SECONDS)
     except subprocess.TimeoutExpired:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from adlm.constrain.automaton import (
     CHARACTER,
+    LONGEST,
     NATURAL,
     NUMBER,
     either,
@@ -86,9 +87,19 @@ class SchemaTranslation:
 
     def __init__(self, root: Any):
         self.root, self.open = root, []
+        self.referred: dict[str, str] = {}
+        """$ref -> its regular expression: definitions that name each other twice would double at each level."""
+        self.written = 0
+        """Characters of all values, those inside of others included."""
 
     def value(self, schema: Any, place: str) -> str:
         """Of any schema. `place`: where it stands, for messages."""
+        found = self.written_out(schema, place)
+        self.written += len(found)
+        check_size(max(len(found), self.written // DEPTH))
+        return found
+
+    def written_out(self, schema: Any, place: str) -> str:
         if schema is True or schema == {}:
             return any_value(ANY_DEPTH)
         if not isinstance(schema, Mapping):
@@ -119,16 +130,20 @@ class SchemaTranslation:
     def values(self, schema: Mapping[str, Any], place: str) -> str:
         """const and enum."""
         self.only(schema, ANNOTATIONS | {"type", "const", "enum"}, place)
-        found = [schema["const"]] if "const" in schema else schema["enum"]
-        if not isinstance(found, list) or not found:
-            raise refuse(f"{place}.enum must be a list of values")
+        found = listed_values(schema, place)
         kinds = schema.get("type")
         if kinds is not None:
-            allowed = [JSON_TYPES[k] for k in (kinds if isinstance(kinds, list) else [kinds]) if k in JSON_TYPES]
+            named = [k for k in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(k, str)]
+            allowed = [JSON_TYPES[k] for k in named if k in JSON_TYPES]
             found = [value for value in found if any(is_kind(value) for is_kind in allowed)]
             if not found:
                 raise refuse(f"{place or 'the schema'} has no value of type {kinds!r:.60}")
-        return either([literal(json.dumps(value, ensure_ascii=False)) for value in found])
+        try:
+            return either([literal(json.dumps(value, ensure_ascii=False, allow_nan=False)) for value in found])
+        except ValueError:
+            raise refuse(
+                f"{place or 'the schema'} holds a number that JSON has no word for (infinite, or nan)"
+            ) from None
 
     def any_of(self, schema: Mapping[str, Any], place: str) -> str:
         word = next(word for word in ("anyOf", "oneOf", "allOf") if word in schema)
@@ -149,25 +164,27 @@ class SchemaTranslation:
         if isinstance(schema, Mapping) and "$ref" in schema:
             schema = self.resolve(schema["$ref"])
         if isinstance(schema, Mapping) and ("const" in schema or "enum" in schema):
-            return Kinds(set(), [schema["const"]] if "const" in schema else schema["enum"])
+            return Kinds(set(), listed_values(schema, ""))
         kinds = schema.get("type", [*TYPES]) if isinstance(schema, Mapping) else [*TYPES]
         kinds = kinds if isinstance(kinds, list) else [kinds]
         return Kinds({"number" if kind == "integer" else str(kind) for kind in kinds}, [])
 
     def reference(self, schema: Mapping[str, Any], place: str) -> str:
         self.only(schema, ANNOTATIONS | {"$ref"}, place)
-        name = schema["$ref"]
+        name = str(schema["$ref"])
         if name in self.open:
             raise refuse(f"{name} refers to itself: a recursive schema is no regular expression")
-        found = self.resolve(name)
-        self.open.append(name)
-        regex = self.value(found, place)
-        self.open.pop()
-        return regex
+        require(len(self.open) < DEPTH, f"response_format: $ref leads to $ref more than {DEPTH} times")
+        if name not in self.referred:
+            found = self.resolve(name)
+            self.open.append(name)
+            self.referred[name] = self.value(found, place)
+            self.open.pop()
+        return self.referred[name]
 
     def resolve(self, name: Any) -> Any:
-        found = self.root
-        for part in str(name).removeprefix("#").removeprefix("/").split("/") if str(name).startswith("#/") else [None]:
+        found, name = self.root, str(name)
+        for part in name.removeprefix("#/").split("/") if name.startswith("#/") else [None]:
             part = part.replace("~1", "/").replace("~0", "~") if part is not None else None
             if not isinstance(found, Mapping) or part not in found:
                 raise refuse(f"$ref {name!r:.60} is not found in the schema")
@@ -179,7 +196,8 @@ class SchemaTranslation:
     def object(self, schema: Mapping[str, Any], place: str) -> str:
         properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         required = schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
+        named = isinstance(required, list) and all(isinstance(name, str) for name in required)
+        if not isinstance(properties, Mapping) or not named:
             raise refuse(f"{place or 'the schema'} has properties or required of the wrong kind")
         unknown = [name for name in required if name not in properties]
         if unknown:
@@ -215,6 +233,7 @@ class SchemaTranslation:
         if not isinstance(first, list):
             raise refuse(f"{place}.prefixItems must be a list of schemas")
         given = [self.value(one, f"{place}.prefixItems[{i}]") for i, one in enumerate(first)]
+        check_size(sum(map(len, given)))
         rest = schema.get("items", True)
         if rest is False:
             high = len(given) if high is None else min(high, len(given))
@@ -243,7 +262,7 @@ class SchemaTranslation:
         if len(kinds) + bool(sized) > 1:
             raise refuse(f"{place + '.' if place else ''}{kinds[0]} beside {[*kinds[1:], *sized][0]} is not supported")
         if "format" in schema:
-            if schema["format"] not in FORMATS:
+            if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
                 known = ", ".join(FORMATS)
                 raise refuse(f"{place + '.' if place else ''}format {schema['format']!r:.40} is not one of {known}")
             return f'"{FORMATS[schema["format"]]}"'
@@ -310,10 +329,26 @@ JSON_TYPES: dict[str, Callable[[Any], bool]] = {
     "array": lambda v: isinstance(v, list),
     "string": lambda v: isinstance(v, str),
     "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
-    "integer": lambda v: not isinstance(v, bool) and isinstance(v, (int, float)) and v == int(v),
+    "integer": lambda v: v.is_integer() if isinstance(v, float) else isinstance(v, int) and not isinstance(v, bool),
     "boolean": lambda v: isinstance(v, bool),
     "null": lambda v: v is None,
 }
+
+
+def check_size(characters: int) -> None:
+    """Refuse a schema before its regular expression fills the memory."""
+    require(
+        characters <= LONGEST,
+        f"response_format: the schema is too large: its regular expression has more than {LONGEST} characters",
+    )
+
+
+def listed_values(schema: Mapping[str, Any], place: str) -> list[Any]:
+    """The values that const or enum allow."""
+    found = [schema["const"]] if "const" in schema else schema["enum"]
+    if not isinstance(found, list) or not found:
+        raise refuse(f"{place + '.' if place else ''}enum must be a list of values")
+    return found
 
 
 def implied_types(schema: Any) -> list[str]:
@@ -324,7 +359,8 @@ def implied_types(schema: Any) -> list[str]:
 def bounds(schema: Mapping[str, Any], least: str, most: str, place: str) -> tuple[int, int | None]:
     low, high = schema.get(least, 0), schema.get(most)
     for word, value in ((least, low), (most, high)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 10_000):
+        given = word in schema
+        if given and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 10_000):
             raise refuse(f"{place + '.' if place else ''}{word}={value!r:.40} must be a whole number up to 10000")
     if high is not None and high < low:
         raise refuse(f"{place + '.' if place else ''}{least}={low} is above {most}={high}")
@@ -347,6 +383,7 @@ def in_order(members: Sequence[tuple[str, bool]]) -> str:
     """Members in their order, separated by commas; (text, whether it must be there)."""
     first = next((i for i, (_, needed) in enumerate(members) if needed), None)
     if first is None:
+        check_size(sum((i + 1) * len(text) for i, (text, _) in enumerate(members)))
         options = [
             text + "".join(f"(?:{COMMA}{later})?" for later, _ in members[i + 1 :])
             for i, (text, _) in enumerate(members)
@@ -375,7 +412,7 @@ def limits(schema: Mapping[str, Any], place: str) -> tuple[float | None, bool, f
     """(low, whether it is left out, high, whether it is left out)."""
     for word in BOUNDS:
         value = schema.get(word, 0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 10**15:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 10**15:
             raise refuse(f"{place + '.' if place else ''}{word}={value!r:.40} must be a number up to 10^15")
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")

@@ -22,7 +22,7 @@ from adlm.serving.bodies import Problem
 from adlm.serving.frames import best_guesses, counts, film
 from adlm.serving.jobs import in_one_part
 from adlm.serving.openai import Chat, Completion
-from adlm.serving.server import RequestGuard
+from adlm.serving.server import RequestGuard, other_origins
 from adlm.serving.service import Served, Service
 
 STATIC = (Path(__file__).parent / "static", Path(reporting.__file__).parent / "static")
@@ -369,12 +369,5 @@ def make_app(service: Service, key: str = "") -> FastAPI:
     app.state.service = service
     app.add_middleware(RequestGuard, service=service, key=key)  # type: ignore[arg-type]
     if service.cfg.cors:
-        origins = [o.strip() for o in service.cfg.cors.split(",") if o.strip()]
-        app.add_middleware(
-            CORSMiddleware,  # type: ignore[arg-type]
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # clients add their own (OpenAI's: x-stainless-*)
-            expose_headers=["Retry-After"],
-        )
+        app.add_middleware(CORSMiddleware, **other_origins(service.cfg.cors))  # type: ignore[arg-type]
     return app

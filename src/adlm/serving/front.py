@@ -24,19 +24,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adlm.io.paths import KILL, die_with_parent
 from adlm.schema import Config, ServeConfig
+from adlm.serving.app import router
 from adlm.serving.bodies import Problem
 from adlm.serving.jobs import ServerMetrics, merged, out_of_time, within
-from adlm.serving.server import RequestGuard, make_server
+from adlm.serving.server import RequestGuard, make_server, other_origins
 
 log = logging.getLogger("adlm.serving")
 ATTEMPTS = 2
 """Workers that a request may be sent to: one that kills every worker must not kill all of them."""
 LOOK = 0.1
 """Seconds between two questions whether a worker is ready."""
+LATE = 5.0
+"""Seconds after the end of its time that a request is waited for: a worker that works says itself that it is over."""
 SLOWEST_RESTART = 30.0
 """Seconds, at most, before a worker is started again that never became ready."""
 STOPPING = 10.0
@@ -63,6 +67,8 @@ class WorkerProcess:
         self.number, self.cfg, self.paths = number, cfg, paths
         self.socket = folder / f"worker-{number}"
         self.process: Any = None
+        self.told: Any = None
+        """The process that was told to end."""
         self.ready = False
         self.load = 0
         """Sequences in hand."""
@@ -108,9 +114,10 @@ class WorkerProcess:
         return False
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End the process for good."""
+        """End the process for good. A second SIGTERM would keep it from ending in order."""
         self.is_over, self.ready = True, False
-        if self.process is not None and self.process.is_alive():
+        again, self.told = number == signal.SIGTERM and self.told is self.process, self.process
+        if self.process is not None and self.process.is_alive() and not again:
             os.kill(self.process.pid, number)
 
 
@@ -176,7 +183,7 @@ def sequences_of(body: bytes) -> int:
         n, prompt = found.get("n") or 1, found.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         return max(1, int(n)) * prompts
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return 1
 
 
@@ -187,6 +194,8 @@ class Front:
         """`slots`: sequences that a worker has room for."""
         self.cfg, self.slots, self.workers, self.metrics = cfg, slots, workers, ServerMetrics()
         self.draining = False
+        self.routes = router.routes
+        """What the workers serve, to name routes by."""
         self.active: set[Any] = set()
         self.waiting: deque[tuple[int, asyncio.Future[WorkerProcess]]] = deque()
         count = {"adlm_workers": lambda: len(workers), "adlm_workers_ready": lambda: sum(w.ready for w in workers)}
@@ -224,8 +233,9 @@ class Front:
     # The queue
 
     def free_worker(self, sequences: int) -> WorkerProcess | None:
-        """The worker with least to do that has room; one with nothing to do has room for anything."""
-        able = [w for w in self.workers if w.ready and (not w.load or w.load + sequences <= self.slots)]
+        """The worker with least to do that has room; one with nothing to do has room for anything, and all have for
+        what draws nothing (the page, the list of models)."""
+        able = [w for w in self.workers if w.ready and (not w.load * sequences or w.load + sequences <= self.slots)]
         return min(able, key=lambda w: (w.load, w.restarts), default=None)
 
     async def acquire(self, sequences: int, again: bool) -> WorkerProcess:
@@ -234,7 +244,7 @@ class Front:
             if again:
                 raise self.lost()
             raise Problem(503, "no worker is ready", "not_ready", headers={"Retry-After": "5"})
-        worker = None if self.waiting and not again else self.free_worker(sequences)
+        worker = None if self.waiting and sequences and not again else self.free_worker(sequences)
         if worker is None:
             if not again and sum(n for n, _ in self.waiting) + sequences > self.cfg.queue:
                 message = f"the queue is full (serve.queue={self.cfg.queue}); try again later"
@@ -305,7 +315,7 @@ class Front:
                     exchange(worker.socket, scope["method"], target, scope["headers"], body)
                 ) as parts:
                     head = None
-                    async for part in parts:
+                    while (part := await within(self.cfg.timeout, end + LATE, anext(parts, None))) is not None:
                         if isinstance(part, AnswerHead):
                             head = part
                             continue
@@ -322,22 +332,29 @@ class Front:
             except WorkerGone as error:
                 log.warning("worker %d lost a request to %s: %s", worker.number, scope["path"], error)
                 if began:
-                    await self.end_stream(head, send)
+                    await self.end_stream(head, self.lost(), send)
                     return
                 # Whether it lives cannot be asked yet: a process that is killed closes its connections first. Until it
                 # answers again, nobody is sent to it.
                 worker.ready = False
+            except Problem as problem:  # it hangs: nobody is sent to it, either
+                log.warning("worker %d does not answer a request to %s", worker.number, scope["path"])
+                worker.ready = False
+                if not began:
+                    raise
+                await self.end_stream(head, problem, send)
+                return
             finally:
                 self.release(worker, sequences)
             if asyncio.get_running_loop().time() > end:
                 raise out_of_time(self.cfg.timeout)
         raise self.lost()
 
-    async def end_stream(self, head: AnswerHead | None, send: Send) -> None:
+    async def end_stream(self, head: AnswerHead | None, problem: Problem, send: Send) -> None:
         """The end of an answer that has begun: an error event, where it is a stream of events; else the connection is
         closed before its end, which no client takes for a whole answer."""
         if head is not None and dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
-            event = b"event: error\ndata: " + bytes(self.lost().response().body) + b"\n\n"
+            event = b"event: error\ndata: " + bytes(problem.response().body) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": False})
             return
         raise WorkerGone("an answer was cut short")
@@ -383,16 +400,23 @@ async def respond(send: Send, head: AnswerHead, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+def guarded(front: Front, key: str) -> ASGIApp:
+    """The front behind the guard, and, as in a server of one process, other origins before it: a browser asks without
+    a key whether it may send one."""
+    guard = RequestGuard(front, front, key)  # type: ignore[arg-type]
+    return CORSMiddleware(guard, **other_origins(front.cfg.cors)) if front.cfg.cors else guard
+
+
 def run_front(cfg: Config, paths: list[str], listener: socket.socket, devices: list[str], key: str) -> int:
     """Serve with one worker for each of `devices` until told to stop; returns how many requests were answered."""
+    theirs = replace(cfg, serve=replace(cfg.serve, cors=""))  # the front answers other origins
     with tempfile.TemporaryDirectory(prefix="adlm-") as folder:
         workers = [
-            WorkerProcess(i, replace(cfg, train=replace(cfg.train, device=device)), paths, Path(folder))
+            WorkerProcess(i, replace(theirs, train=replace(cfg.train, device=device)), paths, Path(folder))
             for i, device in enumerate(devices)
         ]
         front = Front(cfg.serve, cfg.sampling.batch_size, workers)
-        guard = RequestGuard(front, front, key)  # type: ignore[arg-type]
-        server = make_server(guard, front)  # type: ignore[arg-type]
+        server = make_server(guarded(front, key), front)  # type: ignore[arg-type]
         server.run(sockets=[listener])
         front.stop_workers()
         return server.server_state.total_requests

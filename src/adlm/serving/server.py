@@ -47,11 +47,21 @@ def names_this_machine(header: bytes | None, host: str) -> bool:
     return name in ("localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host.lower()}]")
 
 
-def path_of_route(scope: Scope) -> str:
+def other_origins(names: str) -> dict[str, Any]:
+    """What the middleware for other origins (CORS) is told, given serve.cors."""
+    return {
+        "allow_origins": [o.strip() for o in names.split(",") if o.strip()],
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["*"],  # clients add their own (OpenAI's: x-stainless-*)
+        "expose_headers": ["Retry-After"],
+    }
+
+
+def path_of_route(scope: Scope, app: ASGIApp) -> str:
     """The path of the request's route, as it is declared: labels must not be what clients make up."""
     route = scope.get("route")
-    if route is None:  # refused before it was looked up
-        routes = scope["app"].routes if "app" in scope else ()
+    if route is None:  # refused before it was looked up, or looked up by a worker
+        routes = getattr(scope.get("app", app), "routes", ())
         route = next((r for r in routes if r.matches(scope)[0] != Match.NONE), None)
     return getattr(route, "path", "other")
 
@@ -95,7 +105,7 @@ class RequestGuard:
         finally:
             self.service.active.discard(task)
             self.service.close(scope)
-            path = path_of_route(scope)
+            path = path_of_route(scope, self.app)
             self.service.metrics.add("adlm_requests_total", 1, (path, str(status)))
             self.service.metrics.observe("adlm_request_seconds", time.perf_counter() - began, (path,))
 

@@ -30,7 +30,7 @@ from adlm.schema import SamplingConfig, ServeConfig
 from adlm.serving.answers import Defaults, ModelCard, Pieces, characters
 from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Problem, SlotsBody
 from adlm.serving.jobs import Job, ServerMetrics, within
-from adlm.serving.worker import Worker
+from adlm.serving.worker import MATCHED, Worker, matching_work
 from adlm.tables import OBJECTIVES, SAMPLERS
 
 log = logging.getLogger("adlm.serving")
@@ -38,6 +38,10 @@ T = TypeVar("T")
 SUFFIX_TOKENS = 16
 """Tokens drawn before a suffix, unless max_tokens says otherwise."""
 SOON = {"Retry-After": "1"}
+CONSTRAINTS = ("regex", "choices", "response_format")
+"""Fields of a request whose text must match."""
+MOST_TURNS = 10
+"""A step of one constrained sequence takes at most so many times the work that others may wait for."""
 LONGEST_HOLE = len("[MASK:]") + 18
 SHORT_TEXT = 4096
 """Characters that are tokenised without asking how many tokens they could be."""
@@ -246,6 +250,12 @@ class Served:
 
     def seeds(self, request: Request, n: int) -> list[Request]:
         """The request n times, each with its own seed."""
+        # A step looks at every edge of the automaton in every position, and meanwhile nobody else has the network.
+        work, most = matching_work(request, self.lm.length), MOST_TURNS * MATCHED
+        said = request.constraint.said if request.constraint else ""
+        require(
+            work <= most, f"{said}: edges of its automaton x length is {work}, allowed are {most}; use a simpler one"
+        )
         self.worker.check(request)
         return [replace(request, seed=request.seed + i) for i in range(n)]
 
@@ -302,6 +312,13 @@ def check_defaults(c: SamplingConfig, max_steps: int) -> None:
     )
 
 
+class Reader:
+    """A thread that builds requests, and how many wait for it."""
+
+    def __init__(self, name: str):
+        self.thread, self.waiting = ThreadPoolExecutor(1, name), 0
+
+
 class Service:
     """Everything the routes need."""
 
@@ -313,9 +330,8 @@ class Service:
         self.active: set[Any] = set()
         """Tasks of requests under way."""
         self.jobs: set[Job] = set()
-        self.reader = ThreadPoolExecutor(1, "adlm-reader")
-        """Tokenises, while the loop answers others."""
-        self.preparing = 0
+        self.reader, self.matcher = Reader("adlm-reader"), Reader("adlm-matcher")
+        """Who tokenises while the loop answers others, and who makes automata of constraints, which takes seconds."""
         workers = [m.worker for m in self.models.values()]
         gauges = {
             "adlm_slots": ("Sequences that share a network call.", lambda w: w.slots),
@@ -340,15 +356,17 @@ class Service:
     async def prepare(self, build: Callable[..., T], *arguments: Any) -> T:
         """Build something off the event loop, one at a time: long texts take a while. What cannot be built is the
         client's fault."""
-        if self.preparing >= self.cfg.queue:
-            raise Problem(429, f"{self.preparing} texts wait to be read (serve.queue)", "queue_full", headers=SOON)
-        self.preparing += 1
+        constrained = any(getattr(given, name, None) for given in arguments for name in CONSTRAINTS)
+        reader = self.matcher if constrained else self.reader
+        if reader.waiting >= self.cfg.queue:
+            raise Problem(429, f"{reader.waiting} texts wait to be read (serve.queue)", "queue_full", headers=SOON)
+        reader.waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.reader, build, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(reader.thread, build, *arguments)
         except ValueError as problem:
             raise Problem(400, str(problem)) from None
         finally:
-            self.preparing -= 1
+            reader.waiting -= 1
 
     def open(self, scope: Scope, served: Served, requests: list[Request], guesses: bool = False) -> Job:
         """Start sequences; `close` frees their slots whatever happens to who asked for them."""
@@ -383,7 +401,8 @@ class Service:
     def stop_workers(self, seconds: float) -> None:
         """Let every model's thread end after the step it is in, and wait for them all, together at most `seconds`."""
         workers = [m.worker for m in self.models.values()]
-        self.reader.shutdown(wait=False, cancel_futures=True)
+        for reader in (self.reader, self.matcher):
+            reader.thread.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.stop()
         end = time.monotonic() + seconds

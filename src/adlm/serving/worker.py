@@ -30,6 +30,8 @@ T = TypeVar("T")
 # Parameters times tokens of a step that others may wait for: about a tenth of a second of a core, less on a GPU.
 STEP_WORK = {"cpu": 6e9}
 STEP_WORK_ELSEWHERE = 1e13
+MATCHED = 5_000_000
+"""Edges of an automaton times positions that take as long: a constraint is worked out on the CPU."""
 # Frames that wait for a slow reader; more are left out, and the next one shows what they showed.
 BACKLOG = 64
 LONGEST_RETRY = 60
@@ -38,6 +40,12 @@ LONGEST_RETRY = 60
 
 def not_ready() -> Problem:
     return Problem(503, "the model is not ready", "not_ready", headers={"Retry-After": "5"})
+
+
+def matching_work(request: Request, length: int) -> int:
+    """Edges of the constraint's automaton times positions, which a step of the sequence looks at; 0 without one."""
+    edges = 0 if request.constraint is None else len(request.constraint.automaton.source_E)
+    return edges * min(len(request.tokens), length)
 
 
 class Worker:
@@ -253,10 +261,11 @@ class Worker:
             self.step(ids)
 
     def size(self, id: int) -> int:
-        """Tokens that the network reads in one evaluation of a sequence."""
+        """Tokens that the network reads in one evaluation of a sequence; the work of a constraint as so many more."""
         _, job, index = self.sequences[id]
         request = job.requests[index]
-        return block_of(request, self.lm.model) or min(len(request.tokens), self.lm.length)
+        matching = self.budget * matching_work(request, self.lm.length) // MATCHED
+        return matching + (block_of(request, self.lm.model) or min(len(request.tokens), self.lm.length))
 
     def seat(self) -> None:
         """Give out slots. If admitting takes long, the rest get theirs at the next step."""
