@@ -216,7 +216,8 @@ class ObjectiveConfig:
     """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
     causal_until: FractionBelowOne = 0.0
     """Fraction of the run in which the network first learns to predict the next token: it reads clean sequences, every
-    position sees those before it, and there are no anchors yet (0: masks from the first step on)."""
+    position sees those before it, and there are no anchors yet (0: masks from the first step on). Causal models do so
+    in any case."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
     """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or
     none; given: where a task says so (docs/reasoning.md)."""
@@ -262,11 +263,6 @@ class ObjectiveConfig:
             self.T == 0 or self.name in ("nelbo", "d3pm"),
             f"objective.T={self.T} (discrete time) exists for nelbo and d3pm; objective.name={self.name} needs"
             " objective.T=0",
-        )
-        require(
-            self.causal_until == 0 or (self.name in ("nelbo", "anelbo") and not model.block_lengths),
-            f"objective.causal_until={self.causal_until} is for nelbo and anelbo of whole sequences; use 0 with"
-            f" objective.name={self.name}, model.block_length={model.block_length!r}",
         )
         require(
             self.name != "anelbo" or self.gamma == 0 or self.gamma_until > self.causal_until,

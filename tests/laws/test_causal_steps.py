@@ -1,6 +1,7 @@
 """Causal steps: a diffusion model that also learns to predict the next token, with the same weights."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ KINDS = {
     "modern": {**MODERN, "bridge": "none"},
     "time": {"anchored": False, "conditioning": "sigma"},
     "shifted": {**MODERN, "anchored": False, "shift": True},
+    "blocks": {**MODERN, "anchored": False, "block_length": "3,1,4"},
 }
 
 
@@ -168,15 +170,27 @@ def test_flops_are_the_average_over_steps():
     assert average_flops(cfg, objective, clean, V) == pytest.approx(np.mean(every_step), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("algo=ar",), r"objective\.causal_until=0\.3 is for nelbo and anelbo of whole sequences.*autoregressive"),
-        (("algo=sedd",), r"objective\.name=score-entropy"),
-        (("algo=bd3lm",), r"model\.block_length='16'"),
-        (("recipe=quick",), r"objective\.gamma_until=0\.25 must be above objective\.causal_until=0\.3: causal steps"),
-    ],
-)
-def test_where_there_are_no_causal_steps(words, message):
-    with pytest.raises(ValueError, match=message):
-        config.load([*words, "objective.causal_until=0.3"], run_folder=False)
+@pytest.mark.parametrize("algo", ["sedd", "d3pm", "bd3lm", "ar", "a2r"])
+def test_every_algorithm_may_begin_so_and_causal_models_do_in_any_case(tmp_path, algo):
+    keys = {"train__steps": 4, "train__valid_every": 0, "checkpoint__every": 4, "algo": algo}
+    cfgs = [run_config(tmp_path, out=tmp_path / str(c), objective__causal_until=c, **keys) for c in (0.0, 0.5)]
+    for cfg in cfgs:
+        train(cfg)
+    lines = [[e for e in read_metrics(Path(cfg.out)) if e["kind"] == "train"] for cfg in cfgs]
+    assert not any(NEXT_TOKEN in line for line in lines[0])
+    if cfgs[0].model.causal:
+        norms = [[line["grad_norm"] for line in each] for each in lines]
+        assert norms[0] == norms[1] and not any(NEXT_TOKEN in line for line in lines[1])
+    else:
+        assert [NEXT_TOKEN in line for line in lines[1]] == [True, True, False, False]
+    flops = []
+    for cfg in cfgs:
+        objective = make_objective(cfg.objective, cfg.noise, V - 1, 5, cfg.model)
+        tokens_BL = random_tokens(8, cfg.model.length, V - 1)
+        flops.append(average_flops(cfg, objective, Sequences(tokens_BL, torch.arange(8), 8), V))
+    assert (flops[0] == flops[1]) == cfgs[0].model.causal
+
+
+def test_anchors_must_outlast_the_causal_steps():
+    with pytest.raises(ValueError, match=r"objective\.gamma_until=0\.25 must be above objective\.causal_until=0\.3"):
+        config.load(["algo=adlm", "recipe=quick", "objective.causal_until=0.3"], run_folder=False)

@@ -305,7 +305,7 @@ def demands(cfg: Config) -> tuple[int, float]:
     vocabulary = GPT2_VOCABULARY
     with torch.device("meta"):
         model = build_model(cfg.model, vocabulary, vocabulary - 1)
-    objective = make_objective(cfg.objective, cfg.noise, vocabulary - 1, cfg.seed)
+    objective = make_objective(cfg.objective, cfg.noise, vocabulary - 1, cfg.seed, cfg.model)
     tokens_BL = text_like((16, cfg.model.length), vocabulary)
     clean = Sequences(tokens_BL, torch.arange(len(tokens_BL)), len(tokens_BL), None)
     return parameter_count(model), average_flops(cfg, objective, clean, vocabulary)

@@ -28,7 +28,7 @@ from adlm.models.network import ALPHA, adapt, base_weights, count_flops, paramet
 from adlm.objectives import CorruptedBatch, Objective, Sequences, make_objective
 from adlm.objectives.anchors import describe_anchors
 from adlm.objectives.base import on_device, put, rounded
-from adlm.schema import Config, DataConfig, TrainConfig
+from adlm.schema import Config, DataConfig, ModelConfig, ObjectiveConfig, TrainConfig
 from adlm.training.parallel import World
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -219,9 +219,14 @@ def objective_for(cfg: Config, data: Data) -> Objective:
 def scored_fractions(objective: Objective, clean: Sequences) -> tuple[float, float]:
     """Fractions of the positions that training sends through the denoiser's and through the anchor network's head, on
     average over the steps that are not causal."""
-    until, causal = objective.cfg.gamma_until, objective.cfg.causal_until
+    until, causal = objective.cfg.gamma_until, causal_part(objective.cfg, objective.model)
     scored, anchors = fractions_of(objective.corrupt(clean, 0, (causal + until) / 2))  # at both ends gamma may be 0
     return scored, anchors * (until - causal) / (1 - causal)
+
+
+def causal_part(cfg: ObjectiveConfig, model: ModelConfig) -> float:
+    """Fraction of a run in which a model that is not causal reads as if it were."""
+    return 0.0 if model.causal else cfg.causal_until
 
 
 def fractions_of(corrupted: CorruptedBatch) -> tuple[float, float]:
@@ -248,9 +253,10 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
 
 def average_flops(cfg: Config, objective: Objective, clean: Sequences, vocab_size: int) -> float:
     """The same, judged by some sequences."""
-    length, causal = cfg.model.length, cfg.objective.causal_until
+    length, causal = cfg.model.length, causal_part(cfg.objective, cfg.model)
     by_masks = count_flops(cfg.model, vocab_size, length, *scored_fractions(objective, clean)).training_per_token
-    causally = count_flops(replace(cfg.model, causal=True), vocab_size, length, scored=1.0).training_per_token
+    alike = replace(cfg.model, causal=True, block_length="")
+    causally = count_flops(alike, vocab_size, length, scored=1.0).training_per_token
     return causal * causally + (1 - causal) * by_masks
 
 
@@ -263,14 +269,11 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
     shards = {"ddp": 1, "fsdp": world.size, "hsdp": world.local_size}[cfg.train.strategy]
     bytes_per_value = 2 if world.precision == "bf16" else 4
     memory = memory_estimate(cfg, parameters, trained, cfg.train.at_once(world.size) * bytes_per_value, shards)
+    causal = causal_part(cfg.objective, cfg.model)
     facts: dict[str, Any] = {
         "algo": cfg.algo,
         "anchors": describe_anchors(cfg.objective) if cfg.model.anchored else "none",
-        **(
-            {"causal_steps": math.ceil(cfg.objective.causal_until * cfg.train.steps)}
-            if cfg.objective.causal_until
-            else {}
-        ),
+        **({"causal_steps": math.ceil(causal * cfg.train.steps)} if causal else {}),
         "parameters": parameters,
         **({"trained_parameters": trained} if trained < parameters else {}),
         "vocabulary": data.tokenizer.vocab_size,
