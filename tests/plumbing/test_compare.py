@@ -53,6 +53,13 @@ def test_every_algorithm_has_its_line(compared):
     assert text.count("\n| ") == len(ALGOS) and "bound" in text and "exact" in text and "3 steps of 8 sequences" in text
 
 
+def test_a_rerun_clears_what_a_killed_one_left_half_written(compared):
+    half = compared / "run" / f".table.md.{2**22 + 1}"  # no process has that number
+    half.write_text("| algo")
+    assert cli.main([*line(compared), *ALGOS]) == 0
+    assert not half.exists() and (compared / "run" / "table.md").exists()
+
+
 def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     """A causal model scores all but the first token of a row; SEDD the masked half, exactly as MDLM."""
     entries = {e["name"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}
