@@ -65,6 +65,7 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
         "adlm compare sets one number beside another: eval.estimator=continuous",
     )
     require(cfg.compare.jobs == 1 or "RANK" not in os.environ, "compare.jobs > 1 does not go together with torchrun")
+    writable_folder("out", folder)
     if cfg.compare.equal_flops:
         runs = with_equal_flops(runs, cfg)
     entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}

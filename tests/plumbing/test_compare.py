@@ -60,6 +60,13 @@ def test_a_run_named_twice_is_one_and_is_told(compared, capsys):
     assert "adlm is named 2 times, and is one run; +seed=2 makes another" in out and "mdlm is named" not in out
 
 
+def test_a_rerun_clears_what_a_killed_one_left_half_written(compared):
+    half = compared / "run" / f".table.md.{2**22 + 1}"  # no process has that number
+    half.write_text("| algo")
+    assert cli.main([*line(compared), *ALGOS]) == 0
+    assert not half.exists() and (compared / "run" / "table.md").exists()
+
+
 def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     """A causal model scores all but the first token of a row; SEDD the masked half, exactly as MDLM."""
     entries = {e["name"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}

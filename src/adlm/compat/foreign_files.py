@@ -2,8 +2,10 @@
 
 import json
 import math
+import mmap
 import os
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -321,6 +323,11 @@ NAMES = {
 }
 CONTROL = 3
 """Type of a token that text never becomes."""
+GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Type of a value -> its bytes."""
+GGUF_TEXT, GGUF_LIST = 8, 9
+MOST_ITEMS = 2_000_000
+"""Of all lists together. A vocabulary of 256,000 tokens has 1.3 million: texts, types, scores and merges."""
 
 
 class GgufModel(NamedTuple):
@@ -330,16 +337,42 @@ class GgufModel(NamedTuple):
     tokenizer: Tokenizer
 
 
+def check_gguf_header(path: Path) -> None:
+    """Refuse what the gguf package would read without an end, or with far more memory than the file has bytes: it takes
+    the length of a list as it is said, and keeps a few hundred bytes for each item."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        require(data[:4] == b"GGUF", "no GGUF magic")
+        order = ">" if int.from_bytes(data[4:8], "little") & 0xFFFF == 0 else "<"
+        (count,), at, items = struct.unpack_from(order + "Q", data, 16), 24, 0
+        for _ in range(count):
+            (size,) = struct.unpack_from(order + "Q", data, at)  # of a name
+            (kind,), at = struct.unpack_from(order + "I", data, at + 8 + size), at + 12 + size
+            number = 1
+            if kind == GGUF_LIST:
+                (kind, number), at = struct.unpack_from(order + "IQ", data, at), at + 12
+            items += number
+            require(items <= MOST_ITEMS, f"its lists have {items} items or more, allowed are {MOST_ITEMS}")
+            if kind == GGUF_TEXT:
+                for _ in range(number):
+                    at += 8 + struct.unpack_from(order + "Q", data, at)[0]
+            else:
+                require(kind in GGUF_SIZES, f"it has a value of type {kind}")
+                at += number * GGUF_SIZES[kind]
+            require(at <= len(data), "it ends inside a value")
+
+
 def open_gguf(path: Path) -> GgufModel:
     try:
         from gguf import GGUFReader
     except ImportError:
         raise ValueError(f"{path.name} needs the gguf package (pip install 'adlm[eval]')") from None
     try:
+        check_gguf_header(path)
         reader = GGUFReader(path)
         facts = {name: field.contents() for name, field in reader.fields.items()}
         found = {t.name: t for t in reader.tensors}
-    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
+        require(sum(int(t.n_bytes) for t in found.values()) <= path.stat().st_size, "its tensors share their bytes")
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError, struct.error) as error:
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} is not a complete GGUF file ({problem:.120}): download it again") from None
     kind = choose(f"{path}: general.architecture", str(facts.get("general.architecture")), ARCHITECTURES)
@@ -389,9 +422,13 @@ def tokenizer_of_gguf(facts: dict[str, Any], path: Path) -> Tokenizer:
         " use the model's Hugging Face folder",
     )
     pre = choose(f"{path}: tokenizer.ggml.pre", str(facts.get("tokenizer.ggml.pre", "default")), PRE_TOKENIZERS)
-    tokens, types = facts.get("tokenizer.ggml.tokens", []), facts.get("tokenizer.ggml.token_type", [])
+    tokens, merged, types = (facts.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "merges", "token_type"))
+    lists = isinstance(types, list) and all(
+        isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in (tokens, merged)
+    )
+    require(lists and len(types) <= len(tokens), f"{path}: its tokenizer is damaged: download it again")
     special = [i for i, t in enumerate(types) if t == CONTROL]
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [merge.split(" ", 1) for merge in facts.get("tokenizer.ggml.merges", [])]
+    merges = [merge.split(" ", 1) for merge in merged]
     name = str(facts.get("general.basename") or path.stem)
     return byte_level_bpe(vocab, merges, {i: tokens[i] for i in special}, pre, name, f"{path}: its tokenizer")
