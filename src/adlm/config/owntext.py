@@ -42,6 +42,14 @@ class TextSize:
     """Largest vocabulary."""
 
 
+ON_A_CPU = {
+    # every masked token an anchor: with a small vocabulary this costs little (experiment/demo.yaml)
+    "objective.anchor_fraction": 1.0,
+    # the next token first (docs/results.md, a causal start), then anchors for as long as recipe=quick has them
+    "objective.causal_until": 0.2,
+    "objective.gamma_until": 0.4,
+}
+"""What is measured for small models alone."""
 SHAPES = {
     "cpu": (
         TextSize(4e6, 128, 4, 2, 128, 16, 1_600_000, 5e-3, 1e-2, 4096),
@@ -103,8 +111,7 @@ def shape(size: float, device: str, ranks: int) -> dict[str, Any]:
         "model.n_blocks": chosen.n_blocks,
         "model.n_denoiser_blocks": chosen.n_blocks // 2,
         "model.length": length,
-        # every masked token an anchor: with a small vocabulary this costs little (experiment/demo.yaml)
-        **({} if device == "cuda" else {"objective.anchor_fraction": 1.0}),
+        **({} if device == "cuda" else ON_A_CPU),
         "optim.lr": chosen.lr,
         "optim.muon_lr": chosen.muon_lr,
         "train.global_batch_size": -(-batch // ranks) * ranks,
