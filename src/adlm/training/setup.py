@@ -219,7 +219,8 @@ def objective_for(cfg: Config, data: Data) -> Objective:
 def scored_fractions(objective: Objective, clean: Sequences) -> tuple[float, float]:
     """Fractions of the positions that training sends through the denoiser's and through the anchor network's head, on
     average over the steps that are not causal."""
-    until, causal = objective.cfg.gamma_until, causal_part(objective.cfg, objective.model)
+    causal = causal_part(objective.cfg, objective.model)
+    until = max(objective.cfg.gamma_until, causal)
     scored, anchors = fractions_of(objective.corrupt(clean, 0, (causal + until) / 2))  # at both ends gamma may be 0
     return scored, anchors * (until - causal) / (1 - causal)
 
