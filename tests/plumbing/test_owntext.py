@@ -35,6 +35,15 @@ def test_a_path_alone_is_ones_own_text_with_our_recipe(tmp_path):
     assert (demo.data.name, demo.train.steps, demo.out) == ("file", 800, "runs/demo"), "so is an experiment"
 
 
+@pytest.mark.parametrize("choice", ["recipe=published", "algo=mdlm-matched"])
+def test_a_recipe_or_algorithm_that_is_named_is_trained_as_it_is(tmp_path, choice):
+    path = f"data.path={write_text(tmp_path / 'my.txt', 50_000)}"
+    usual, named = fit(path).objective, fit(path, choice).objective
+    assert (usual.causal_until, usual.gamma_until, usual.anchor_fraction) == (0.2, 0.4, 1.0)
+    assert (named.causal_until, named.gamma_until) == (0.0, 1.0 if choice == "recipe=published" else 0.25)
+    assert fit(path, choice, "objective.causal_until=0.1").objective.causal_until == 0.1, "what is typed wins"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("size", [1e2, 2e3, 2e4, 2e5, 2e6, 2e7, 2e9, 2e12])
 def test_a_run_fits_a_text_of_any_size(monkeypatch, tmp_path, size, device):

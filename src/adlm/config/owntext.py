@@ -150,7 +150,7 @@ def governed(key: str, groups: set[str]) -> bool:
     section, _, name = key.partition(".")
     if section == "model":
         return "model" in groups
-    if name == "anchor_fraction":
+    if key in ON_A_CPU:
         return bool(groups & {"recipe", "algo"})
     if name in ("lr", "muon_lr"):
         return bool(groups & {"recipe", "optim", "lr_scheduler"})
