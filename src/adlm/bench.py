@@ -19,6 +19,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -86,12 +87,15 @@ def time_training(
     tasks = corrupted_batches(objective, itertools.cycle(host), cfg.train.steps, cfg, ranks)
 
     def step(i: int) -> Tensor:
-        task = on_device(next(tasks)[1][0], device)
-        with ranks.autocast():
-            total = step_module(task).total if which == "ours" else dense_loss(model, task)
-        (total / task.count).backward()
+        _, micro_batches = next(tasks)
+        count, nats = sum(micro_batch.count for micro_batch in micro_batches), torch.zeros((), device=device)
+        for micro_batch in (on_device(part, device) for part in micro_batches):
+            with ranks.autocast():
+                total = step_module(micro_batch).total if which == "ours" else dense_loss(model, micro_batch)
+            (total / count).backward()
+            nats += total.detach()
         update(min(1.0, (i + 1) / (warmup + 1)))
-        return total.detach() / task.count
+        return nats / count
 
     before, timed = steps
     losses = [step(i) for i in range(before)]
@@ -104,7 +108,9 @@ def time_training(
         clock.lap()
     laps = clock.laps()
     seconds = statistics.median(laps)
-    scored = {name: len(term.positions_N) for name, term in next(tasks)[1][0].terms.items()}
+    scored = Counter[str]()
+    for micro_batch in next(tasks)[1]:
+        scored.update({term.head: len(term.positions_N) for term in micro_batch.terms.values()})
     flops = training_flops(cfg, model, scored, batch)
     result = {
         "ms": 1e3 * seconds,
@@ -119,11 +125,10 @@ def time_training(
     return result | ({"mfu": flops / seconds / peak, "attention": attention_kernel()} if peak else {})
 
 
-def training_flops(cfg: Config, model: Network, scored: dict[str, int], batch: int) -> float:
-    """FLOPs of one step, counting only the positions whose heads are needed."""
+def training_flops(cfg: Config, model: Network, scored: Counter[str], batch: int) -> float:
+    """FLOPs of one step, counting only the positions that each head reads."""
     tokens = batch * cfg.model.length
-    anchors = scored.pop("anchor", 0) / tokens
-    predicted = sum(scored.values()) / tokens
+    predicted, anchors = scored["denoiser"] / tokens, scored["anchor"] / tokens
     flops = count_flops(cfg.model, model.vocab_size, cfg.model.length, scored=predicted, anchors_scored=anchors)
     return flops.training_per_token * tokens
 

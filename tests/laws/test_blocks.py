@@ -10,6 +10,7 @@ import torch
 from exact import ExactBlocks, sequences_of
 from tiny import MODERN, random_tokens, tiny_model
 
+from adlm.models.network import count_flops
 from adlm.models.transformer import TILE, attend, reading_positions, sees, training_mask
 from adlm.objectives import loss, make_objective, sequence_bounds
 from adlm.objectives.nelbo import BlockSettings, masks_by_count
@@ -290,6 +291,59 @@ def test_the_gradient_is_that_of_the_dense_loss():
     total.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "shift"), EVERY)
+@pytest.mark.parametrize("given", ["", "padding", "prompts"])
+def test_groups_that_are_read_alike_have_the_loss_and_gradient_of_all(name, shift, given):
+    """Half of [noisy ; clean] is enough for one block, and for blocks of one shifted token."""
+    lengths, x = "4,1,12,1,0", random_tokens(11, L, 10)
+    real = torch.arange(L) < torch.tensor([12, 7, 12, 9, 12, 3, 12, 12, 5, 12, 12])[:, None]
+    more = {"attention_mask_BL": real} if given else {}
+    more |= {"given_BL": torch.arange(L).expand(11, L) < 2} if given == "prompts" else {}
+    model = network(name, shift, block_length=lengths).requires_grad_(True)
+    goal = {"gamma": 0.3, "anchor_rule": "all", "anchor_positions": "masked"} if model.config.anchored else {}
+    objective = objective_of(model.config, lengths, "anelbo" if goal else "nelbo", **goal)
+    every = sequences_of(x, **more)
+    groups = objective.groups(every, 3, 0.5)
+    assert torch.equal(torch.cat([group.example_B for group in groups]).sort().values, every.example_B)
+
+    def learn(parts):
+        model.zero_grad()
+        batches = [objective.corrupt(part, 3, 0.5) for part in parts]
+        found = [loss(model, batch) for batch in batches]
+        sum(output.total for output in found).backward()
+        read = sum(batch.tokens_BL.numel() for batch in batches)
+        gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return sum(output.total.item() for output in found), sum(batch.count for batch in batches), gradient, read
+
+    (total, count, gradient, read), expected = learn(groups), learn([every])
+    assert total == pytest.approx(expected[0], rel=1e-12) and count == expected[1]
+    assert gradient.keys() == expected[2].keys()
+    for key in gradient:
+        torch.testing.assert_close(gradient[key], expected[2][key], rtol=1e-9, atol=1e-12)
+    drawn = objective.blocks.drawn(every, 1, 3)
+    halves = (drawn == L) | ((drawn == 1) & shift)
+    assert read == L * (2 * 11 - int(halves.sum())) < expected[3] == 2 * L * 11
+    assert len(groups) == (3 if shift else 2)
+
+
+def test_causal_steps_are_one_group():
+    model = network("modern", block_length="4,1,12")
+    objective = objective_of(model.config, "4,1,12", causal_until=0.5)
+    x = sequences_of(random_tokens(6, L, 10))
+    assert [len(objective.groups(x, 0, progress)) for progress in (0.4, 0.6)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["modern", "anchored", "llama"])
+def test_the_cost_of_several_block_lengths_is_their_mean(name):
+    def cost(K, shift=True, **more):
+        return count_flops(network(name, shift, block_length=K, **more).config, 11, L, 0.5).training_per_token
+
+    each = [cost(K) for K in ("4", "1", "0")]
+    assert cost("4,1,0") == pytest.approx(sum(each) / 3)
+    assert each[1] == pytest.approx(cost("", shift=False, causal=True)) and each[2] == pytest.approx(cost(""))
+    assert cost("1", shift=False) > 1.5 * each[1], "predictions at their own masks need both halves"
 
 
 @pytest.mark.parametrize("name", ["modern", "anchored", "linear bridge", "llama"])

@@ -84,6 +84,16 @@ def test_no_bridge_on_two_ranks(alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_blocks_on_two_ranks(alone, strategy):
+    """Ranks have sequences of other block lengths, and make another number of passes."""
+    settings = {"algo": "bd3lm", "model__block_length": "4,1,2,0", "model__shift": True, "train__batch_size": 2}
+    one = launch(alone, 1, f"one-blocks-{strategy}", **settings)
+    two = launch(alone, 2, f"two-blocks-{strategy}", f"train.strategy={strategy}", **settings)
+    assert_same_curve(two, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_saved_on_two_ranks_resumed_on_one_and_on_four(alone, ranks, strategy):
     """Stop at step 8 by cutting the later checkpoints away, then go on with another number of ranks."""

@@ -224,6 +224,19 @@ def test_corrupted_batches_are_the_same_drawn_ahead(tmp_path):
                     assert torch.equal(term.targets_N, again.terms[name].targets_N)
 
 
+@pytest.mark.parametrize(("strategy", "passes"), [("ddp", 3 + 2), ("fsdp", 2)])
+def test_sequences_that_are_read_alike_share_a_pass(tmp_path, strategy, passes):
+    """Not where ranks share the weights of a pass: all of them must make the same number."""
+    settings = {"algo": "bd3lm", "model__block_length": "4,1,0", "model__shift": True, "train__strategy": strategy}
+    cfg = run_config(tmp_path, **settings)
+    objective = make_objective(cfg.objective, cfg.noise, 10, 3, cfg.model)
+    batch = Batch(random_tokens(5, 12, 10).numpy(), None, np.arange(5))  # 3 sequences, and then 2
+    cfg.train.global_batch_size = 5
+    corrupted = corrupt(objective, batch, 2, 2, cfg)
+    assert len(corrupted) == passes
+    assert sum(part.count for part in corrupted) == 5 * 11
+
+
 def test_shorter_sequences_hold_the_same_tokens_in_order():
     tokens, mask = np.arange(24).reshape(2, 12), np.arange(24).reshape(2, 12) % 5 > 0
     cut = shortened(Batch(tokens, mask, np.array([6, 7])), 3)

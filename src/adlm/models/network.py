@@ -310,16 +310,31 @@ def count_flops(
     """`scored`, `anchors_scored`: fraction of positions that go through the head of the denoiser, of the anchors."""
     D, E = cfg.hidden_size, cfg.n_heads * cfg.head_width
     blocks = cfg.n_blocks + (cfg.n_denoiser_blocks if cfg.anchored else 0)
-    attended, streams = (length / 2 if cfg.causal else length), 1
-    if min(cfg.block_lengths, default=length) < length:  # noisy and clean, each seeing half of the clean one on average
-        attended, streams = (length + sum(cfg.block_lengths) / len(cfg.block_lengths)) / 2, 2
+    ways = reading_ways(cfg, length)
+    read, attended = (sum(numbers) / len(ways) for numbers in zip(*ways))
     after_attention = D * E + D * (cfg.mlp_rows + cfg.mlp_width)
-    per_block = 2 * (D * E + 2 * D * cfg.kv_heads * cfg.head_width + after_attention) + 4 * E * attended
+    products = 2 * (D * E + 2 * D * cfg.kv_heads * cfg.head_width + after_attention)
     bridge = tables.BRIDGES.load(cfg.bridge, "model.bridge").flops(cfg) if cfg.anchored else 0
     heads = 2 * D * vocab_size * (scored + anchors_scored)
-    unread = (1 - min(1.0, scored)) * 2 * after_attention  # of the last block
-    forward = streams * blocks * per_block - unread + bridge + heads
+    unread = (read - min(1.0, scored)) * 2 * after_attention  # of the last block
+    forward = blocks * (read * products + 4 * E * attended) - unread + bridge + heads
     return Flops(forward, 3 * forward)
+
+
+def reading_ways(cfg: ModelConfig, length: int) -> list[tuple[int, float]]:
+    """The ways in which training reads its sequences, one after the other, each as (positions read for a token, keys
+    that these see together)."""
+    if cfg.causal:
+        return [(1, length / 2)]
+    ways: list[tuple[int, float]] = []
+    for K in cfg.block_lengths or (length,):
+        if K >= length:
+            ways.append((1, length))
+        elif K == 1 and cfg.shift:
+            ways.append((1, length / 2))
+        else:  # noisy and clean, each of which sees its block and half of the clean ones on average
+            ways.append((2, length + K))
+    return ways
 
 
 # ---- low-rank adapters -----------------------------------------------------------------------------------------------

@@ -40,6 +40,11 @@ class Sequences(NamedTuple):
     """True at what is given, a prompt: never masked, never scored. Padding is then always masked: it must not tell
     where an answer ends. None: nothing is given."""
 
+    def at(self, rows: Tensor) -> "Sequences":
+        """Some of the sequences, under their own numbers."""
+        chosen = {name: x[rows] for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**chosen)
+
     @property
     def scored_BL(self) -> Tensor | None:
         """True at what may be scored: neither padding nor given; None: everything."""
@@ -129,6 +134,11 @@ class Objective:
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
         """Refuse settings and models that do not fit. Called before training, and for an objective of another package
         already by the command line; that checks ours without loading torch (ObjectiveConfig.check)."""
+
+    def groups(self, sequences: Sequences, step: int, progress: float) -> list[Sequences]:
+        """The sequences of a step, in groups that the network reads in different ways: a pass for each costs less than
+        one pass for all. Loss and gradient are the same."""
+        return [sequences]
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         """Corrupt the sequences of optimizer step `step`; `progress` in [0, 1] is how much of the run is done."""

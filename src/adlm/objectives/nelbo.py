@@ -20,6 +20,7 @@ Below, too: the same bound for a chain of blocks (block diffusion), and the ANEL
 """
 
 import functools
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -58,8 +59,25 @@ from adlm.schema import ObjectiveConfig
 # 1, which is autoregression without any noise, where a random time would leave a token out or weigh it by 1/t. K = L
 # is the NELBO.
 #
-# The network reads [noisy ; clean] (models/transformer.py), or the noisy sequences alone where all are one block. If
+# The network reads [noisy ; clean] (models/transformer.py). Half of that is enough at both ends (`Reading`). If
 # predictions are shifted nothing stands before token 0: it is given, and neither masked nor scored.
+
+
+class Reading(IntEnum):
+    """What the network has to read of a sequence."""
+
+    BOTH = 0
+    """[noisy ; clean]."""
+    NOISY = 1
+    """One block, before which nothing clean stands."""
+    CLEAN = 2
+    """Blocks of one token whose predictions are shifted: all of them are read at clean tokens, causally."""
+
+    @staticmethod
+    def of(block_B: Tensor, L: int, shift: bool) -> Tensor:
+        """The reading of every sequence, by its block length."""
+        one_block_B, one_token_B = block_B >= L, (block_B == 1) & shift
+        return torch.where(one_block_B, Reading.NOISY, torch.where(one_token_B, Reading.CLEAN, Reading.BOTH))
 
 
 class BlockSettings(NamedTuple):
@@ -120,8 +138,8 @@ class NoisedBlocks:
         self.masked_BL[:, : int(shift)] = False
         z_BL = torch.where(self.masked_BL, mask_id, sequences.tokens_BL)
         self.z_BL = after_prompts(sequences, z_BL, mask_id)
-        self.whole = bool((block_B >= sequences.tokens_BL.shape[1]).all())
-        """All sequences are one block, before which nothing clean stands."""
+        readings = Reading.of(block_B, z_BL.shape[1], shift).unique().tolist()
+        self.reading = Reading(readings[0]) if len(readings) == 1 else Reading.BOTH
 
     def where(self, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, targets and weights of the scored tokens, those left out that cannot be predicted."""
@@ -130,10 +148,13 @@ class NoisedBlocks:
         return positions_N, targets_N, self.weight_BL.flatten().index_select(0, positions_N).float()
 
     def batch(self, terms: dict[str, Term]) -> CorruptedBatch:
-        tokens_BM = self.z_BL if self.whole else torch.cat((self.z_BL, self.sequences.tokens_BL), dim=1)
+        z_BL, x_BL = self.z_BL, self.sequences.tokens_BL
         count = int(predictable(self.sequences, self.shift).sum())
-        block_B = None if self.whole else self.block_B
-        return CorruptedBatch(tokens_BM, None, count, terms, block_B=block_B)
+        if self.reading == Reading.BOTH:
+            return CorruptedBatch(torch.cat((z_BL, x_BL), dim=1), None, count, terms, block_B=self.block_B)
+        if self.reading == Reading.NOISY:
+            return CorruptedBatch(z_BL, None, count, terms)
+        return CorruptedBatch(x_BL, None, count, terms, causal=True)
 
 
 def predictable(sequences: Sequences, shift: bool = False) -> Tensor:
@@ -212,6 +233,13 @@ class Nelbo(Objective):
         """None: the model reads whole sequences, and predicts a token at its own position."""
         lengths, shift = self.model.block_lengths, self.model.shift
         return BlockSettings(lengths or (self.model.length,), shift) if lengths or shift else None
+
+    def groups(self, sequences: Sequences, step: int, progress: float) -> list[Sequences]:
+        if self.blocks is None or progress < self.cfg.causal_until:
+            return [sequences]
+        block_B = self.blocks.drawn(sequences, self.seed, step)
+        reading_B = Reading.of(block_B, sequences.tokens_BL.shape[1], self.blocks.shift)
+        return [sequences.at(reading_B == reading) for reading in reading_B.unique()]
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         if progress < self.cfg.causal_until:

@@ -66,7 +66,8 @@ def shortened(batch: Batch, pieces: int) -> Batch:
 
 
 def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Config) -> list[CorruptedBatch]:
-    """One rank's batch of optimizer step `step` as corrupted micro-batches, `parts` of them, on the host."""
+    """One rank's batch of optimizer step `step` as corrupted micro-batches, on the host: `parts` of them, or for each
+    part as many as its objective makes groups."""
     total = cfg.train.global_batch_size
     if step < math.ceil(cfg.train.length_warmup_fraction * cfg.train.steps) and cfg.train.length_warmup > 1:
         batch, total = shortened(batch, cfg.train.length_warmup), total * cfg.train.length_warmup
@@ -74,9 +75,11 @@ def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Conf
     for part in np.array_split(np.arange(len(batch.tokens)), parts):
         own = Batch(*(None if x is None else x[part] for x in batch))  # type: ignore[arg-type]
         clean = sequences_on(torch.device("cpu"), own._replace(examples=own.examples % total), total)
-        micro_batch = objective.corrupt(clean, step, step / cfg.train.steps)
-        corrupted.append(rounded(micro_batch) if cfg.train.cuda_graphs else micro_batch)
-    return corrupted
+        progress = step / cfg.train.steps
+        # ranks that share the weights of a pass must make as many passes as the others
+        groups = [clean] if cfg.train.is_sharded else objective.groups(clean, step, progress)
+        corrupted += [objective.corrupt(group, step, progress) for group in groups]
+    return [rounded(micro_batch) for micro_batch in corrupted] if cfg.train.cuda_graphs else corrupted
 
 
 def corrupted_batches(
