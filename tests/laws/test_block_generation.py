@@ -53,8 +53,9 @@ def make(seed: int, prompt=(1,), length: int = L, K: int = 4, sampler: str = "md
 
 
 def mixed(model: Network, K: int) -> list[Request]:
-    """Every sampler, with prompts that end anywhere, other lengths, filters and an end of text."""
-    names = [s for s in SAMPLED if not SAMPLERS.load(s).misfit(model.config)]
+    """Every sampler, with prompts that end anywhere, other lengths, filters and an end of text. A draft has two tokens
+    or more."""
+    names = [s for s in SAMPLED if not SAMPLERS.load(s).misfit(model.config) and (K > 1 or s != "speculative")]
     more = itertools.cycle([{}, {"top_p": 0.8}, {"stop_id": 7}, {"temperature": 0.7, "top_k": 5}, {"stop_id": 3}])
     found = []
     for seed, (name, extra) in enumerate(zip(names, more)):
@@ -96,10 +97,10 @@ def test_a_wrong_cache_is_found(monkeypatch):
     """The law can fail: keys of a noisy block that are taken for those of the finished one are wrong by little."""
     plan = engine_blocks.BlockReader.plan
 
-    def skipping(self, starts, sizes):
-        for i, start in starts.items():
-            self.held[i].filled = start
-        return plan(self, starts, sizes)
+    def skipping(self, works, sizes):
+        for i, work in works.items():
+            self.held[i].filled = work.start
+        return plan(self, works, sizes)
 
     model = blocks_model("plain")
     requests = [make(s, length=12) for s in range(8)]
@@ -158,6 +159,18 @@ def test_who_continues_a_text_finds_it_read(model, monkeypatch):
     assert not read
 
 
+@pytest.mark.parametrize("shift", [False, True])
+def test_clean_text_is_shared_between_block_lengths_if_it_is_causal(shift, monkeypatch):
+    model, prompt = blocks_model("shifted" if shift else "plain"), tuple(range(1, 10))
+    engine = Engine(model, slots=2)
+    tokens(engine, [make(0, prompt, K=4)])
+    read, look = [], engine.evaluator.blocks.look_in_blocks
+    monkeypatch.setattr(engine.evaluator.blocks, "look_in_blocks", lambda *a: (read.append(1), look(*a))[1])
+    other = make(1, prompt, K=3)
+    assert tokens(engine, [other]) == tokens(Engine(model), [other])
+    assert len(read) == (0 if shift else 1)
+
+
 class Padded(Graphs):
     """Static shapes without a GPU: the functions themselves, run twice as a capture does."""
 
@@ -183,7 +196,7 @@ def test_static_shapes_change_nothing(model, monkeypatch):
     warm = {s for s in padded.shapes if s[0] == "look_in_blocks"}
     assert tokens(engine, requests) == expected
     read = {s for s in padded.shapes if s[0] == "look_in_blocks"}
-    assert {s[2][1] for s in read} <= {1, 2, 4, 8} and {s[4] for s in read} <= {1, 2, 4, 8}
+    assert {s[2][1] for s in read} <= {1, 2, 4, 8} and {s[4] for s in read} <= {1, 2, 4, 5, 8}
     assert {s for s in read if s[4] in (4, 8) and s[1] == (2, 64)} <= warm
 
 
@@ -195,6 +208,84 @@ def test_a_causal_model_is_blocks_of_one():
     assert tokens(Engine(causal), requests) == tokens(Engine(blocks), requests)
     for request in requests[:2]:
         assert tokens(Engine(causal), [request]) == [generate(DenseBlocks(blocks, 1), request)]
+
+
+# Drafts
+
+
+def drafted(seed: int, K: int = 4, prompt=(1,), **settings) -> Request:
+    return make(seed, prompt, K=K, sampler="speculative", **settings)
+
+
+def left_to_right(request: Request) -> Request:
+    return replace(request, settings=replace(request.settings, sampler="autoregressive", block_length=1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, options in KINDS.items() if options.get("shift")])
+@pytest.mark.parametrize("fused", [0, 512])
+def test_drafts_change_nothing_but_the_number_of_evaluations(kind, fused, monkeypatch):
+    """Whatever is drafted, the text is the one that the same weights write left to right, in no more evaluations; with
+    filters, ends of text and banned words and phrases. Few slots: texts with and without a draft share calls."""
+    monkeypatch.setattr(engine_blocks, "FUSED", fused)
+    model, extras = blocks_model(kind, scale=0.3), [{}, {"top_p": 0.8}, {"temperature": 0}, {"stop_id": 7}]
+    extras += [{"temperature": 1.5, "top_k": 4}, {"banned": [[7], [3, 4]]}, {"stop_id": 3, "temperature": 0.7}]
+    requests = [
+        drafted(seed, K, tuple(range(1, 2 + seed % 5)), **extra)
+        for seed, (K, extra) in enumerate(itertools.product((3, 4, 5), extras))
+    ]
+    expected = tokens(Engine(model, slots=4), list(map(left_to_right, requests)))
+    assert tokens(Engine(model, slots=4), requests) == expected
+    assert tokens(Engine(model, slots=3), requests[::-1])[::-1] == expected
+    for result in Engine(model, slots=4).run(requests):
+        new = len(result.tokens) - (1 + result.seed % 5)
+        assert result.nfe <= new
+
+
+def test_drafts_that_hold_are_kept():
+    """Predictions that depend on nothing are the same in draft and check, which draw with the same noise: the first
+    evaluation gives one token and a draft, every other one K tokens."""
+    model = blocks_model()
+    torch.nn.init.zeros_(model.head.weight)
+    for K, nfe in ((3, 5), (4, 4), (5, 3)):  # of 11 tokens
+        (result,) = Engine(model).run([drafted(0, K)])
+        assert result.nfe == nfe
+        assert result.tokens == tokens(Engine(model), [left_to_right(drafted(0, K))])[0]
+
+
+def test_a_draft_that_is_taken_for_read_is_found(monkeypatch):
+    """The law can fail: keys of tokens that were not kept."""
+    model = blocks_model()
+    requests = [drafted(seed) for seed in range(8)]
+    expected = tokens(Engine(model), list(map(left_to_right, requests)))
+    unread = engine_blocks.Held.unread
+    monkeypatch.setattr(engine_blocks.Held, "unread", lambda self, position: unread(self, position + 1))
+    assert tokens(Engine(model), requests) != expected
+
+
+def test_who_continues_a_drafted_text_finds_it_read_as_it_is():
+    """Also a text that ended inside a draft, or was given up between draft and check."""
+    model = blocks_model(scale=0.3)
+    for seed, stop in itertools.product(range(6), (None, 3, 7)):
+        engine = Engine(model, slots=1)
+        id = engine.submit(drafted(seed, 5, stop_id=stop))
+        text = None
+        for _ in range(1 + seed):
+            text = next((u.tokens for u in engine.step() if isinstance(u, Result)), text)
+        if text is None:
+            engine.cancel(id)
+            (text,) = (u.tokens for u in engine.step() if isinstance(u, Result))
+        known = text[: text.index(M)] if M in text else text
+        if len(known) < L:
+            more = drafted(9, 5, tuple(known))
+            assert tokens(engine, [more]) == tokens(Engine(model), [left_to_right(more)])
+
+
+def test_frames_of_drafts_say_what_stays():
+    *frames, result = Engine(blocks_model(scale=0.3)).stream(drafted(3, watch=True))
+    for before, frame in itertools.pairwise(frames):
+        assert before.settled <= frame.settled and M not in frame.tokens[: frame.settled]
+        assert frame.tokens[: frame.settled] == result.tokens[: frame.settled]
+    assert any(t != M for frame in frames for t in frame.tokens[frame.settled :]), "a draft is shown"
 
 
 def test_the_whole_canvas_of_the_same_weights():
@@ -319,7 +410,7 @@ class Recording(Engine):
                 self.seen[canvas.id] += ((step, z),)
 
 
-@pytest.mark.parametrize("sampler", [s for s in SAMPLED if s not in ("score", "analytic", "ddpm")])
+@pytest.mark.parametrize("sampler", [s for s in SAMPLED if s not in ("score", "analytic", "ddpm", "speculative")])
 def test_whole_trajectories(sampler, record_property):
     """Which canvases the network sees at which steps of which block, and the final sequence: the joint distribution."""
     shift = sampler in ("mdlm", "remdm-cap", "confidence")
@@ -350,11 +441,20 @@ def test_whole_trajectories(sampler, record_property):
         ),
         (make(0, K=4, required=[[1]]), "required words"),
         (make(0, K=4, length=14, stride=4), r"sampling\.stride"),
+        (drafted(0, 12), r"sampling.block_length=12: drafts have 2 to 11 tokens"),
+        (drafted(0, 1), r"sampling.block_length=1: drafts have 2 to 11 tokens"),
+        (replace(drafted(0), tokens=[1, M, M, 2, M, 3]), "all holes must stand at the end"),
     ],
 )
 def test_bad_requests_are_answered(request_, message):
     with pytest.raises(ValueError, match=message):
         Engine(blocks_model()).submit(request_)
+
+
+@pytest.mark.parametrize("options", [{"shift": False}, {"block_length": "4,12"}, {"block_length": "1,12"}])
+def test_models_that_cannot_check_drafts_say_so(options):
+    with pytest.raises(ValueError, match=r"'speculative' needs a model with model\.shift=true that was trained"):
+        Engine(blocks_model(**options)).submit(drafted(0, 0))
 
 
 def test_models_without_blocks_say_so():
