@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from served import load_tiny, serving, wait_until
+from served import load_tiny, serving, wait_until, worker
 
 from adlm import api
 from adlm.api import LanguageModel, scoring
@@ -33,10 +33,6 @@ def server(lm):
 def http(server):
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
-
-
-def worker(server):
-    return server.service.models["tiny"].worker
 
 
 class InThread:
