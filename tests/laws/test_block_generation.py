@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from block_requests import KINDS, SAMPLED, L, M, blocks_model, drafted, make, mixed, tokens
 from chance import LEVEL, chi_square
 from dense_blocks import DenseBlocks, generate
 from dense_loop import DEFAULTS, Walk, rates_of
@@ -21,55 +22,11 @@ from adlm.engine import evaluator as engine_evaluator
 from adlm.engine.prepare import Graphs, unwrap
 from adlm.models import Network
 from adlm.schema import SamplingConfig
-from adlm.tables import SAMPLERS
-
-V, M, L = 11, 10, 12
-TRAINED = "4,1,3,5,12"
-GROUPED = MODERN | {"n_heads": 4, "n_kv_heads": 2, "activation": "swiglu", "init": "normal"}
-KINDS = {
-    "plain": {"anchored": False},
-    "shifted": {"anchored": False, "shift": True},
-    "anchored": {},
-    "anchored, shifted": {"shift": True, "bridge": "none"},
-    "grouped keys, shifted": GROUPED | {"anchored": False, "shift": True},
-}
-SAMPLED = sorted(SAMPLERS.entries)
-
-
-def blocks_model(kind: str = "shifted", **options) -> Network:
-    own = {"block_length": TRAINED, "conditioning": "none", "dtype": torch.float64} | KINDS[kind] | options
-    return tiny_model(**own).requires_grad_(False)
 
 
 @pytest.fixture(scope="module", params=["plain", "anchored, shifted"])
 def model(request) -> Network:
     return blocks_model(request.param)
-
-
-def make(seed: int, prompt=(1,), length: int = L, K: int = 4, sampler: str = "mdlm", **settings) -> Request:
-    extra = {k: settings.pop(k) for k in ("banned", "stop_id", "watch", "required") if k in settings}
-    c = SamplingConfig(sampler=sampler, block_length=K, **({"steps": 3, "eta": 0.3, "alpha_on": 0.7} | settings))
-    return Request([*prompt, *[M] * (length - len(prompt))], c, seed=seed, **extra)
-
-
-def mixed(model: Network, K: int) -> list[Request]:
-    """Every sampler, with prompts that end anywhere, other lengths, filters and an end of text. A draft has two tokens
-    or more."""
-    names = [s for s in SAMPLED if not SAMPLERS.load(s).misfit(model.config) and (K > 1 or s != "speculative")]
-    more = itertools.cycle([{}, {"top_p": 0.8}, {"stop_id": 7}, {"temperature": 0.7, "top_k": 5}, {"stop_id": 3}])
-    found = []
-    for seed, (name, extra) in enumerate(zip(names, more)):
-        prompt = [1 + l % 9 for l in range(1 + seed % 7)]
-        found.append(make(seed, prompt, L - seed % 3, K, name, **extra))
-    return found
-
-
-def tokens(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    """In the order of the requests."""
-    ids, done = [engine.submit(r) for r in requests], {}
-    while engine.busy:
-        done |= {u.id: u.tokens for u in engine.step() if isinstance(u, Result)}
-    return [done[i] for i in ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,84 +165,6 @@ def test_a_causal_model_is_blocks_of_one():
     assert tokens(Engine(causal), requests) == tokens(Engine(blocks), requests)
     for request in requests[:2]:
         assert tokens(Engine(causal), [request]) == [generate(DenseBlocks(blocks, 1), request)]
-
-
-# Drafts
-
-
-def drafted(seed: int, K: int = 4, prompt=(1,), **settings) -> Request:
-    return make(seed, prompt, K=K, sampler="speculative", **settings)
-
-
-def left_to_right(request: Request) -> Request:
-    return replace(request, settings=replace(request.settings, sampler="autoregressive", block_length=1))
-
-
-@pytest.mark.parametrize("kind", [kind for kind, options in KINDS.items() if options.get("shift")])
-@pytest.mark.parametrize("fused", [0, 512])
-def test_drafts_change_nothing_but_the_number_of_evaluations(kind, fused, monkeypatch):
-    """Whatever is drafted, the text is the one that the same weights write left to right, in no more evaluations; with
-    filters, ends of text and banned words and phrases. Few slots: texts with and without a draft share calls."""
-    monkeypatch.setattr(engine_blocks, "FUSED", fused)
-    model, extras = blocks_model(kind, scale=0.3), [{}, {"top_p": 0.8}, {"temperature": 0}, {"stop_id": 7}]
-    extras += [{"temperature": 1.5, "top_k": 4}, {"banned": [[7], [3, 4]]}, {"stop_id": 3, "temperature": 0.7}]
-    requests = [
-        drafted(seed, K, tuple(range(1, 2 + seed % 5)), **extra)
-        for seed, (K, extra) in enumerate(itertools.product((3, 4, 5), extras))
-    ]
-    expected = tokens(Engine(model, slots=4), list(map(left_to_right, requests)))
-    assert tokens(Engine(model, slots=4), requests) == expected
-    assert tokens(Engine(model, slots=3), requests[::-1])[::-1] == expected
-    for result in Engine(model, slots=4).run(requests):
-        new = len(result.tokens) - (1 + result.seed % 5)
-        assert result.nfe <= new
-
-
-def test_drafts_that_hold_are_kept():
-    """Predictions that depend on nothing are the same in draft and check, which draw with the same noise: the first
-    evaluation gives one token and a draft, every other one K tokens."""
-    model = blocks_model()
-    torch.nn.init.zeros_(model.head.weight)
-    for K, nfe in ((3, 5), (4, 4), (5, 3)):  # of 11 tokens
-        (result,) = Engine(model).run([drafted(0, K)])
-        assert result.nfe == nfe
-        assert result.tokens == tokens(Engine(model), [left_to_right(drafted(0, K))])[0]
-
-
-def test_a_draft_that_is_taken_for_read_is_found(monkeypatch):
-    """The law can fail: keys of tokens that were not kept."""
-    model = blocks_model()
-    requests = [drafted(seed) for seed in range(8)]
-    expected = tokens(Engine(model), list(map(left_to_right, requests)))
-    unread = engine_blocks.Held.unread
-    monkeypatch.setattr(engine_blocks.Held, "unread", lambda self, position: unread(self, position + 1))
-    assert tokens(Engine(model), requests) != expected
-
-
-def test_who_continues_a_drafted_text_finds_it_read_as_it_is():
-    """Also a text that ended inside a draft, or was given up between draft and check."""
-    model = blocks_model(scale=0.3)
-    for seed, stop in itertools.product(range(6), (None, 3, 7)):
-        engine = Engine(model, slots=1)
-        id = engine.submit(drafted(seed, 5, stop_id=stop))
-        text = None
-        for _ in range(1 + seed):
-            text = next((u.tokens for u in engine.step() if isinstance(u, Result)), text)
-        if text is None:
-            engine.cancel(id)
-            (text,) = (u.tokens for u in engine.step() if isinstance(u, Result))
-        known = text[: text.index(M)] if M in text else text
-        if len(known) < L:
-            more = drafted(9, 5, tuple(known))
-            assert tokens(engine, [more]) == tokens(Engine(model), [left_to_right(more)])
-
-
-def test_frames_of_drafts_say_what_stays():
-    *frames, result = Engine(blocks_model(scale=0.3)).stream(drafted(3, watch=True))
-    for before, frame in itertools.pairwise(frames):
-        assert before.settled <= frame.settled and M not in frame.tokens[: frame.settled]
-        assert frame.tokens[: frame.settled] == result.tokens[: frame.settled]
-    assert any(t != M for frame in frames for t in frame.tokens[frame.settled :]), "a draft is shown"
 
 
 def test_the_whole_canvas_of_the_same_weights():
@@ -449,12 +328,6 @@ def test_whole_trajectories(sampler, record_property):
 def test_bad_requests_are_answered(request_, message):
     with pytest.raises(ValueError, match=message):
         Engine(blocks_model()).submit(request_)
-
-
-@pytest.mark.parametrize("options", [{"shift": False}, {"block_length": "4,12"}, {"block_length": "1,12"}])
-def test_models_that_cannot_check_drafts_say_so(options):
-    with pytest.raises(ValueError, match=r"'speculative' needs a model with model\.shift=true that was trained"):
-        Engine(blocks_model(**options)).submit(drafted(0, 0))
 
 
 def test_models_without_blocks_say_so():
