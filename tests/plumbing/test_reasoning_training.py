@@ -1,7 +1,9 @@
 """Staged training: schedule, loss falls, resume in the middle of a stage."""
 
 import json
+import os
 import random
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -107,6 +109,26 @@ def test_the_question_in_a_story_tells_nothing():
     # four standard errors: one of six speaks first, two of four kinds are named
     assert abs(named / 2000 - 1 / 6) < 4 * (5 / 36 / 2000) ** 0.5
     assert abs(right / 2000 - 1 / 2) < 4 * (1 / 4 / 2000) ** 0.5
+
+
+def test_a_signal_among_the_stories_stops_the_run_at_once(tmp_path, monkeypatch, capsys):
+    """And the same command begins again."""
+    options = ("method=no-cot", "reason.epochs=1", "train.global_batch_size=8", "reason.n_train=8", "data.tokenizer=")
+    cfg, told = settings(tmp_path / "run", *options, "reason.story_steps=5"), []
+
+    def tell(*arguments, **settings):
+        told.append(1)
+        if len(told) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return retold(*arguments, **settings)
+
+    monkeypatch.setattr("adlm.reasoning.generators.retold", tell)
+    result = train(cfg)
+    assert (result.finished, result.step, result.stopped_by) == (False, 0, signal.SIGINT)
+    assert len(told) == 16, "the second of five steps of eight stories was the last"
+    said = capsys.readouterr().err
+    assert "Ctrl-C again stops at once" in said and "the same command begins again" in said
+    assert train(cfg).finished
 
 
 def test_stories_come_before_the_first_stage_and_repeat_exactly(tmp_path):

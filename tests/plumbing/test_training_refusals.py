@@ -11,7 +11,7 @@ from runs import ALONE, run_config, start, wait_for_step
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.schema import CheckpointConfig
-from adlm.training import loop, run
+from adlm.training import loop, run, setup
 from adlm.training.checkpoint import Checkpoints, read_weights
 from adlm.training.metrics import read_metrics
 
@@ -45,10 +45,23 @@ def test_resuming_may_not_move_what_was_read(tmp_path):
     assert loop.train(run_config(tmp_path, **settings | {"train__steps": 6})).step == 6
     with pytest.raises(ValueError, match=r"started with optim\.ema=0\.0, now it is 0\.9"):
         loop.train(run_config(tmp_path, **settings | {"optim__ema": 0.9}))
-    settings |= {"train__length_warmup": 2, "out": tmp_path / "shorter"}
+
+
+def test_more_steps_may_not_make_sequences_short_again(tmp_path):
+    """Sequence-length warmup is a fraction of all steps; where it stays behind the run, more steps are no change."""
+    settings = {"train__steps": 4, "train__length_warmup": 2, "train__length_warmup_fraction": 0.6}
     loop.train(run_config(tmp_path, **settings))
-    with pytest.raises(ValueError, match=r"started with train\.steps=4, now it is 6"):
-        loop.train(run_config(tmp_path, **settings | {"train__steps": 6}))
+    with pytest.raises(ValueError, match=r"train\.steps=4, now it is 7, and at step 4 .* up to 6 would be possible"):
+        loop.train(run_config(tmp_path, **settings | {"train__steps": 7}))
+    assert loop.train(run_config(tmp_path, **settings | {"train__steps": 6})).step == 6
+
+
+def test_a_run_that_cannot_fit_into_memory_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "memory_gib", lambda device: 24.0)
+    monkeypatch.setattr(setup, "memory_estimate", lambda *_: 489.0)
+    with pytest.raises(ValueError, match=r"about 489 GiB are needed and the device has 24: take a smaller model"):
+        loop.train(run_config(tmp_path))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_key_that_a_checkpoint_does_not_know_had_its_default(tmp_path):

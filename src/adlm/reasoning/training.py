@@ -9,8 +9,9 @@ promises (the first stage of all is plain chain of thought). One process; the mo
 import hashlib
 import math
 import random
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,10 +41,11 @@ from adlm.reasoning.networks import OwnNetwork, ReasoningBatch, batch_loss, batc
 from adlm.reasoning.runs import SharedStage, ask_tests, export_run, write_results
 from adlm.reasoning.tasks import load_splits, task_of
 from adlm.schema import Config
+from adlm.training.checkpoint import claimed_run_folder
 from adlm.training.metrics import plot_curves
 from adlm.training.optim import Updater, learning_rate_factor
 from adlm.training.parallel import Step, World, parallelise, world
-from adlm.training.run import Run, claimed_run_folder
+from adlm.training.run import Run
 from adlm.training.setup import show
 from adlm.training.watch import note
 
@@ -257,12 +259,12 @@ def longest_answer(encoded: list[Encoded], plans: list[StagePlan]) -> int:
     return (3 * max(written_length(e, plan) for e in encoded for plan in plans) + 1) // 2
 
 
-def learn_stories(setup: ReasoningSetup) -> float:
+def learn_stories(setup: ReasoningSetup, is_stopped: Callable[[], bool] = lambda: False) -> float:
     """Train on new stories for reason.story_steps steps, with optimizers of its own; the loss of the last step per
     token.
 
-    Everything is a function of the seed and nothing is saved: a run killed here begins again, and one that has a
-    checkpoint has this behind it."""
+    Everything is a function of the seed and nothing is saved: a run killed or stopped here (`is_stopped`) begins again,
+    and one that has a checkpoint has this behind it."""
     cfg, ranks, network, task = setup.cfg, setup.ranks, setup.network, setup.task
     steps, size = cfg.reason.story_steps, cfg.train.global_batch_size
     require(task.has_stories, f"reason.story_steps={steps}: there are no stories for reason.task={cfg.reason.task}")
@@ -271,6 +273,8 @@ def learn_stories(setup: ReasoningSetup) -> float:
     network.train()
     loss, constant, said = float("nan"), replace(cfg.optim, schedule="constant"), time.monotonic()
     for step in range(steps):
+        if is_stopped():
+            return loss
         rng = random.Random(fold(cfg.seed, Stream.TOKEN, step))
         stories = [generators.retold(rng, task.shape, plain=step < steps // 2) for _ in range(size)]
         layouts = [lay_out(story, StagePlan(), setup.markers) for story in encode(stories, setup.tokenizer)]
@@ -319,7 +323,11 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
             elif run.resumed_step is None and start is not None:
                 setup.network.load_state_dict(start)
             elif run.resumed_step is None and cfg.reason.story_steps:
-                loss = learn_stories(setup)
+                loss = learn_stories(setup, lambda: run.interruption.requested)
+                if run.interruption.requested:
+                    note("stopped by a signal before the first stage; the same command begins again")
+                    number = run.interruption.number or signal.SIGTERM
+                    return ReasonResult(str(folder), 0, False, 0, {}, {}, [], number)
                 note(f"stories, {cfg.reason.story_steps} steps: {loss:.3f} nats per token at the end")
             step_module = setup.step_module()
             run.decay_all = True  # the published recipe of these tasks has one weight decay for all parameters

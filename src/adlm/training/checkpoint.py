@@ -8,13 +8,14 @@ the folder is a place to write in and read from, and the checkpoints are kept th
 """
 
 import json
+import os
 import shutil
 import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,15 @@ from torch.futures import Future
 
 from adlm.compat.foreign_files import SavedTensors
 from adlm.errors import require
-from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, read_json, sync_folder
+from adlm.io.paths import (
+    absolute_paths,
+    check_object,
+    checkpoint_steps,
+    claimed,
+    read_json,
+    sync_folder,
+    writable_folder,
+)
 from adlm.migration import migrate_tree
 from adlm.schema import CheckpointConfig, DataConfig, ReasonConfig
 from adlm.training.optim import Ema, GradientGuard, state_of
@@ -322,6 +331,34 @@ def check_state(info: dict[str, Any], source: str) -> None:
     """Refuse a state that does not say what model it is of."""
     check_object(info, {"tokenizer": str}, {}, source)
     check_object(info["config"], {"algo": str} | dict.fromkeys(SECTIONS, dict), {}, f"{source}: config")
+
+
+@contextmanager
+def claimed_run_folder(out: str, ranks: World) -> Iterator[Path]:
+    """The run folder, for one run at a time: two would write into each other's checkpoints. What a killed run left
+    half written is removed, and so is a folder that stayed empty."""
+    folder = writable_folder("out", Path(out))
+    if not ranks.is_main:
+        yield folder
+        return
+    path = folder / ".claim"
+
+    def refusal(process: str) -> str:
+        return f"out={out!r} is in use by process {process or '?'}; wait for it, or use another out="
+
+    with claimed(path, refusal) as file:
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        for leftover in [*folder.glob(".export-*"), *folder.glob("checkpoints/partial-*")]:
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            yield folder
+        finally:
+            if list(folder.iterdir()) == [path]:
+                with suppress(OSError):
+                    path.unlink()
+                    folder.rmdir()
 
 
 def of_run(run: Path) -> Checkpoints:

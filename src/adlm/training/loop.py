@@ -27,11 +27,12 @@ from adlm.models.network import adapt, adapters, base_weights
 from adlm.samplers.base import with_sampler
 from adlm.schema import Config
 from adlm.training import setup
+from adlm.training.checkpoint import claimed_run_folder
 from adlm.training.metrics import perplexity, plot_curves
 from adlm.training.optim import learning_rate_factor
 from adlm.training.parallel import Step, World, accumulating, parallelise, world
 from adlm.training.prediction import run_prediction
-from adlm.training.run import Run, SampleHook, claimed_run_folder
+from adlm.training.run import Run, SampleHook
 from adlm.training.setup import corrupted_batches, on_device, validate
 
 
@@ -123,6 +124,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook, cours
         flops = setup.training_flops(cfg, objective, data)
         model = setup.make_model(cfg, data.tokenizer, fresh=run.is_new and run.fork is None).to(ranks.device)
         facts = setup.plan(cfg, model, data, flops, ranks)
+        setup.check_memory(facts["memory_gib_estimate"], ranks.device)
         adapter = setup.adapter_facts(cfg, model)
         step_module = Step(model)
         wrapped = parallelise(step_module, cfg.train, ranks)

@@ -8,6 +8,7 @@ import atexit
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -361,6 +362,8 @@ class Interruption:
     def receive(self, number: int, frame: Any) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and not self.requested:
+            print("stopping after this step; Ctrl-C again stops at once, without saving", file=sys.stderr, flush=True)
         self.requested, self.number = True, self.number or number
 
     def __exit__(self, *exception: Any) -> None:

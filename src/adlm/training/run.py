@@ -3,16 +3,14 @@
 A `Run` owns the run folder, its checkpoints and how a stopped run resumes, the optimizers with EMA and gradient guard,
 the log, and the questions of a training loop: is it time to log, to validate, to sample, to save, to stop? What a batch
 is, and what a validation measures, is up to the loop. The host waits for the device where a log line is written, and
-nowhere else between two steps. Below: which checkpoint a run may continue from, and the run folder.
+nowhere else between two steps. Below: which checkpoint a run may continue from.
 """
 
 import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from torch import Tensor
 from adlm.config import as_yaml
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import absolute_paths, claimed, path_of, step_of, writable_folder, write_atomically
+from adlm.io.paths import absolute_paths, path_of, step_of, write_atomically
 from adlm.models.network import merged
 from adlm.schema import Config, DataConfig, ReasonConfig
 from adlm.tables import TOKENIZERS
@@ -333,13 +331,28 @@ def check_same_run(
         )
     # seed and size of the steps say which sequences a run has read
     keys = ["seed", "train.global_batch_size", "train.length_warmup", "train.length_warmup_fraction"]
-    if cfg.train.length_warmup > 1:  # for a fraction of all steps
-        keys.append("train.steps")
+    if cfg.train.length_warmup > 1:
+        check_steps(info, cfg)
     for key, was, value in differences(info, cfg, fixed, keys):
         if key not in free:
             raise ValueError(
                 f"out={cfg.out!r} was started with {key}={was}, now it is {value}; set it back or use another out="
             )
+
+
+def check_steps(info: dict[str, Any], cfg: Config) -> None:
+    """Refuse another number of steps if that moves the end of sequence-length warmup, a fraction of all of them, which
+    must be over in the run as it was and as it is."""
+    was, now, step = info["config"]["train"]["steps"], cfg.train.steps, info["step"]
+    fraction = cfg.train.length_warmup_fraction
+    most = int(step / fraction) if fraction else now
+    over = step >= math.ceil(fraction * was)
+    allowed = f"up to {most} would be possible, or " if over and most > was else ""
+    require(
+        was == now or (over and now <= most),
+        f"out={cfg.out!r} was started with train.steps={was}, now it is {now}, and at step {step} its sequences would"
+        f" become short again (train.length_warmup_fraction={fraction}): {allowed}use another out=",
+    )
 
 
 def differences(
@@ -416,31 +429,3 @@ def with_absolute_paths(cfg: Config) -> Config:
     if (name := cfg.data.tokenizer) and name not in TOKENIZERS and path_of(name).exists():
         places["data"]["tokenizer"] = str(path_of(name).absolute())
     return replace(cfg, **{section: replace(getattr(cfg, section), **found) for section, found in places.items()})
-
-
-@contextmanager
-def claimed_run_folder(out: str, ranks: World) -> Iterator[Path]:
-    """The run folder, for one run at a time: two would write into each other's checkpoints. What a killed run left
-    half written is removed, and so is a folder that stayed empty."""
-    folder = writable_folder("out", Path(out))
-    if not ranks.is_main:
-        yield folder
-        return
-    path = folder / ".claim"
-
-    def refusal(process: str) -> str:
-        return f"out={out!r} is in use by process {process or '?'}; wait for it, or use another out="
-
-    with claimed(path, refusal) as file:
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        for leftover in [*folder.glob(".export-*"), *folder.glob("checkpoints/partial-*")]:
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            yield folder
-        finally:
-            if list(folder.iterdir()) == [path]:
-                with suppress(OSError):
-                    path.unlink()
-                    folder.rmdir()

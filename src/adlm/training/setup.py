@@ -139,6 +139,8 @@ COUNTED_SEQUENCES = 256
 
 MOST_EPOCHS = 100
 """A run that reads its text more often is warned about."""
+HOPELESS = 3
+"""A run whose memory is estimated at so many times what there is does not start."""
 
 
 class Data(NamedTuple):
@@ -319,12 +321,22 @@ def doubts(cfg: Config, epochs: float, memory: float, available: float) -> list[
         fits = f"optim.ema={max(0.5, 1 - 10 / steps):.4g} would fit"
         found.append(f"optim.ema={ema:g} averages {1 / (1 - ema):,.0f} steps, more than train.steps={steps}; {fits}")
     if memory > available:
-        less = "take a smaller model, or fewer sequences at once (train.batch_size)"
-        found.append(f"about {memory:,.0f} GiB are needed and the device has {available:,.0f}: {less}")
+        found.append(too_large(memory, available))
     if epochs > MOST_EPOCHS:
         less = f"train.steps={max(1, round(steps * MOST_EPOCHS / epochs)):,} are {MOST_EPOCHS} times"
         found.append(f"train.steps={steps:,} read the text {epochs:,.0f} times; {less}")
     return found
+
+
+def too_large(memory: float, available: float) -> str:
+    less = "take a smaller model (adlm train my.txt finds one), or fewer sequences at once (train.batch_size)"
+    return f"about {memory:,.0f} GiB are needed and the device has {available:,.0f}: {less}"
+
+
+def check_memory(needed: float, device: torch.device) -> None:
+    """Refuse a run that would fill the machine until it is killed; `needed` is an estimate, in GiB."""
+    available = memory_gib(device)
+    require(needed <= HOPELESS * available, too_large(needed, available))
 
 
 def memory_gib(device: torch.device) -> float:
