@@ -103,7 +103,7 @@ def _run(argv: list[str], strict: bool) -> int:
     if len(named) < command.required:
         raise UsageError(f"adlm {name} needs {' and '.join(command.words[: command.required])}")
     if rest and not command.rest:
-        raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value")
+        raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value; quote a value that has spaces")
     line = [*_defaults(command, overrides), *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
     # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
@@ -159,7 +159,11 @@ def _sort(command: Command, argv: Sequence[str]) -> tuple[list[str], list[str], 
             flag = {"-h": "--help"}.get(text, text)
             if flag.removeprefix("--") not in {"help", "json", *command.flags} or not flag.startswith("--"):
                 known = ", ".join(f"--{f}" for f in (*command.flags, "json", "help"))
-                raise UsageError(f"unknown flag {text!r}; this command knows {known}")
+                meant = [
+                    key for key in command.read_keys if key.rpartition(".")[2] == text.strip("-").replace("-", "_")
+                ]
+                hint = f"; settings are written {meant[0]}=VALUE" if meant else ""
+                raise UsageError(f"unknown flag {text!r}; this command knows {known}{hint}")
             flags.append(flag.removeprefix("--"))
         elif "=" in text and "+" not in text.partition("=")[0].lstrip("+") and not os.path.exists(text):
             overrides.append(text)

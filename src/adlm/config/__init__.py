@@ -98,7 +98,7 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
     for text in ours:
         match = OVERRIDE.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is not of the form key=value")
+            raise ValueError(f"{text!r} is not of the form key=value; quote a value that has spaces")
         key, value = match["key"], match["value"]
         require(match["sign"] != "~", f"{text!r}: a setting cannot be removed; give {key} a value")
         given[key] = value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value

@@ -17,6 +17,7 @@ from adlm.compat.checkpoints import load_release
 from adlm.compat.foreign_files import PRE_TOKENIZERS, Tensors, open_folder, open_gguf, tokenizer_of_files
 from adlm.compat.layouts import ANY_MASK, Released, read_config, refuse
 from adlm.data import remote
+from adlm.data.formats import SUFFIXES, plain_name
 from adlm.data.preparation import tokenizer_for
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from
 from adlm.errors import require
@@ -210,6 +211,13 @@ def default_checkpoint() -> Path:
     return DEMO
 
 
+def neighbours(path: Path) -> str:
+    """What there is in place of a folder that is missing."""
+    found = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
+    shown = ", ".join(name for name in found if not name.startswith("."))
+    return f"; {path.parent} has {shown}" if shown and path.parent != Path() else ""
+
+
 def load_checkpoint(
     path: str | Path,
     ema: bool = True,
@@ -226,13 +234,22 @@ def load_checkpoint(
     """
     name, path = str(path), locate(path)
     repository, _, at = name.partition("@")
-    if not path.exists() and repository.count("/") == 1 and not name.startswith((".", "/", "~")):
+    if (
+        not path.exists()
+        and repository.count("/") == 1
+        and not name.startswith((".", "/", "~"))
+        and not path.parent.is_dir()
+    ):
         # owner/model, or owner/model@revision, of the hub or its cache
         advice = "give a run folder, an exported folder or a .ckpt file"
         path = remote.fetch_model(repository, revision or at, f"model {name!r}", advice)
-    require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist")
+    require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist{neighbours(path)}")
     if is_released(path):
         return load_released(path, device, tokenizer, root)
+    require(
+        not (path.is_file() and plain_name(path).endswith(SUFFIXES)),
+        f"{path} is a text and no model; adlm train {path} makes one of it, adlm finetune {path} teaches it to one",
+    )
     if path.is_file():
         loaded = load_release(path, ema, tokenizer, root)
         loaded.model.to(device)
