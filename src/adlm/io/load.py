@@ -214,7 +214,7 @@ def default_checkpoint() -> Path:
 def neighbours(path: Path) -> str:
     """What there is in place of a folder that is missing."""
     found = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
-    shown = ", ".join(name for name in found if not name.startswith("."))
+    shown = ", ".join(name for name in found if not name.startswith((".", "_")))
     return f"; {path.parent} has {shown}" if shown and path.parent != Path() else ""
 
 
