@@ -322,7 +322,7 @@ class LanguageModel:
     # Reading predictions
 
     def score(self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()) -> Score:
-        """The bound on -log p(text | context) (exact for causal models), with `draws` draws of noise."""
+        """The bound on -log p(text | context), with `draws` draws of noise (`Score.exact`: no bound, but that)."""
         return whole(self.score_in_parts(text, draws, context))
 
     def score_in_parts(

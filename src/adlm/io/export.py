@@ -27,7 +27,7 @@ from adlm.io.paths import BOX, BOX_NAME, check_object, digest, path_of, read_jso
 from adlm.io.quantised import CODES, expand, expanded_shapes
 from adlm.migration import migrate
 from adlm.models import Network, build_model
-from adlm.models.network import check_adapters, merged, weights_digest
+from adlm.models.network import check_adapters, merged, tie, weights_digest
 from adlm.rules import Choices, accept
 from adlm.schema import Config, LoraConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 from adlm.tables import Table
@@ -168,11 +168,14 @@ def load_folder(
     shapes = expanded_shapes(read_shapes(folder / WEIGHTS))
     check_shapes(shapes, cfg, info["vocab_size"], info["mask_id"], f"{folder / WEIGHTS} does not fit its {CONFIG}")
     check_digest(folder / WEIGHTS, info)
-    model = build_model(cfg, info["vocab_size"], info["mask_id"])
+    with torch.device("meta"):  # shapes, which take the weights of the file: no second copy, and no first ones to draw
+        model = build_model(cfg, info["vocab_size"], info["mask_id"])
     try:
-        model.load_state_dict(expand(load_file(folder / WEIGHTS)))
+        model.load_state_dict(expand(load_file(folder / WEIGHTS)), assign=True)
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
+    if cfg.tied:
+        tie(model)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.freeze_bridge()
     today = {"model": asdict(cfg), "noise": asdict(noise), "objective": asdict(objective)}
