@@ -328,7 +328,7 @@ def reading_ways(cfg: ModelConfig, length: int) -> list[tuple[int, float]]:
         return [(1, length / 2)]
     ways: list[tuple[int, float]] = []
     for K in cfg.block_lengths or (length,):
-        if K >= length:
+        if length <= K:
             ways.append((1, length))
         elif K == 1 and cfg.shift:
             ways.append((1, length / 2))

@@ -59,12 +59,12 @@ from adlm.schema import ObjectiveConfig
 # 1, which is autoregression without any noise, where a random time would leave a token out or weigh it by 1/t. K = L
 # is the NELBO.
 #
-# The network reads [noisy ; clean] (models/transformer.py). Half of that is enough at both ends (`Reading`). If
+# The network reads [noisy ; clean] (models/transformer.py). Half of that is enough at both ends (`Halves`). If
 # predictions are shifted nothing stands before token 0: it is given, and neither masked nor scored.
 
 
-class Reading(IntEnum):
-    """What the network has to read of a sequence."""
+class Halves(IntEnum):
+    """The halves of [noisy ; clean] that the network has to read of a sequence."""
 
     BOTH = 0
     """[noisy ; clean]."""
@@ -75,9 +75,9 @@ class Reading(IntEnum):
 
     @staticmethod
     def of(block_B: Tensor, L: int, shift: bool) -> Tensor:
-        """The reading of every sequence, by its block length."""
+        """The halves for every sequence, by its block length."""
         one_block_B, one_token_B = block_B >= L, (block_B == 1) & shift
-        return torch.where(one_block_B, Reading.NOISY, torch.where(one_token_B, Reading.CLEAN, Reading.BOTH))
+        return torch.where(one_block_B, Halves.NOISY, torch.where(one_token_B, Halves.CLEAN, Halves.BOTH))
 
 
 class BlockSettings(NamedTuple):
@@ -138,8 +138,8 @@ class NoisedBlocks:
         self.masked_BL[:, : int(shift)] = False
         z_BL = torch.where(self.masked_BL, mask_id, sequences.tokens_BL)
         self.z_BL = after_prompts(sequences, z_BL, mask_id)
-        readings = Reading.of(block_B, z_BL.shape[1], shift).unique().tolist()
-        self.reading = Reading(readings[0]) if len(readings) == 1 else Reading.BOTH
+        needed = Halves.of(block_B, z_BL.shape[1], shift).unique().tolist()
+        self.halves = Halves(needed[0]) if len(needed) == 1 else Halves.BOTH
 
     def where(self, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, targets and weights of the scored tokens, those left out that cannot be predicted."""
@@ -150,9 +150,9 @@ class NoisedBlocks:
     def batch(self, terms: dict[str, Term]) -> CorruptedBatch:
         z_BL, x_BL = self.z_BL, self.sequences.tokens_BL
         count = int(predictable(self.sequences, self.shift).sum())
-        if self.reading == Reading.BOTH:
+        if self.halves == Halves.BOTH:
             return CorruptedBatch(torch.cat((z_BL, x_BL), dim=1), None, count, terms, block_B=self.block_B)
-        if self.reading == Reading.NOISY:
+        if self.halves == Halves.NOISY:
             return CorruptedBatch(z_BL, None, count, terms)
         return CorruptedBatch(x_BL, None, count, terms, causal=True)
 
@@ -238,8 +238,8 @@ class Nelbo(Objective):
         if self.blocks is None or progress < self.cfg.causal_until:
             return [sequences]
         block_B = self.blocks.drawn(sequences, self.seed, step)
-        reading_B = Reading.of(block_B, sequences.tokens_BL.shape[1], self.blocks.shift)
-        return [sequences.at(reading_B == reading) for reading in reading_B.unique()]
+        halves_B = Halves.of(block_B, sequences.tokens_BL.shape[1], self.blocks.shift)
+        return [sequences.at(halves_B == one) for one in halves_B.unique()]
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         if progress < self.cfg.causal_until:
