@@ -171,7 +171,10 @@ def load_folder(
     with torch.device("meta"):  # shapes, which take the weights of the file: no second copy, and no first ones to draw
         model = build_model(cfg, info["vocab_size"], info["mask_id"])
     try:
-        model.load_state_dict(expand(load_file(folder / WEIGHTS)), assign=True)
+        weights = expand(load_file(folder / WEIGHTS))
+        for name in weights:  # which are the file's own memory, until they are copied
+            weights[name] = weights[name].to(dtype, copy=True)
+        model.load_state_dict(weights, assign=True)
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
     if cfg.tied:
