@@ -174,6 +174,8 @@ class LanguageModel:
         self.schedule = make_schedule(loaded.noise)
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
+        self.own: dict[str, Any] = {"new_tokens": self.length, "sampler": ""} | (loaded.info.get("sampling") or {})
+        """How texts are drawn of which nothing else is asked."""
         self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
         self.kept_engine: Engine | None = None
         self.lock = threading.Lock()
@@ -204,7 +206,7 @@ class LanguageModel:
 
         A text without holes is a prompt to be continued, one with holes ([MASK], [MASK:3]) a template to be filled, and
         an empty one asks for free text. `prompt` and `template` say which it is, whatever it holds.
-        `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's length);
+        `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's own);
         `max_new_tokens` only those that are drawn. `stop` ends a text at its first end-of-text token. `banned` and
         `required` are lists of words. What fills the holes can be held to a `regex`, to one of `choices`, or to
         `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those of
@@ -256,7 +258,8 @@ class LanguageModel:
         for name in settings:
             choose("setting", name, [*SETTINGS, "max_new_tokens"])
         given = {name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in settings.items()}
-        c = with_sampler(SamplingConfig(**given), self.loaded.objective)
+        c = SamplingConfig(**given)
+        c = replace(c, sampler=self.sampler_of(c.sampler))
         constraint = make_constraint(self.tokenizer, self.model.vocab_size, c.regex, choices, form)
         c = c if constraint is None else replace(c, stop=True)
         misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, self.objective.learns_score)
@@ -279,7 +282,7 @@ class LanguageModel:
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
         given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
-        total = len(start) + new if new else c.length or self.length
+        total = len(start) + new if new else c.length or min(self.length, len(start) + self.own["new_tokens"])
         check_length(total, self.length, c.stride)
         require(
             len(start) < total,
@@ -289,7 +292,7 @@ class LanguageModel:
 
     def sampler_of(self, configured: str) -> str:
         """The sampler of that name, or without one the model's own."""
-        return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
+        return with_sampler(SamplingConfig(sampler=configured or self.own["sampler"]), self.loaded.objective).sampler
 
     def engine(self, slots: int) -> Engine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another

@@ -47,9 +47,13 @@ REQUIRED = {
 """What a config.json must hold, and of which type."""
 FACTS = {
     "step": int, "tokens": int, "parameters": int, "valid_nll": float, "bits_per_byte": float, "data": str,
+    "bounds": str, "base": str,
     "data_settings": dict, "tokenizer": dict, "licence": str, "command": list, WEIGHTS_DIGEST: str, "adapter": dict,
+    "sampling": dict,
 }  # fmt: skip
 """What it may hold."""
+SAMPLING_FACTS = {"new_tokens": int, "sampler": str}
+"""What config.json says of texts of which nothing else is asked: how many tokens are drawn at most, and how."""
 ADAPTER_FACTS = {"rank": int, "alpha": float, "base": str, "base_sha256": str}
 """What config.json says of an adapter: its settings, where the model is that it adapts, and what that holds."""
 DEEPEST = 8
@@ -152,6 +156,9 @@ def load_folder(
         info["format"] == FORMAT, f"{folder / CONFIG} has format {info['format']!r:.20}; this version reads {FORMAT}"
     )
     check_object(info, REQUIRED, FACTS, str(folder / CONFIG))
+    own = info.get("sampling") or {}
+    kinds = {name: kind for name, kind in SAMPLING_FACTS.items() if name in own}
+    check_object(own, kinds, {}, f"{folder / CONFIG}: sampling")
     for name in (weights_file(info), TOKENIZER):
         require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
     if info.get("adapter"):
@@ -233,6 +240,7 @@ def with_adapters(
     model = base.model.to(dtype=dtype)
     noise, objective = section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"])
     facts = {name: value for name, value in info.items() if name not in ("adapter", WEIGHTS_DIGEST)}
+    facts |= {"sampling": base.info["sampling"]} if base.info.get("sampling") else {}
     facts |= {"model": asdict(model.config), "noise": asdict(noise), "objective": asdict(objective)}
     return Loaded(model, base.tokenizer, noise, objective, facts)
 
@@ -335,6 +343,8 @@ def card(info: dict[str, Any]) -> str:
         else f"{bound:.4f} nats per token, perplexity {math.exp(min(bound, 50)):.2f}"
         + ("" if model["causal"] else " (upper bounds)"),
         "bits per byte": f"{info['bits_per_byte']:.3f} on held-out text" if "bits_per_byte" in info else None,
+        "bits per byte by block length": info.get("bounds"),
+        "adapted from": info.get("base"),
         "licence": info.get("licence"),
         "size": f"{info['parameters']:,} parameters" if "parameters" in info else None,
         "adapter": "rank {rank}, of the model {base}".format(**info["adapter"]) if "adapter" in info else None,
