@@ -8,6 +8,7 @@ from adlm import tables
 from adlm.config.keys import keys
 
 PACKAGE = Path(__file__).parents[2] / "src" / "adlm"
+TESTS = Path(__file__).parents[1]
 # Lowest first. errors imports nothing of ours; data imports only what stands before diffusion.
 LAYERS = [
     "errors", "rules", "tables", "schema_commands", "schema", "config.keys", "migration", "io.paths", "compat.pickles",
@@ -126,10 +127,25 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [name for name in names if name not in ("self", "cls")]
 
 
+def longer_than_450_lines(folder: Path) -> dict[str, int]:
+    lines = {p.relative_to(folder).as_posix(): len(p.read_text().splitlines()) for p in folder.rglob("*.py")}
+    assert lines
+    return {name: n for name, n in lines.items() if n > 450}
+
+
 def test_modules_stay_readable():
-    lines = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in MODULES}
-    long = {name: n for name, n in lines.items() if n > 450}
-    assert not long, long
+    assert not longer_than_450_lines(PACKAGE)
+
+
+def test_tests_stay_readable():
+    assert not longer_than_450_lines(TESTS)
+
+
+def test_no_test_imports_a_test():
+    """What tests share stands in tests/support or in a conftest.py."""
+    tests = {p.stem for p in TESTS.rglob("test_*.py")}
+    found = {p.name: both for p in TESTS.rglob("*.py") if (both := imported(ast.parse(p.read_text()), False) & tests)}
+    assert tests and not found, found
 
 
 def test_the_package_has_at_most_120_modules():

@@ -1,65 +1,24 @@
 """The engine as its callers see it: seeds, batches, conditions, streams, and bad requests."""
 
-import copy
-import functools
 import itertools
-import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-import torch
-import torch._dynamo
 from chance import LEVEL, chi_square
+from engine_requests import DIFFUSION, L, M, mixed, request, rows
 from tiny import tiny_model
 from toy import ToyModel
 
-from adlm.diffusion.process import make_schedule
-from adlm.diffusion.random import Stream, uniforms
-from adlm.engine import Engine, Frame, Request, Result
-from adlm.engine.prepare import AHEAD, Graphs, Uploads, compile_blocks, fold, pad_heads, to_bfloat16, unwrap
+from adlm.engine import Engine, Frame, Result
 from adlm.engine.request import Limit, parse_template
 from adlm.models.bridge import LinearBridge
-from adlm.samplers.base import make_sampler
-from adlm.schema import NoiseConfig, SamplingConfig
-from adlm.tables import SAMPLERS, SCHEDULES
-
-V, M, L = 11, 10, 12
-DIFFUSION = [s for s in SAMPLERS if s != "autoregressive"]
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model().requires_grad_(False)
-
-
-def request(seed: int = 0, tokens=None, sampler: str = "mdlm", **settings) -> Request:
-    extra = {k: settings.pop(k) for k in ("banned", "required", "stop_id", "watch") if k in settings}
-    return Request(tokens or [M] * L, SamplingConfig(sampler=sampler, **({"steps": 6} | settings)), seed=seed, **extra)
-
-
-def rows(engine, requests) -> list[list[int]]:
-    """Final rows in the order of the requests."""
-    ids = [engine.submit(r) for r in requests]
-    done = {}
-    while engine.busy:
-        done |= {u.id: u for u in engine.step() if isinstance(u, Result)}
-    return [done[i].tokens for i in ids]
-
-
-def mixed(n: int) -> list[Request]:
-    """Requests of every sampler, with different settings and lengths."""
-    out = []
-    for seed, sampler in zip(range(n), itertools.cycle(DIFFUSION)):
-        tokens = [M] * (L if seed % 3 else 7)
-        tokens[2] = seed % V if seed % V != M else 0
-        cut = [{}, {"top_p": 0.8}, {"temperature": 0.7, "top_k": 5}, {"min_p": 0.1}][seed % 4]
-        out.append(request(seed, tokens, sampler, eta=0.05, t_on=0.6, t_off=0.2, **cut))
-    return out
 
 
 @pytest.mark.parametrize("slots", [3, 16])
@@ -146,101 +105,6 @@ def test_fixed_positions_stay(model):
         (row,) = rows(Engine(model), [request(2, tokens, sampler, eta=0.05)])
         assert (row[0], row[5], row[11]) == (4, 0, 9)
         assert M not in row
-
-
-def test_banned_tokens_and_phrases(model):
-    free = rows(Engine(model), [request(s) for s in range(20)])
-    often = Counter(itertools.chain(*free)).most_common(1)[0][0]
-    pair = Counter(p for row in free for p in itertools.pairwise(row)).most_common(1)[0][0]
-    banned = [[often], list(pair), [1, 2, 3]]
-    for row in rows(Engine(model), [request(s, banned=banned) for s in range(20)]):
-        assert often not in row
-        assert pair not in set(itertools.pairwise(row))
-        assert not any(row[i : i + 3] == [1, 2, 3] for i in range(L))
-    only_pair = rows(Engine(model), [request(s, banned=[list(pair)]) for s in range(20)])
-    assert any(p == pair for row in free for p in itertools.pairwise(row))
-    assert all(p != pair for row in only_pair for p in itertools.pairwise(row))
-    # rows that never held the phrase are the rows they would have been
-    assert [a for a, b in zip(only_pair, free) if pair not in set(itertools.pairwise(b))] == [
-        b for b in free if pair not in set(itertools.pairwise(b))
-    ]
-
-
-def test_a_banned_phrase_may_not_end_the_sequence():
-    """Two positions: every phrase that comes out begins at the first and ends at the last."""
-    toy, phrase = ToyModel(4, 2, seed=3), [0, 1]
-    assert phrase in rows(Engine(toy), [request(s, [3, 3]) for s in range(60)])
-    assert phrase not in rows(Engine(toy), [request(s, [3, 3], banned=[phrase]) for s in range(60)])
-
-
-def test_a_required_word_is_judged_by_all_its_tokens(monkeypatch):
-    """Its first token fits best at position 0, the whole word at position 1."""
-    engine = Engine(ToyModel(4, 4), slots=1)
-    log_p = np.full((4, 2), -50.0)
-    log_p[0, 0], log_p[0, 1] = 0.0, 0.0
-    log_p[1, 0], log_p[2, 1] = -1.0, 0.0
-    monkeypatch.setattr(engine.evaluator, "word_log_probs", lambda tokens, words, t: log_p)
-    for row in rows(engine, [request(s, [3] * 4, required=[[2, 1]], banned=[[2]]) for s in range(10)]):
-        assert row[1:3] == [2, 1]
-
-
-def test_required_words_appear(model):
-    word = [7, 3, 7]
-    tokens = [M, M, 5, M, M, M, M, M, 5, M, M, M]
-    for row in rows(Engine(model), [request(s, tokens, required=[word, [1]]) for s in range(6)]):
-        assert any(row[i : i + 3] == word for i in range(L))
-        assert 1 in row
-        assert row[2] == row[8] == 5
-
-
-def holds(row: list[int], word: list[int]) -> bool:
-    return any(row[i : i + len(word)] == word for i in range(len(row)))
-
-
-def test_repairs_leave_required_words_alone(model):
-    """Where a banned phrase ends in a required word, the token before it is drawn again."""
-    banned, drawn_again = [[t, 7] for t in range(7)], 0
-    for seed in range(20):
-        (free,) = Engine(model).run([request(seed, required=[[7]])])
-        (done,) = Engine(model).run([request(seed, required=[[7]], banned=banned)])
-        assert done.finished and 7 in done.tokens
-        assert not any(holds(done.tokens, phrase) for phrase in banned)
-        drawn_again += free.tokens != done.tokens
-    assert drawn_again > 0
-
-
-@pytest.mark.parametrize("sampler", ["mdlm", "first-hitting", "remdm-cap", "confidence"])
-def test_no_text_ends_before_its_required_words(model, sampler):
-    stop, word = 9, [7, 3, 7]  # 9: what this model likes best
-    options = {"sampler": sampler, "eta": 0.1, "required": [word, [1]], "stop_id": stop}
-    done = list(Engine(model).run(request(s, **options) for s in range(30)))
-    assert all(r.finished and M not in r.tokens and holds(r.tokens, word) and 1 in r.tokens for r in done)
-    assert all(stop not in r.tokens[:-1] for r in done)
-    assert sampler == "confidence" or any(len(r.tokens) < L for r in done), "but they end"
-
-
-def test_a_required_end_of_text_ends_the_text(model):
-    for done in Engine(model).run(request(s, required=[[7, 4], [1]], stop_id=4) for s in range(20)):
-        assert done.finished and 1 in done.tokens and holds(done.tokens, [7, 4])
-
-
-def test_required_words_stand_where_the_model_wants_them():
-    """One required token in a row of two: placed by the model's probability of it at each position."""
-    toy = ToyModel(4, 2, seed=3)
-    p = [toy.p((3, 3))[l][1] for l in range(2)]
-    n = 1500
-    done = Engine(toy, slots=300).run(request(s, [3, 3], required=[[1]], banned=[]) for s in range(n))
-    # the other position may come out as 1 too: then both places are possible
-    other = [toy.p((1, 3))[1], toy.p((3, 1))[0]]
-    expected = Counter()
-    for place in range(2):
-        for v in range(3):
-            row = [v, v]
-            row[place] = 1
-            expected[tuple(row)] += p[place] / sum(p) * other[place][v]
-    counts = Counter(tuple(r.tokens) for r in done)
-    assert set(counts) <= set(expected)
-    assert chi_square([counts[k] for k in expected], list(expected.values())) > LEVEL
 
 
 def test_watched_rows_send_frames(model):
@@ -375,242 +239,6 @@ def test_stride_windows_condition_on_what_stands_before():
     assert chi_square([counts[k] for k in expected], list(expected.values())) > LEVEL
 
 
-def test_draws_in_pieces_are_the_same(model):
-    requests = mixed(13)
-    whole = rows(Engine(model), requests)
-    engine = Engine(model)
-    engine.evaluator.drawer.most = 2
-    assert rows(engine, requests) == whole
-
-
-class Padded(Graphs):
-    """Static shapes without a GPU: the functions themselves, run twice as a capture does, and the shapes seen."""
-
-    def __init__(self):
-        super().__init__(on=False)
-        self.on, self.shapes = True, {}
-
-    def capture(self, function):
-        seen = self.shapes.setdefault(function.__name__, set())
-
-        def repeated(*args):
-            seen.add(tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor)))
-            function(*map(unwrap, args))
-            return function(*map(unwrap, args))
-
-        return repeated
-
-
-def test_padding_to_static_shapes_changes_nothing(model, monkeypatch):
-    requests = [request(s, sampler=n, eta=0.05) for s, n in enumerate(["mdlm", "remdm-cap", "remdm-conf"] * 6)]
-    expected = rows(Engine(model, slots=5), requests)
-    padded = Padded()
-    monkeypatch.setattr("adlm.engine.evaluator.Graphs", lambda on: padded)
-    engine = Engine(model, slots=5)
-    assert rows(engine, requests) == expected
-    masks, batches = ({shapes[i][-1] for shapes in padded.shapes["look"]} for i in (0, 1))
-    assert batches <= {1, 2, 4, 8} and masks == {64}
-    assert {shapes[0][-1] for shapes in padded.shapes["draw"]} <= {16, 64, 256}
-
-
-def test_uploads_go_round_a_few_buffers(monkeypatch):
-    """As on a GPU, with events that only say what was asked of them: no buffer is written before its last copy."""
-    log: list[tuple[str, int]] = []
-
-    class Copied:
-        def __init__(self, i):
-            self.synchronize = lambda: log.append(("waited for", i))
-            self.record = lambda: log.append(("copied", i))
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    send, plain = Uploads(torch.device("cpu")), Uploads(torch.device("cpu"))
-    send.copied = [Copied(i) for i in range(AHEAD)]
-    for k in range(2 * AHEAD + 3):
-        ints, floats = np.arange(2 * (k % 5 + 1)).reshape(2, -1) + k, np.linspace(0, k, 3)
-        for ours, theirs, sent in zip(send(ints, floats), plain(ints, floats), (ints, floats)):
-            assert torch.equal(ours, theirs) and np.array_equal(ours.numpy(), sent) and ours.dtype == theirs.dtype
-        assert log[-2:] == [("waited for", k % AHEAD), ("copied", k % AHEAD)]
-    assert len({b.data_ptr() for b in send.buffers}) == AHEAD
-
-
-def test_the_kernel_draws_what_the_plain_draw_draws():
-    """Interpreted on the CPU; tests/plumbing/test_gpu.py runs it for real."""
-    pytest.importorskip("triton", reason="triton comes with torch's CUDA builds")
-    code = "from draw_cases import check_draws; [check_draws(V, 'cpu') for V in (7, 300, 1111)]"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path, "tests"])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_one_compilation_serves_all_blocks_and_numbers_of_rows(model, monkeypatch):
-    """The second size makes the rows a variable: a third size is not compiled again."""
-    network, compiled = Engine(model).evaluator, []
-
-    def backend(graph, example_inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    plain = fold(model)
-    network.model = fold(model)
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    compile_blocks(network.model)
-    with torch.no_grad():
-        for n in (8, 4, 3, 5):
-            tokens = torch.randint(0, V, (n, L))
-            torch.testing.assert_close(network.model(tokens).denoiser_BLD, plain(tokens).denoiser_BLD)
-    assert len(compiled) == 6  # first block, other blocks and the end of a stack, each for one size and then for any
-
-
-def test_time_conditioned_models_are_told_the_noise_level():
-    toy = ToyModel(3, 4)
-    toy.config.conditioning = "sigma"
-    engine = Engine(toy, slots=1)
-    list(engine.run([request(1, [2] * 4, sampler="first-hitting")]))
-    t = np.sort(uniforms(1, Stream.REVEAL, torch.arange(4)).numpy())[::-1]
-    sigma = torch.cat(engine.evaluator.model.sigmas)
-    torch.testing.assert_close(sigma.double(), torch.from_numpy(-np.log(1 - (1 - 1e-3) * t)), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("parity", ["", "release"])
-def test_noise_levels_count_the_masks_of_the_whole_sequence(parity):
-    """Three of four positions are holes: of those a fraction t is masked, of the sequence 3/4 t. The release
-    takes t."""
-    toy = ToyModel(3, 4)
-    toy.config.conditioning = "sigma"
-    engine = Engine(toy, slots=1)
-    settings = {"parity": parity, "steps": 5}
-    sampler = make_sampler(SamplingConfig(**settings), engine.schedule)
-    t = np.array([event.t for event in sampler.trajectory(np.array([0, 2, 3]), 1)])
-    list(engine.run([request(1, [2, 1, 2, 2], **settings)]))
-    told = torch.cat(engine.evaluator.model.sigmas).double()
-    expected = t if parity else 0.75 * t
-    assert told.shape == (len(t),) and len(t) > 1
-    torch.testing.assert_close(told, torch.from_numpy(-np.log(1 - (1 - 1e-3) * expected)), rtol=1e-5, atol=1e-6)
-
-
-def test_left_to_right_hears_of_fewer_masks_from_token_to_token():
-    toy = ToyModel(3, 4)
-    toy.config.conditioning = "sigma"
-    engine = Engine(toy, slots=1)
-    list(engine.run([request(1, [2] * 4, sampler="autoregressive")]))
-    told, masked = torch.cat(engine.evaluator.model.sigmas).double(), torch.tensor([4, 3, 2, 1]).double() / 4
-    torch.testing.assert_close(told, -torch.log(1 - (1 - 1e-3) * masked), rtol=1e-5, atol=0)
-
-
-def test_required_words_are_placed_at_the_noise_level_of_the_canvas():
-    toy = ToyModel(3, 4)
-    toy.config.conditioning = "sigma"
-    engine = Engine(toy, slots=1)
-    list(engine.run([request(1, [2, 1, 2, 2], required=[[0], [1]])]))
-    placing = torch.cat(engine.evaluator.model.sigmas[:2]).double()
-    torch.testing.assert_close(
-        placing, -torch.log(1 - (1 - 1e-3) * torch.tensor([3 / 4, 2 / 4]).double()), rtol=1e-5, atol=0
-    )
-
-
-@pytest.mark.parametrize("sampler", ["ddpm", "analytic", "score"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_samplers_along_the_schedule_tell_its_noise_level(name, sampler):
-    toy, schedule = ToyModel(3, 4), make_schedule(NoiseConfig(name=name))
-    toy.config.conditioning = "sigma"
-    engine = Engine(toy, schedule, slots=1)
-    list(engine.run(request(seed, [2] * 4, sampler=sampler, steps=8) for seed in range(20)))
-    told = torch.cat(engine.evaluator.model.sigmas).unique().double()
-    assert told.isfinite().all()
-    # at t = 1 an infinite sigma is told as that of LEAST_VISIBLE; at t = 0 the fill
-    possible = schedule.sigma(torch.arange(9).double() / 8).clamp(max=-math.log(1e-9))
-    assert len(told) > 2
-    assert (told[:, None] - possible).abs().amin(1).max() < 1e-5
-
-
-def test_a_token_expected_just_tau_times_is_rare():
-    """As in training, where ties are anchors. The first position's token is expected exactly once."""
-    toy = ToyModel(4, 2)
-    with torch.no_grad():
-        toy.anchor_table.fill_(-1e4)
-        toy.anchor_table[:, 0, 0] = 0.0
-        toy.anchor_table[:, 1, 1:3] = 0.0
-    first = next(Engine(toy, tau=1).stream(request(1, [3, 3], sampler="anchor-first", steps=2, watch=True)))
-    assert isinstance(first, Frame) and first.drawn == [0]
-
-
-def test_rare_tokens_of_anchor_first_are_those_of_training():
-    """tau=0: no token is rare, so all positions are alike and fall in their order."""
-    toy = ToyModel(4, 6, seed=5)
-    counts = Counter(
-        tuple(u.drawn)
-        for seed in range(10)
-        for u in Engine(toy, tau=0).stream(request(seed, [3] * 6, sampler="anchor-first", steps=6, watch=True))
-        if isinstance(u, Frame)
-    )
-    assert counts == {(l,): 10 for l in range(5)}
-
-
-def test_bfloat16_is_a_copy_and_keeps_norms_and_times_in_float32():
-    """Not run here: some CPUs lack the instructions. The GPU test below does."""
-    timed = tiny_model(conditioning="sigma").requires_grad_(False)
-    low = copy.deepcopy(timed)
-    to_bfloat16(low)
-    kinds = {name: p.dtype for name, p in low.named_parameters()}
-    assert kinds["head.weight"] == kinds["denoiser.blocks.0.qkv.weight"] == torch.bfloat16
-    assert {d for n, d in kinds.items() if "norm" in n or "time_embedding" in n or "modulation" in n} == {torch.float32}
-    assert all(p.dtype == torch.float32 for p in timed.parameters())
-
-
-@pytest.mark.parametrize("options", [{}, {"conditioning": "sigma"}, {"anchored": False}, {"bridge": "none"}])
-def test_folding_constants_changes_nothing(options):
-    """In float64, where rounding, which depends on the CPU in float32, is far below what a wrong fold would do."""
-    model, g = tiny_model(dtype=torch.float64, **options).requires_grad_(False), torch.Generator().manual_seed(0)
-    tokens, sigma = torch.randint(0, V, (3, L), generator=g), torch.rand(3, generator=g, dtype=torch.float64)
-    before = model(tokens, sigma)
-    weights = {name: p.clone() for name, p in model.named_parameters()}
-    folded = fold(model)
-    pad_heads(folded)
-    after = folded(tokens, sigma)
-    torch.testing.assert_close(after.denoiser_BLD, before.denoiser_BLD)
-    torch.testing.assert_close(folded.head(after.denoiser_BLD), model.head(before.denoiser_BLD))
-    if model.anchor_head is not None:
-        torch.testing.assert_close(folded.anchor_head(after.anchor_BLD), model.anchor_head(before.anchor_BLD))
-    assert folded.head.weight.shape[0] % 128 == 0
-    to_bfloat16(folded)
-    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters()), "the original is left alone"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_the_gpu(model):
-    """float32 eager on the GPU gives the rows of the CPU; compiled bf16 with graphs does not depend on the order."""
-    requests = mixed(26)
-    expected = rows(Engine(model, slots=16), requests)
-    assert (
-        rows(Engine(copy.deepcopy(model), slots=16, device="cuda", precision="fp32", compile="false"), requests)
-        == expected
-    )
-    fast = Engine(copy.deepcopy(model), slots=16, device="cuda")
-    assert all(M not in row for row in rows(fast, requests))
-    assert rows(fast, requests) == rows(fast, requests[::-1])[::-1]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_steps_on_the_gpu_do_not_wait_for_it(model):
-    """Once shapes are captured, a step that ends no row reads nothing back."""
-    engine = Engine(copy.deepcopy(model), slots=4, device="cuda")
-    engine.evaluator.warm_up()
-    for seed in range(4):
-        engine.submit(request(seed, sampler="remdm-cap", steps=500, eta=0.05, top_p=0.9))
-    engine.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            engine.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(slot is not None for slot in engine.slots)
-
-
 def test_a_model_in_training_is_not_frozen():
     trained = tiny_model()
     rows(Engine(trained), [request(1)])
@@ -666,16 +294,3 @@ def test_what_a_model_cannot_do_is_answered(model):
         Engine(tiny_model(anchored=False)).submit(request(sampler="anchor-first"))
     with pytest.raises(ValueError, match="precision"):
         Engine(model, precision="fp8")
-
-
-def test_required_words_that_do_not_fit_end_the_row_not_the_engine(model):
-    engine = Engine(model)
-    id = engine.submit(request(tokens=[M, 1, M, 1, M], required=[[2, 3]]))
-    other = engine.submit(request(1))
-    updates = []
-    while engine.busy:
-        updates += engine.step()
-    results = {u.id: u for u in updates if isinstance(u, Result)}
-    assert not results[id].finished
-    assert "does not fit" in results[id].problem
-    assert results[other].finished

@@ -1,4 +1,4 @@
-"""Steps replayed as CUDA graphs. On a CPU, with the recorder's promises; tests/test_gpu.py has the real one."""
+"""Steps replayed as CUDA graphs. On a CPU, with the promises of the recorder; plumbing/test_gpu.py has the real one."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """Files from a stranger: nothing in them is executed or unpacked without bounds, and every one is answered in one line.
 
-The files are written by support/hostile.py. Here each is read in this process; the slow test runs each in a process of
+The files are written by support/hostile. Here each is read in this process; the slow test runs each in a process of
 its own and measures what it took.
 """
 
@@ -16,6 +16,10 @@ import hostile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile.cases import CANARY, CASES, HEAVY, sample, start
+from hostile.exported_folders import exported
+from hostile.pickles import calls
+from hostile.run_folders import MANIFESTS, metadata_with, run_folder
 from runs import ON_A_CPU, overrides
 
 from adlm import cli, config
@@ -25,12 +29,12 @@ from adlm.schema import CheckpointConfig
 from adlm.training.checkpoint import Checkpoints, problem_of, read_weights, seal
 from adlm.training.parallel import World
 
-HELPER = Path(hostile.__file__)
+HELPERS = Path(hostile.__file__).parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def valid_files(tmp_path_factory):
-    hostile.start(tmp_path_factory.mktemp("valid"))
+    start(tmp_path_factory.mktemp("valid"))
 
 
 @pytest.fixture
@@ -62,31 +66,31 @@ def check_answer(found: dict) -> None:
     assert lines[-1].startswith("adlm: error: ") and len(lines[-1]) < 1500, found["said"][:3000]
 
 
-@pytest.mark.parametrize("name", [name for name in hostile.CASES if name not in hostile.HEAVY])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in HEAVY])
 def test_a_hostile_file_is_answered_in_one_line(name, tmp_path, quick_settings):
     check_answer(hostile.run(name, tmp_path / "case"))
 
 
 def test_there_are_many_kinds():
-    kinds = {name.split(":")[0] for name in hostile.CASES}
-    assert len(hostile.CASES) >= 80 and len(kinds) >= 15
+    kinds = {name.split(":")[0] for name in CASES}
+    assert len(CASES) >= 80 and len(kinds) >= 15
 
 
 def test_the_traps_are_real(tmp_path):
     """An ordinary reader springs them."""
     import pickle
 
-    pickle.loads(hostile.calls(tmp_path)["os.system"])
-    assert (tmp_path / hostile.CANARY).exists()
+    pickle.loads(calls(tmp_path)["os.system"])
+    assert (tmp_path / CANARY).exists()
 
 
 @pytest.mark.parametrize("ema", ["true", "false"])
 def test_an_export_with_a_checkpoint_put_into_it_is_an_export(tmp_path, ema, quick_settings, capsys):
-    line = hostile.metadata_with(tmp_path, hostile.calls(tmp_path)["os.system"])
-    model = hostile.exported(tmp_path)
+    line = metadata_with(tmp_path, calls(tmp_path)["os.system"])
+    model = exported(tmp_path)
     shutil.copytree(Path(line[1]) / "checkpoints", model / "checkpoints")
-    assert cli.main([*hostile.sample(model), f"eval.ema={ema}"]) == 0, capsys.readouterr().err
-    assert not (tmp_path / hostile.CANARY).exists()
+    assert cli.main([*sample(model), f"eval.ema={ema}"]) == 0, capsys.readouterr().err
+    assert not (tmp_path / CANARY).exists()
 
 
 # ---- checkpoints of a run -------------------------------------------------------------------------------------------
@@ -98,7 +102,7 @@ def checkpoints_of(run: Path) -> Checkpoints:
 
 def test_a_checkpoint_is_loaded_as_torch_loads_it(tmp_path):
     """Every tensor that the ordinary reader finds, and the same numbers."""
-    run, checkpoint = hostile.run_folder(tmp_path)
+    run, checkpoint = run_folder(tmp_path)
     described = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     blank = {name: torch.full(m.size, torch.nan, dtype=m.properties.dtype) for name, m in described.items()}
     ours, theirs = blank, copy.deepcopy(blank)
@@ -112,11 +116,11 @@ def test_a_checkpoint_is_loaded_as_torch_loads_it(tmp_path):
 
 
 def test_a_resumed_checkpoint_is_read_as_data(tmp_path):
-    run, checkpoint = hostile.run_folder(tmp_path)
-    (checkpoint / ".metadata").write_bytes(hostile.calls(tmp_path)["os.system"])
+    run, checkpoint = run_folder(tmp_path)
+    (checkpoint / ".metadata").write_bytes(calls(tmp_path)["os.system"])
     with pytest.raises(ValueError, match="refused, nothing of it was run"):
         checkpoints_of(run).load(6, {"model": {}})
-    assert not (tmp_path / hostile.CANARY).exists()
+    assert not (tmp_path / CANARY).exists()
 
 
 @pytest.mark.slow
@@ -127,26 +131,26 @@ def test_a_resumed_run_reads_its_checkpoint_as_data(tmp_path, capsys):
     more = [word for word in line if not word.startswith("train.steps")] + ["train.steps=2"]
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     shutil.copytree(checkpoint, tmp_path / "kept")
-    (checkpoint / ".metadata").write_bytes(hostile.calls(tmp_path)["os.system"])
+    (checkpoint / ".metadata").write_bytes(calls(tmp_path)["os.system"])
     seal(checkpoint)
     capsys.readouterr()
     assert cli.main(["train", *more]) == 1
     assert "refused, nothing of it was run" in capsys.readouterr().err
-    assert not (tmp_path / hostile.CANARY).exists()
+    assert not (tmp_path / CANARY).exists()
     shutil.rmtree(checkpoint)
     shutil.move(tmp_path / "kept", checkpoint)
     assert cli.main(["train", *more]) == 0
     assert "resuming" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", hostile.MANIFESTS)
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_a_checkpoint_with_a_malformed_manifest_is_corrupt(tmp_path, name, capsys):
     """And the one before it is used."""
-    run, checkpoint = hostile.run_folder(tmp_path)
+    run, checkpoint = run_folder(tmp_path)
     newer = run / "checkpoints" / "step-00000012"
     shutil.copytree(checkpoint, newer)
     assert problem_of(newer) is None
-    (newer / "manifest.json").write_text(hostile.MANIFESTS[name])
+    (newer / "manifest.json").write_text(MANIFESTS[name])
     assert (problem_of(newer) or "").startswith("manifest.json is missing or unreadable")
     assert checkpoints_of(run).newest_valid() == 6
     assert "checkpoint of step 12 is corrupt" in capsys.readouterr().err
@@ -181,16 +185,16 @@ def test_the_patterns_of_known_tokenizers_are_read(pattern):
 @pytest.mark.slow
 def test_hostile_files_take_little_memory_and_time(tmp_path):
     """Twice the size of the file and 500 MB, and 10 s of CPU time; each case in a process of its own."""
-    path = os.pathsep.join([str(HELPER.parent), *sys.path])
+    path = os.pathsep.join([str(HELPERS), *sys.path])
     process = subprocess.run(
-        [sys.executable, str(HELPER), str(tmp_path)],
+        [sys.executable, "-m", "hostile", str(tmp_path)],
         env=ON_A_CPU | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
     assert process.returncode == 0, process.stderr[-2000:]
     found = [json.loads(line) for line in process.stdout.splitlines()]
-    assert {f["name"] for f in found} == set(hostile.CASES)
+    assert {f["name"] for f in found} == set(CASES)
     for f in found:
         check_answer(f)
         assert f["memory_mb"] <= 500 + 2 * f["file_mb"] and f["cpu_s"] <= 10, f

@@ -1,37 +1,24 @@
-"""Numbers people can trust: estimators against enumeration, intervals that cover, any number of ranks, any seed."""
+"""Numbers people can trust: estimators of perplexity against enumeration, with intervals that cover, for any seed."""
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from dense import dense_log_probs, dense_logits
-from runs import overrides, run_config, write_corpus
-from scipy import stats
 from tiny import random_tokens, tiny_model
 from torch import nn
 
-from adlm import cli, config
-from adlm.compat.checkpoints import export_release
-from adlm.data.preparation import prepare
 from adlm.data.tokenizers import raw_bytes, train_bpe
-from adlm.evaluation import perplexity
-from adlm.evaluation.intervals import Estimate, neighbour_variance, student, summarise
-from adlm.evaluation.perplexity import bits_per_byte, estimate, measure, run_ppl
+from adlm.evaluation.intervals import Estimate
+from adlm.evaluation.perplexity import bits_per_byte, estimate, measure
 from adlm.io.export import Loaded
-from adlm.io.load import load_checkpoint
 from adlm.models import Hidden
 from adlm.models.layers import pick_flat
 from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.schema import EvalConfig, NoiseConfig, ObjectiveConfig
-from adlm.training.loop import train
-from adlm.training.metrics import read_metrics
 from adlm.training.parallel import World
 
 ALONE = World(0, 1, torch.device("cpu"), "fp32", "none")
@@ -276,75 +263,6 @@ def test_ranks_get_whole_batches_once():
         assert sorted(itertools.chain(*(batches(rank, size) for rank in range(size)))) == alone
 
 
-# Intervals
-
-
-def test_student_quantiles():
-    for freedom in (1, 2, 3, 4, 9, 30, 1000):
-        assert student(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
-
-
-def test_neighbour_variance_ignores_a_trend():
-    rng = np.random.default_rng(0)
-    noise = rng.normal(size=4000)
-    assert neighbour_variance(noise) == pytest.approx(1, rel=0.1)
-    assert neighbour_variance(noise + np.linspace(0, 50, 4000)) == pytest.approx(1, rel=0.1)
-
-
-def test_neighbour_variance_by_hand():
-    """Each difference of two has twice the variance; three values have two differences."""
-    assert neighbour_variance(np.array([1.0, 3.0, 2.0])) == (4 + 1) / 2 / 2
-    assert neighbour_variance(np.array([0.0, 2.0])) == 2
-
-
-def test_summary_of_rows_of_unequal_length():
-    """A ratio of sums; and an exact likelihood has only the error over rows."""
-    values, tokens = np.array([[2.0], [9.0], [4.0]]), np.array([1, 3, 2])
-    e = summarise(values, tokens, None)
-    assert e.nats == 15 / 6 and e.tokens == 6 and e.monte_carlo_error == 0
-    rest = values[:, 0] - 2.5 * tokens
-    assert e.row_error == pytest.approx(math.sqrt(3 * rest.var(ddof=1)) / 6)
-
-
-def test_one_row_or_one_draw_has_no_error_to_tell():
-    one = summarise(np.array([[3.0, 4.0]]), np.array([2]), np.array([0.5]))
-    assert one.row_error is None and one.monte_carlo_error is None and one.interval is None
-    assert one.as_dict()["perplexity_interval"] is None
-    few = summarise(np.array([[3.0], [4.0]]), np.array([2, 2]), np.array([0.5, 0.1]))
-    assert few.row_error is not None and few.monte_carlo_error is None
-
-
-def test_units():
-    e = Estimate(math.log(8), 100, 10, 1, 0.0, None).as_dict()
-    assert e["perplexity"] == pytest.approx(8) and e["bits_per_token"] == pytest.approx(3)
-
-
-# The command
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ppl")
-    train(run_config(folder, train__valid_sequences=0))
-    return folder
-
-
-def ppl_line(folder, *more: str) -> list[str]:
-    return ["ppl", str(folder / "run"), f"data.cache_dir={folder / 'cache'}", *more]
-
-
-def test_the_command_repeats_the_validation_of_training(trained, capsys):
-    assert cli.main([*ppl_line(trained), "eval.draws=1", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    last = [e["nll"] for e in read_metrics(trained / "run") if e["kind"] == "valid"][-1]
-    assert result["continuous"]["nats_per_token"] == pytest.approx(last, rel=1e-6)
-    assert json.loads((trained / "run" / "ppl-file.json").read_text()) == result
-    assert result["data"]["fingerprint"] and result["data"]["detokenizer_version"] is not None
-    assert result["versions"]["torch"] and result["settings"]["draws"] == 1 and result["weights"] == "averaged"
-    low, high = result["continuous"]["perplexity_interval"]
-    assert low < result["continuous"]["perplexity"] < high
-
-
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     """The same text and the same nats, in bytes and in larger pieces; the end of a text is no byte."""
     text = "naïve text, and naïve again. " * 8
@@ -365,103 +283,3 @@ def test_half_characters_at_the_edges_of_a_row_are_single_bytes():
     assert bits_per_byte(one, Table(row[None]), tokenizer) == pytest.approx(1 / math.log(2))
     after_the_first = Estimate(1.0, len(row) - 1, rows=1, draws=1, row_error=None, monte_carlo_error=None)
     assert bits_per_byte(after_the_first, Table(row[None]), tokenizer) == pytest.approx(1 / math.log(2))
-
-
-def test_raw_weights_and_another_corpus(trained, tmp_path, capsys):
-    text = write_corpus(tmp_path / "other.jsonl", documents=20, seed=9)
-    out = tmp_path / "result.json"
-    more = [
-        "data=file",
-        f"data.path={text}",
-        "data.valid_fraction=0.5",
-        "eval.ema=false",
-        "eval.sequences=5",
-        f"out={out}",
-    ]
-    assert cli.main(ppl_line(trained, *more, "eval.draws=2", "eval.estimator=both")) == 0
-    result = json.loads(out.read_text())
-    assert result["weights"] == "raw" and result["continuous"]["rows"] == 5
-    assert result["exact-count"]["monte_carlo_error_nats"] > 0
-    assert "upper bound" in capsys.readouterr().out
-
-
-def test_a_file_is_scored_whole(trained, tmp_path):
-    """Not the part of it that training on it would hold out."""
-    text = write_corpus(tmp_path / "other.jsonl", documents=20, seed=9)
-    loaded = load_checkpoint(trained / "run")
-    cfg = config.load(["data=file", f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"])
-    blocks = prepare(perplexity.own_data(loaded, cfg.data), loaded.tokenizer, 32, "valid")
-    assert blocks.manifest["documents"] == 20
-
-
-def test_the_releases_line_on_its_own_kind_of_checkpoint(trained, tmp_path, monkeypatch, capsys):
-    """mode=ppl_eval of the public release, typed as in its README apart from sizes, files and the tokenizer."""
-    export_release(trained / "run", tmp_path / "tiny.ckpt")
-    text = write_corpus(tmp_path / "openwebtext.jsonl", documents=60, seed=3)
-    monkeypatch.setenv("ADLM_CACHE", str(tmp_path / "cache"))
-    line = (
-        "mode=ppl_eval loader.global_batch_size=16 loader.batch_size=4 loader.eval_batch_size=4 data=openwebtext-split"
-        " model=small parameterization=subs backbone=dit model.length=32 T=0 +wandb.offline=true"
-        f" eval.checkpoint_path={tmp_path / 'tiny.ckpt'} data.path={text} data.tokenizer=bytes"
-    )
-    assert cli.release_main("adlm_main", line.split()) == 0
-    result = json.loads((tmp_path / "ppl-openwebtext.json").read_text())
-    assert result["data"]["packing"] == "release" and result["length"] == 32
-    capsys.readouterr()
-    more = ["data=openwebtext", "data.packing=release", f"data.path={text}"]
-    assert cli.main([*ppl_line(trained, *more), "--json"]) == 0
-    ours = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["continuous"] == ours["continuous"]
-
-
-def test_loading_refuses_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
-        load_checkpoint(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="neither a run folder nor an exported folder"):
-        load_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"does not say what it was trained on; name a corpus, e\.g\. data=pydocs"):
-        run_ppl(config.load(["data=checkpoint"]))  # of the model in the package
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_gives_the_same_number(trained, tmp_path, ranks):
-    more = [
-        "eval.draws=2",
-        "eval.estimator=both",
-        "eval.batch_size=2",
-        "train.device=cpu",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = []
-    for n in (1, ranks):
-        out = tmp_path / f"{n}.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m", "adlm"]
-        line = [*command, *ppl_line(trained, *more, f"out={out}")]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found.append(json.loads(out.read_text()))
-    for name in ("continuous", "exact-count"):
-        assert found[0][name] == found[1][name]
-
-
-@pytest.mark.parametrize(
-    "key", ["data.path=other.txt", "data.valid_path=x", "data.packing=release", "data.packing=documents"]
-)
-def test_data_keys_that_the_checkpoints_own_corpus_ignores_are_refused(trained, key):
-    loaded = load_checkpoint(trained / "run")
-    with pytest.raises(ValueError, match=f"{key.partition('=')[0]}: not read with data=checkpoint"):
-        perplexity.own_data(loaded, config.load(["data=checkpoint", key]).data)
-
-
-def test_fewer_rows_of_the_checkpoints_own_corpus(trained):
-    loaded = load_checkpoint(trained / "run")
-    assert perplexity.own_data(loaded, config.load(["data=checkpoint", "data.max_sequences=3"]).data).max_sequences == 3
-
-
-def test_overrides_of_the_tiny_run_are_what_the_checkpoint_says(trained):
-    """data=checkpoint reads the training data settings back from the export."""
-    loaded = load_checkpoint(trained / "run")
-    line = dict(text.split("=", 1) for text in overrides(trained))
-    assert loaded.info["data_settings"]["path"] == line["data.path"]
-    assert perplexity.own_data(loaded, config.load(["data=checkpoint"]).data).valid_fraction == 0.1

@@ -1,29 +1,12 @@
-"""Released models: every layout at toy size against a network written out with loops; wrong folders are one line."""
+"""Released models: every layout at toy size against a network written out with loops, or against transformers."""
 
 import importlib.util
 import json
-import os
 
 import pytest
 import torch
-from released import (
-    BLOCKS,
-    HEAD,
-    HEADS,
-    KEYS,
-    LLADA,
-    MLP,
-    QUERIES,
-    QWEN,
-    C,
-    D,
-    dense_dit,
-    dense_llama,
-    dit_weights,
-    llama_weights,
-    vocabulary,
-    write_folder,
-)
+from released import BLOCKS, HEAD, KEYS, MLP, QUERIES, D, dense_dit, write_folder
+from released_cases import CASES, LENGTH, MDLM, TOK, L, V, dit_case
 
 import adlm
 from adlm.data.tokenizers import raw_bytes
@@ -31,82 +14,8 @@ from adlm.engine.prepare import fold
 from adlm.models import build_model
 from adlm.models.layers import pick_each, pick_flat
 from adlm.models.network import count_flops
+from adlm.models.transformer import cached_mask
 from adlm.schema import ModelConfig
-
-L = 32
-LENGTH = 12
-MDLM = {
-    "model_type": "mdlm", "model_length": L, "hidden_dim": D, "cond_dim": C, "n_blocks": BLOCKS, "n_heads": HEADS,
-    "dropout": 0.1, "time_conditioning": False, "auto_map": {"AutoConfig": "configuration_mdlm.MDLMConfig"},
-}  # fmt: skip
-HYDRA = {"hidden_size": D, "cond_dim": C, "length": L, "n_blocks": BLOCKS, "n_heads": HEADS, "dropout": 0.1}
-QWEN_CONFIG = {
-    "hidden_size": D, "num_hidden_layers": BLOCKS, "num_attention_heads": QUERIES, "num_key_value_heads": KEYS,
-    "head_dim": HEAD, "intermediate_size": MLP, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
-    "max_position_embeddings": L, "hidden_act": "silu",
-}  # fmt: skip
-LLADA_CONFIG = {
-    "model_type": "llada", "d_model": D, "n_heads": QUERIES, "n_kv_heads": KEYS, "n_layers": BLOCKS,
-    "mlp_hidden_size": MLP, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "max_sequence_length": L, "block_type": "llama",
-    "activation_type": "silu", "include_bias": False, "include_qkv_bias": False, "weight_tying": False,
-}  # fmt: skip
-TOK = vocabulary()
-V = TOK.vocab_size
-
-
-def with_pad():
-    """[PAD] and [MASK] behind the vocabulary, as GIDD has them."""
-    from adlm.io.load import with_padding
-
-    return with_padding(TOK)
-
-
-class Case:
-    """A released model: its folder's content, its reference and what it is."""
-
-    def __init__(self, config, weights, dense, algo="mdlm", tokenizer=TOK, conditioned=False, **folder):
-        self.config, self.weights, self.dense, self.algo = config, weights, dense, algo
-        self.tokenizer, self.conditioned, self.folder = tokenizer, conditioned, folder
-
-
-def dit_case(config, prefix="", rotary="inv_freq", **options):
-    tokenizer = options.get("tokenizer", TOK)
-    weights = dit_weights(tokenizer.vocab_size, prefix, rotary)
-    return Case(config, weights, lambda x, level: dense_dit(weights, x, level, prefix), **options)
-
-
-def llama_case(config, names, shift=False, bias=False, qk_norm=False, tied=False, **options):
-    H = HEAD if names is QWEN else D // QUERIES
-    weights = llama_weights(V + 5, names, bias, qk_norm, tied, H)  # rows to spare, as the released models have
-
-    def dense(x, level):
-        logits = dense_llama(weights, x, names, 5000.0, 1e-5)
-        return torch.cat((logits[:1], logits[:-1])) if shift else logits
-
-    mask = {"vocab_size": V + 5, "mask_token_id": V - 1, "tie_word_embeddings": tied}
-    return Case({**config, **mask}, weights, dense, **options)
-
-
-CASES = {
-    "mdlm": lambda: dit_case({**MDLM, "vocab_size": V}, "backbone."),
-    "mdlm with time": lambda: dit_case(
-        {**MDLM, "vocab_size": V, "time_conditioning": True}, "backbone.", conditioned="sigma"
-    ),
-    "bd3lm of one block": lambda: dit_case({**MDLM, "model_type": "bd3lm", "block_size": L}, "backbone."),
-    "sedd": lambda: dit_case(
-        {"tokens": V - 1, "graph": {"type": "absorb"}, "noise": {"type": "loglinear"}, "model": HYDRA},
-        algo="sedd", conditioned="sigma", pickled=True,
-    ),
-    "sdtt, a student of the hub's model": lambda: dit_case({"config": {"model": HYDRA}}, "backbone.backbone."),
-    "sdtt, its own": lambda: dit_case({"model": HYDRA, "parameterization": "subs"}, "backbone."),
-    "didi-instruct": lambda: dit_case({"model": HYDRA, "algo": {"name": "mdlm"}}, pickled=True),
-    "gidd": lambda: dit_case(
-        {"p_uniform": 0.0, "model": {**HYDRA, "length": L}}, rotary="cached", conditioned="t", tokenizer=with_pad()
-    ),
-    "llada": lambda: llama_case(LLADA_CONFIG, LLADA, shards=3),
-    "dream": lambda: llama_case({**QWEN_CONFIG, "model_type": "Dream"}, QWEN, shift=True, bias=True),
-    "qwen3 diffusion": lambda: llama_case({**QWEN_CONFIG, "model_type": "a2d-qwen3"}, QWEN, qk_norm=True, tied=True),
-}  # fmt: skip
 
 
 def canvas(masks=(3, 4, 7, 10)):
@@ -157,7 +66,8 @@ def test_block_diffusion_of_bd3lm_reads_its_blocks(tmp_path):
     expected = dense_dit(case.weights, x_L, 0.0, "backbone.", see=at[None] // K <= at[:, None] // K)
     cache = lm.model.make_cache(1, L)
     with torch.no_grad():
-        hidden = lm.model(x_L[None], cache=cache, block_B=torch.tensor([K])).denoiser_BLD
+        rows = torch.tensor([LENGTH]), torch.tensor([LENGTH]), torch.tensor([K])
+        hidden = lm.model(x_L[None], cache=cache, mask=cached_mask(at[None], *rows, keys=L)).denoiser_BLD
         ours = lm.model.head(hidden)[0]
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=0)
     assert TOK.mask_id not in lm.generate("The quick", max_new_tokens=6, steps=3)[0].tokens
@@ -340,168 +250,6 @@ def test_a_tied_head_is_trained_saved_and_counted_once():
 def test_sizes_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         llama_network(**options)
-
-
-# ---- what is wrong is one line ---------------------------------------------------------------------------------------
-
-
-def mdlm_folder(tmp_path, tokenizer: object = TOK, **config):
-    return write_folder(tmp_path / "m", {**MDLM, "vocab_size": V, **config}, dit_weights(V, "backbone."), tokenizer)
-
-
-def half(folder):
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-
-
-def no_weights(folder):
-    (folder / "model.safetensors").unlink()
-
-
-def missing_shard(folder):
-    no_weights(folder)
-    case = CASES["llada"]()
-    write_folder(folder, case.config, case.weights, TOK, shards=3)
-    (folder / "model-00002-of-00003.safetensors").unlink()
-
-
-def no_index(folder):
-    missing_shard(folder)
-    (folder / "model.safetensors.index.json").unlink()
-
-
-def wrong_tokenizer(folder):
-    vocabulary(size=320).save(folder / "tokenizer.json")
-
-
-def no_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-    case = CASES["llada"]()
-    no_weights(folder)
-    write_folder(folder, case.config, case.weights, None)
-
-
-def mask_outside(folder):
-    case = CASES["llada"]()
-    no_weights(folder)
-    write_folder(folder, {**case.config, "mask_token_id": V + 5}, case.weights, TOK)
-
-
-def other_mask(folder):
-    case = CASES["llada"]()
-    no_weights(folder)
-    write_folder(folder, {**case.config, "mask_token_id": 7}, case.weights, TOK)
-
-
-def change(**settings):
-    def act(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **settings}))
-
-    return act
-
-
-def lacks_a_tensor(folder):
-    weights = dit_weights(V, "backbone.")
-    del weights["backbone.blocks.1.attn_out.weight"]
-    write_folder(folder, {**MDLM, "vocab_size": V}, weights)
-
-
-def more_tensors(folder):
-    weights = dit_weights(V, "backbone.") | {"backbone.blocks.1.router.weight": torch.zeros(2)}
-    write_folder(folder, {**MDLM, "vocab_size": V}, weights)
-
-
-def code_in_a_pickle(folder):
-    no_weights(folder)
-
-    class Bad:
-        def __reduce__(self):
-            return (os.system, ("touch hacked",))
-
-    torch.save({"a": Bad()}, folder / "pytorch_model.bin")
-
-
-WRONG = [
-    (half, "is not a complete safetensors file"),
-    (no_weights, "holds no weights: neither model.safetensors nor pytorch_model.bin"),
-    (missing_shard, "lacks model-00002-of-00003.safetensors of the 3 files .* download it again"),
-    (no_index, "without model.safetensors.index.json"),
-    (wrong_tokenizer, "has 2?[0-9]+ entries and the tokenizer .* give the right one as data.tokenizer"),
-    (no_tokenizer, "holds no tokenizer: put its tokenizer.json"),
-    (mask_outside, "its mask has the id [0-9]+, outside of its vocabulary"),
-    (other_mask, "its mask has the id 7, but [0-9]+ in the tokenizer"),
-    (change(n_heads=4), "its settings say model.n_heads=4, its weights 2"),
-    (change(model_type="duo"), "Duo's noise is uniform"),
-    (change(model_type="fmlm"), "FMLM is a continuous flow"),
-    (change(model_type="gidd", p_uniform=0.2), "p_unif=0.2 mixes masks with uniform noise"),
-    (change(model_type="gpt_bigcode"), "is of the kind 'gpt_bigcode', which is not read; known are llama"),
-    (lacks_a_tensor, "no usable|lacks|not every|in the file"),
-    (more_tensors, "has 1 parameters that mdlm has not, such as .*router"),
-    (code_in_a_pickle, "pytorch_model.bin"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "message"), WRONG, ids=lambda x: getattr(x, "__name__", None))
-def test_a_wrong_folder_is_one_line(spoil, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = mdlm_folder(tmp_path)
-    spoil(folder)
-    with pytest.raises(ValueError, match=message) as error:
-        adlm.load(folder, "cpu")
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "hacked").exists()
-
-
-def test_vocabulary_files_of_dream_are_read(tmp_path):
-    case = CASES["dream"]()
-    folder = write_folder(tmp_path / "dream", case.config, case.weights)
-    described = json.loads(TOK.backend.to_str())
-    (folder / "vocab.json").write_text(json.dumps(described["model"]["vocab"]))
-    merges = [" ".join(pair) for pair in described["model"]["merges"]]
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    with pytest.raises(ValueError, match=r"holds neither tokenizer\.json nor tokenizer_config\.json"):
-        adlm.load(folder, "cpu")
-    names = {TOK.mask_id: "<|mask|>", TOK.bos_id: "[BOS]", TOK.eos_id: "[EOS]"}
-    added = {str(i): {"content": name, "special": True} for i, name in names.items()}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    lm = adlm.load(folder, "cpu")
-    assert (lm.tokenizer.mask_id, lm.tokenizer.eos_id) == (TOK.mask_id, TOK.eos_id)
-    assert lm.tokenizer.decode(lm.tokenizer.encode("The quick fox, 12!")) == "The quick fox, 12!"
-    assert len(lm.tokenizer.encode("12")) == 2  # Qwen divides numbers into digits
-
-
-def test_gpt2_is_the_tokenizer_of_models_without_one(tmp_path):
-    case, folder = CASES["gidd"](), tmp_path / "gidd"
-    folder.mkdir()
-    described = json.loads(TOK.backend.to_str())
-    tokens = [token for token in described["model"]["vocab"] if not token.startswith("[") or len(token) == 1]
-    vocab = {token: i for i, token in enumerate([*tokens, "<|endoftext|>"])}
-    (folder / "vocab.json").write_text(json.dumps(vocab))
-    (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in described["model"]["merges"]))
-    rows = len(vocab) + 2
-    write_folder(folder, case.config, dit_weights(rows, rotary="cached"))
-    lm = adlm.load(folder, "cpu")
-    assert (lm.model.vocab_size, lm.tokenizer.mask_id, lm.tokenizer.pad_id) == (rows, rows - 1, rows - 2)
-
-
-def test_the_hub_has_revisions(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    from adlm.data import remote
-
-    folder, asked = mdlm_folder(tmp_path), []
-
-    def download(repository, revision, allow_patterns):
-        asked.append((repository, revision, "pytorch_model*.bin" in allow_patterns))
-        assert not any(p.endswith("py") for p in allow_patterns)
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(remote, "notice_missing_network", lambda: None)
-    adlm.load("owner/model", "cpu", revision="7_rounds")
-    adlm.load("owner/model@other", "cpu")
-    assert asked == [("owner/model", "7_rounds", False), ("owner/model", "other", False)]
 
 
 # ---- SmolLM2 ---------------------------------------------------------------------------------------------------------

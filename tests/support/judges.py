@@ -1,9 +1,12 @@
-"""Tiny causal models that stand for a judge."""
+"""Tiny models to judge, and tiny causal models that stand for a judge."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from runs import run_config
+
+from adlm.training.loop import train
 
 
 def save_gpt2(folder: Path) -> None:
@@ -25,3 +28,11 @@ def save_gpt2(folder: Path) -> None:
     )  # fmt: skip
     transformers.GPT2LMHeadModel(cfg).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def train_judged(folder: Path) -> Path:
+    """A diffusion model and a causal one, trained on the same file, and a Hugging Face folder with random weights."""
+    for algo in ("adlm", "ar"):
+        train(run_config(folder, algo=algo, out=folder / algo, train__steps=4))
+    save_gpt2(folder / "gpt2")
+    return folder

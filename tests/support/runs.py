@@ -8,10 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from adlm import config
 from adlm.schema import Config
+from adlm.training.metrics import read_metrics
+from adlm.training.parallel import World
 
 ON_A_CPU = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ALONE = World(0, 1, torch.device("cpu"), "fp32", "none")
 WORDS = ("the", "a", "cat", "dog", "bird", "sat", "ran", "flew", "on", "under", "mat", "tree", "red", "old", "slept")
 
 
@@ -83,3 +89,20 @@ def read_lines(run: Path) -> list[dict]:
         except ValueError:
             continue
     return found
+
+
+def losses(run: Path) -> list[tuple]:
+    """(kind, step, value) of every event, in order, times left out."""
+    return [(e["kind"], e["step"], e.get("nelbo", e.get("nll"))) for e in read_metrics(run)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export" / "model.safetensors")
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert losses(a) == losses(b)
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name

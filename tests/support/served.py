@@ -75,3 +75,11 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def load_tiny(folder: Path, **options) -> LanguageModel:
     return load(readable_model(folder, **options), "cpu")
+
+
+def worker(server: SimpleNamespace):
+    return server.service.models["tiny"].worker
+
+
+def idle(server: SimpleNamespace) -> Callable[[], bool]:
+    return lambda: worker(server).taken == 0 and worker(server).in_use == 0 and not server.service.jobs
