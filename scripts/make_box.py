@@ -31,18 +31,19 @@ The language model in this folder (model.safetensors, tokenizer.json, config.jso
 
 It is made of two works:
 
-1. Its weights began as those of {BASE}, by Hugging Face (https://huggingface.co/HuggingFaceTB/{BASE}), available
-   under the Apache License 2.0 (SPDX: Apache-2.0), whose text is the LICENSE at the root of the source tree of adlm.
-   So did its tokenizer. Changed: the network reads and writes blocks of masked tokens, all of its weights were trained
-   further, and they were rounded to four bits.
+1. Its weights began as those of {BASE} by Hugging Face, and its tokenizer is that model's
+   (https://huggingface.co/HuggingFaceTB/{BASE}). Both are available under the Apache License 2.0
+   (SPDX: Apache-2.0), whose text is the file LICENSE at the root of the source tree of adlm. Changed: the network reads
+   and writes blocks of masked tokens, its weights were trained further, and they were rounded to four bits.
 2. It was trained further on articles of the English Wikipedia (https://en.wikipedia.org), written by the contributors
    to Wikipedia, whose text is available under the Creative Commons Attribution-ShareAlike 4.0 International License
    (SPDX: CC-BY-SA-4.0, https://creativecommons.org/licenses/by-sa/4.0/legalcode).
 
-The model as it is here is available under CC BY-SA 4.0; the terms of Apache-2.0 hold for what it has from {BASE}.
+The model as it is here is available under CC BY-SA 4.0. What it has from {BASE} stays under Apache-2.0.
 You may share and adapt it, also commercially, if you give credit, say what you changed, and distribute what you make
-of it under the same licence. Credit: "the model of the adlm package, by the adlm authors, made of {BASE} by Hugging
-Face and trained on English Wikipedia". The model is offered as it is, without warranties.
+of it under the same licence. Credit: "the model of the adlm package, by the adlm authors, made of
+{BASE} by Hugging Face and trained on English Wikipedia". The model is offered as it is, without
+warranties; the legal code has the terms.
 
 The code of adlm is under Apache-2.0.
 """
@@ -65,8 +66,8 @@ def make_box(source: Path, own: int = 0, folder: Path = BOX) -> Path:
     info: dict[str, Any] = loaded.info | {
         "model": loaded.info["model"] | {"block_length": written},
         "tokenizer": loaded.info["tokenizer"] | {"name": BASE},
-        "command": words, "data_settings": {}, "licence": LICENCE, "base": f"{BASE} (Apache-2.0)",
-        "sampling": {"new_tokens": NEW_TOKENS}, "bits_per_byte": found[K],
+        "command": words, "data": "wikipedia", "data_settings": {}, "licence": LICENCE, "base": f"{BASE} (Apache-2.0)",
+        "new_tokens": NEW_TOKENS, "bits_per_byte": found[K],
         "bounds": ", ".join(f"{length}: {found[length]:.3f}" for length in sorted(set(lengths))),
     }  # fmt: skip
     save_folder(place_for_export(folder), load_file(source / WEIGHTS), loaded.tokenizer, info)

@@ -71,7 +71,7 @@ def test_an_adapted_model_becomes_a_box(adapted, tmp_path, monkeypatch):
     lm = adlm.load(device="cpu")
     assert lm.model.config.block_lengths == (4, 16, 1, 32, 32), "its own first"
     assert len(lm.generate("the")[0].tokens) == 32, "as long as the model, which is shorter than a text of its own"
-    lm.own["new_tokens"] = 8
+    lm.new_tokens = 8
     assert len(lm.generate("the")[0].tokens) == len(lm.tokenizer.encode("the")) + 1 + 8
     assert lm.generate("the [MASK:3] of")[0].text.endswith("of") and lm.score("the").nll > 0
 

@@ -174,8 +174,8 @@ class LanguageModel:
         self.schedule = make_schedule(loaded.noise)
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
-        self.own: dict[str, Any] = {"new_tokens": self.length, "sampler": ""} | (loaded.info.get("sampling") or {})
-        """How texts are drawn of which nothing else is asked."""
+        self.new_tokens: int = loaded.info.get("new_tokens") or self.length
+        """Tokens of a text, beside its prompt, where nobody says how many."""
         self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
         self.kept_engine: Engine | None = None
         self.lock = threading.Lock()
@@ -258,8 +258,7 @@ class LanguageModel:
         for name in settings:
             choose("setting", name, [*SETTINGS, "max_new_tokens"])
         given = {name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in settings.items()}
-        c = SamplingConfig(**given)
-        c = replace(c, sampler=self.sampler_of(c.sampler))
+        c = with_sampler(SamplingConfig(**given), self.loaded.objective)
         constraint = make_constraint(self.tokenizer, self.model.vocab_size, c.regex, choices, form)
         c = c if constraint is None else replace(c, stop=True)
         misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, self.objective.learns_score)
@@ -282,7 +281,7 @@ class LanguageModel:
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
         given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
-        total = len(start) + new if new else c.length or min(self.length, len(start) + self.own["new_tokens"])
+        total = len(start) + new if new else c.length or min(self.length, len(start) + self.new_tokens)
         check_length(total, self.length, c.stride)
         require(
             len(start) < total,
@@ -292,7 +291,7 @@ class LanguageModel:
 
     def sampler_of(self, configured: str) -> str:
         """The sampler of that name, or without one the model's own."""
-        return with_sampler(SamplingConfig(sampler=configured or self.own["sampler"]), self.loaded.objective).sampler
+        return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
 
     def engine(self, slots: int) -> Engine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another

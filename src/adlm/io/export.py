@@ -47,13 +47,10 @@ REQUIRED = {
 """What a config.json must hold, and of which type."""
 FACTS = {
     "step": int, "tokens": int, "parameters": int, "valid_nll": float, "bits_per_byte": float, "data": str,
-    "bounds": str, "base": str,
+    "bounds": str, "base": str, "new_tokens": int,
     "data_settings": dict, "tokenizer": dict, "licence": str, "command": list, WEIGHTS_DIGEST: str, "adapter": dict,
-    "sampling": dict,
 }  # fmt: skip
-"""What it may hold."""
-SAMPLING_FACTS = {"new_tokens": int, "sampler": str}
-"""What config.json says of texts of which nothing else is asked: how many tokens are drawn at most, and how."""
+"""What it may hold. `new_tokens`: how many tokens a text has, beside its prompt, where nobody says it."""
 ADAPTER_FACTS = {"rank": int, "alpha": float, "base": str, "base_sha256": str}
 """What config.json says of an adapter: its settings, where the model is that it adapts, and what that holds."""
 DEEPEST = 8
@@ -156,9 +153,6 @@ def load_folder(
         info["format"] == FORMAT, f"{folder / CONFIG} has format {info['format']!r:.20}; this version reads {FORMAT}"
     )
     check_object(info, REQUIRED, FACTS, str(folder / CONFIG))
-    own = info.get("sampling") or {}
-    kinds = {name: kind for name, kind in SAMPLING_FACTS.items() if name in own}
-    check_object(own, kinds, {}, f"{folder / CONFIG}: sampling")
     for name in (weights_file(info), TOKENIZER):
         require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
     if info.get("adapter"):
@@ -240,7 +234,7 @@ def with_adapters(
     model = base.model.to(dtype=dtype)
     noise, objective = section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"])
     facts = {name: value for name, value in info.items() if name not in ("adapter", WEIGHTS_DIGEST)}
-    facts |= {"sampling": base.info["sampling"]} if base.info.get("sampling") else {}
+    facts |= {name: base.info[name] for name in ("new_tokens",) if base.info.get(name)}
     facts |= {"model": asdict(model.config), "noise": asdict(noise), "objective": asdict(objective)}
     return Loaded(model, base.tokenizer, noise, objective, facts)
 
