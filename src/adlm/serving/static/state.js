@@ -3,7 +3,7 @@
 import { HOLE } from "./holes.js";
 
 export const DEFAULTS = Object.freeze({
-  model: "", sampler: "", steps: 64, seed: 1, length: 0, temperature: 1, top_p: 0.9,
+  model: "", sampler: "", steps: 64, seed: 1, length: 0, block_length: 0, temperature: 1, top_p: 0.9,
   text: "", tokens: null, template: "", required: "", banned: "", match: "",
   compare: false, race: false, model2: "", sampler2: "", steps2: 64,
 });
@@ -29,6 +29,7 @@ export const SAMPLER_NOTES = Object.freeze({
 
 export const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
 const LEFT_TO_RIGHT = "autoregressive";
+const DRAFTED = "speculative"; // continues texts, and fills no holes
 const LENGTH = 128; // of the first text: within seconds on a CPU
 const LENGTH_ON_A_PHONE = 64; // masks must not fill the screen
 
@@ -42,11 +43,19 @@ export function constraint(match) {
 export const hasHoles = (settings) => Boolean(settings.tokens || settings.template || HOLE.test(settings.text));
 
 /** A race: the same model and seed, left to right in the second lane. */
-export const raceSettings = (settings) => ({
+export const raceSettings = (settings, model) => ({
   ...settings, race: true, compare: true, model2: settings.model, sampler2: LEFT_TO_RIGHT, steps2: settings.steps,
+  block_length2: model.block_lengths.includes(1) ? 1 : settings.block_length,
 });
 
+/** The block length that shows many words at once: the model's own, unless that is one token. */
+export const blockToWatch = (model) =>
+  (model.block_lengths[0] === 1 ? model.block_lengths.find((K) => K > 1 && K < model.length) ?? 0 : 0);
+
 export const canRace = (model) => Boolean(model && !model.causal && model.samplers.includes(LEFT_TO_RIGHT));
+
+/** The sampler that fills holes: the server's own where the one that was chosen cannot. */
+export const samplerForHoles = (sampler) => (sampler === DRAFTED ? undefined : sampler);
 
 /** Body of /v1/frames for lane 0 or, in a comparison, lane 1: the same text, seed and filters, another sampler or model. */
 export function bodyFor(settings, lane = 0) {
@@ -60,6 +69,11 @@ export function bodyFor(settings, lane = 0) {
     top_p: settings.top_p,
     anchors: true,
   };
+  const own = settings.model2 === settings.model ? settings.block_length : 0;
+  const block = second ? settings.block_length2 ?? own : settings.block_length;
+  const planned = hasHoles(settings) || words(settings.required).length > 0; // on the whole canvas
+  if (planned || settings.match.trim()) body.sampler = samplerForHoles(body.sampler);
+  if (block && !planned) body.block_length = block;
   if (settings.tokens && (!second || settings.model2 === settings.model)) body.tokens = settings.tokens;
   else if (hasHoles(settings)) body.template = settings.template || settings.text;
   else {
@@ -77,6 +91,7 @@ export function bodyFor(settings, lane = 0) {
 export function fitToModel(settings, model) {
   const fitted = { ...settings, model: model.id };
   if (!model.samplers.includes(fitted.sampler)) fitted.sampler = model.default?.sampler ?? model.samplers[0];
+  if (!model.block_lengths.includes(fitted.block_length)) fitted.block_length = 0;
   if (!fitted.length || fitted.length > model.length) fitted.length = model.length;
   return fitted;
 }
