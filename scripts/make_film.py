@@ -2,7 +2,7 @@
 
     python scripts/make_film.py [SETTING=VALUE ...] > src/adlm/serving/static/film.json
 
-Settings are those of `lm.generate`, such as seed=3 block_length=16 sampler=confidence; SETTINGS has the others. The film
+Settings are those of `lm.generate`, such as seed=3 block_length=16 sampler=confidence; SETTINGS has the others. A film
 names all of them: `adlm.load().generate(**film["settings"])` gives the same text.
 """
 

@@ -9,9 +9,9 @@ from adlm.schema import Config, DataConfig, ObjectiveConfig
 L = 24
 
 
-def export(folder, **options):
-    """A tiny untrained model over bytes, as an exported folder."""
-    tokenizer = raw_bytes()
+def export(folder, tokenizer=None, **options):
+    """A tiny untrained model over bytes, or over another vocabulary, as an exported folder."""
+    tokenizer = tokenizer or raw_bytes()
     model = tiny_model(tokenizer.vocab_size, tokenizer.mask_id, **{"length": L, **options})
     name = "autoregressive" if model.config.causal else "anelbo" if model.config.anchored else "nelbo"
     objective = ObjectiveConfig() if name == "anelbo" else ObjectiveConfig(name=name, gamma=0.0)
