@@ -2,15 +2,17 @@
 
     adlm export runs/box runs/box-4bit --four-bit
     adlm ppl runs/box-4bit data=file data.path=HELD_OUT eval.block_length=1,4,16,64,0
-    python scripts/make_box.py runs/box-4bit [K]
+    python scripts/make_box.py runs/box-4bit [1,4,16,64,0]
 
-The weights are copied as they are, so the bounds on the card are those of what is shipped. K is the block length of
-texts for which none is asked (default: the run's own). Refuses what is no model for every block length, what is larger
-than 80 MB, what was not measured, and what was not made of the model that the licence names.
+The weights are copied as they are, so the bounds on the card are those of what is shipped. The last argument puts the
+block lengths of model.block_length into another order: the first is that of texts for which none is asked, the first
+above 1 that of drafts. Refuses what is no model for every block length, what is larger than 80 MB, what was not
+measured, and what was not made of the model that the licence names.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +51,23 @@ The code of adlm is under Apache-2.0.
 """
 
 
-def make_box(source: Path, own: int = 0, folder: Path = BOX) -> Path:
-    """`own`: the block length of texts for which none is asked; 0: the first of model.block_length."""
+def make_box(source: Path, order: str = "", folder: Path = BOX) -> Path:
+    """`order`: of the block lengths; empty: that of model.block_length."""
     loaded = load_folder(source)
     words = check(source, loaded)
     found = bounds(source)
     model = loaded.model.config
-    lengths = list(model.block_lengths)  # a number named twice comes up twice as often in training
-    K = own or lengths[0]
-    require(K in lengths, f"K={K} is none of the block lengths of {source}: {lengths}")
-    lengths.remove(K)
-    lengths.insert(0, K)
-    missing = ", ".join(str(length) for length in dict.fromkeys(lengths) if length not in found)
+    order = order or model.block_length
+    lengths = replace(model, block_length=order).block_lengths
+    same = sorted(lengths) == sorted(model.block_lengths)
+    require(same, f"{order} is no order of the block lengths of {source}, which are {model.block_length}")
+    missing = ",".join(str(length) for length in sorted(set(lengths)) if length not in found)
     require(not missing, f"{source} was not measured for K={missing}: adlm ppl {source} eval.block_length={missing}")
-    written = ",".join(str(length % model.length) for length in lengths)
     info: dict[str, Any] = loaded.info | {
-        "model": loaded.info["model"] | {"block_length": written},
+        "model": loaded.info["model"] | {"block_length": order},
         "tokenizer": loaded.info["tokenizer"] | {"name": BASE},
         "command": words, "data": "wikipedia", "data_settings": {}, "licence": LICENCE, "base": f"{BASE} (Apache-2.0)",
-        "new_tokens": NEW_TOKENS, "bits_per_byte": found[K],
+        "new_tokens": NEW_TOKENS, "bits_per_byte": found[lengths[0]],
         "bounds": ", ".join(f"{length}: {found[length]:.3f}" for length in sorted(set(lengths))),
     }  # fmt: skip
     save_folder(place_for_export(folder), load_file(source / WEIGHTS), loaded.tokenizer, info)
@@ -103,6 +103,6 @@ def bounds(source: Path) -> dict[int, float]:
 
 if __name__ == "__main__":
     try:
-        print(make_box(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+        print(make_box(Path(sys.argv[1]), *sys.argv[2:3]))
     except (IndexError, TypeError, ValueError) as error:
         raise SystemExit(f"make_box: {error}") from None

@@ -58,7 +58,7 @@ def check_box(box):
 
 
 def test_an_adapted_model_becomes_a_box(adapted, tmp_path, monkeypatch):
-    box = make_box.make_box(adapted / "four-bit", 4, tmp_path / "box")
+    box = make_box.make_box(adapted / "four-bit", "4,1,16,64,0", tmp_path / "box")
     check_box(box)
     assert (box / "model.safetensors").read_bytes() == (adapted / "four-bit" / "model.safetensors").read_bytes()
     measured = json.loads((adapted / "four-bit" / "ppl-file.json").read_text())
@@ -69,7 +69,7 @@ def test_an_adapted_model_becomes_a_box(adapted, tmp_path, monkeypatch):
     monkeypatch.setattr("adlm.io.load.BOX", box)
     assert default_checkpoint() == box
     lm = adlm.load(device="cpu")
-    assert lm.model.config.block_lengths == (4, 16, 1, 32, 32), "its own first"
+    assert lm.model.config.block_lengths == (4, 1, 16, 32, 32), "its own first"
     assert len(lm.generate("the")[0].tokens) == 32, "as long as the model, which is shorter than a text of its own"
     lm.new_tokens = 8
     assert len(lm.generate("the")[0].tokens) == len(lm.tokenizer.encode("the")) + 1 + 8
@@ -77,34 +77,38 @@ def test_an_adapted_model_becomes_a_box(adapted, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "K", "message"),
+    ("change", "order", "message"),
     [
-        ({}, 5, r"K=5 is none of the block lengths of .*\[16, 1, 4, 32, 32\]"),
-        ({"command": ["adlm", "adapt", "another.gguf"]}, 0, f"not made of {make_box.BASE}.* adlm adapt another.gguf"),
-        ({"model": {"block_length": "16,4"}}, 0, "model.block_length='16,4': the box continues texts, and fills holes"),
-        ({"model": {"block_length": "16,1,2,0"}}, 0, "was not measured for K=2: adlm ppl"),
+        ({}, "5,1,0", "5,1,0 is no order of the block lengths of .*, which are 16,1,4,64,0"),
+        ({"command": ["adlm", "adapt", "another.gguf"]}, "", f"not made of {make_box.BASE}.* adlm adapt another.gguf"),
+        (
+            {"model": {"block_length": "16,4"}},
+            "",
+            "model.block_length='16,4': the box continues texts, and fills holes",
+        ),
+        ({"model": {"block_length": "16,1,2,0"}}, "", "was not measured for K=2: adlm ppl"),
     ],
 )
-def test_what_cannot_be_in_the_box_is_refused(adapted, tmp_path, change, K, message):
+def test_what_cannot_be_in_the_box_is_refused(adapted, tmp_path, change, order, message):
     folder = tmp_path / "changed"
     shutil.copytree(adapted / "four-bit", folder)
     info = json.loads((folder / "config.json").read_text())
     model = info["model"] | change.get("model", {})
     (folder / "config.json").write_text(json.dumps(info | change | {"model": model}))
     with pytest.raises(ValueError, match=message):
-        make_box.make_box(folder, K, tmp_path / "box")
+        make_box.make_box(folder, order, tmp_path / "box")
     assert not (tmp_path / "box").exists()
 
 
 def test_a_box_is_small_measured_and_in_four_bits(adapted, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is not in four bits: adlm export .* --four-bit"):
-        make_box.make_box(adapted / "run" / "export", 0, tmp_path / "box")
+        make_box.make_box(adapted / "run" / "export", "", tmp_path / "box")
     shutil.copytree(adapted / "four-bit", tmp_path / "unmeasured", ignore=shutil.ignore_patterns("ppl-*"))
     with pytest.raises(ValueError, match="must hold one result of `adlm ppl"):
-        make_box.make_box(tmp_path / "unmeasured", 0, tmp_path / "box")
+        make_box.make_box(tmp_path / "unmeasured", "", tmp_path / "box")
     monkeypatch.setattr(make_box, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="at most 1,000 are shipped"):
-        make_box.make_box(adapted / "four-bit", 0, tmp_path / "box")
+        make_box.make_box(adapted / "four-bit", "", tmp_path / "box")
 
 
 def test_the_shipped_model_is_what_a_box_must_be():
