@@ -41,7 +41,7 @@ def attention(batch: int, length: int, dtype: torch.dtype) -> tuple[dict[str, fl
     block_B = block_lengths(batch, length)
 
     def both_ways(tiled: bool) -> list[Tensor]:
-        _, mask = training_mask(block_B, length, True, tiled)
+        _, mask = training_mask(block_B, length, tiled)
         o = attend(qkv[0], qkv[1], qkv[2], mask)
         return [o, *torch.autograd.grad((o * weight).sum(), qkv)]
 

@@ -7,9 +7,8 @@
 Autoregressive decoding is block length 1 in the same engine: one clean token read an evaluation, with the same cache,
 the same CUDA graphs and the same draw. Blocks of `--block` tokens are drawn with 16, 8 and 4 evaluations each
 (`--evaluations`): by `mdlm`, whose steps that draw nothing cost nothing, so that it takes fewer than its steps, and by
-`confidence`, the surest positions first, exactly so many. `speculative` drafts blocks and checks them, which gives the
-texts of autoregressive decoding (`texts_of_ar` says how many are equal). Batches of 1, 16 and 64 (`--batches`); every
-text has `--tokens` new tokens after its prompt. The first texts of each kind warm up and are not counted.
+`confidence`, the surest positions first, exactly so many. Batches of 1, 16 and 64 (`--batches`); every text has
+`--tokens` new tokens after its prompt. The first texts of each kind warm up and are not counted.
 
 With `--judge` a causal model (a folder, a GGUF file, or a hub name) scores the texts of the largest batch: perplexity,
 and entropy of tokens, at `--temperature` and `--top-p`. Random weights have nothing to be judged.
@@ -49,10 +48,7 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "smollm2-135m": (49_153, {"hidden_size": 576, "n_heads": 9, "n_kv_heads": 3, "n_blocks": 30, "mlp_size": 1536}),
     "tiny": (2_001, {"hidden_size": 96, "n_heads": 6, "n_kv_heads": 2, "n_blocks": 4, "mlp_size": 256}),
 }
-FIELDS = (
-    "method", "batch", "evaluations", "tokens_per_s", "ms_per_evaluation", "against_ar", "texts_of_ar", "judge_ppl",
-    "entropy",
-)  # fmt: skip
+FIELDS = ("method", "batch", "evaluations", "tokens_per_s", "ms_per_evaluation", "against_ar", "judge_ppl", "entropy")
 
 
 def random_model(shape: str, block: int, length: int) -> Network:
@@ -77,7 +73,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(engine: Engine, asked: list[Request], device: torch.device) -> tuple[list[Result], float, int]:
-    """Results in the order of their seeds, seconds and network calls of a batch that starts together."""
+    """Results, seconds and network calls of a batch that starts together."""
     for request in asked:
         engine.submit(request)
     synchronize(device)
@@ -86,7 +82,7 @@ def timed(engine: Engine, asked: list[Request], device: torch.device) -> tuple[l
         done += [u for u in engine.step() if isinstance(u, Result)]
         calls += 1
     synchronize(device)
-    return sorted(done, key=lambda r: r.seed), time.perf_counter() - began, calls
+    return done, time.perf_counter() - began, calls
 
 
 def measure(engine: Engine, case: dict[str, Any], args: argparse.Namespace, given: list[int]) -> dict[str, Any]:
@@ -118,13 +114,6 @@ def cases(args: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
         for sampler, more in (("mdlm", {}), ("confidence", {"threshold": 2.0})):  # never sure: as many as must be
             settings = {"sampler": sampler, "steps": T, "block_length": args.block, **more}
             found.append({"method": f"{sampler} K={args.block} T={T}", "batch": batch, "settings": settings})
-    found.append(
-        {
-            "method": f"speculative K={args.block}",
-            "batch": batch,
-            "settings": {"sampler": "speculative", "block_length": args.block},
-        }
-    )
     return found
 
 
@@ -166,7 +155,6 @@ def main() -> None:
             row = measure(engine, case, args, given)
             ar = next((r for r in rows if r["method"] == "ar" and r["batch"] == batch), row)
             row["against_ar"] = round(row["tokens_per_s"] / ar["tokens_per_s"], 3)
-            row["texts_of_ar"] = sum(a == b for a, b in zip(row["texts"], ar["texts"]))
             rows.append(row)
             if lm is None or batch < max(args.batches):
                 print("  ".join(f"{row.get(name, ''):>18}" for name in FIELDS), flush=True)

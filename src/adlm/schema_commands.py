@@ -71,7 +71,7 @@ class SamplingConfig:
     """Number of steps T from all masks to none; in blocks, of each block."""
     block_length: WholeNumber = 0
     """Tokens of a block, for models trained with model.block_length: text is written block after block, with a cache
-    (0: the model's own, or the whole canvas where a template needs it); speculative: tokens of a draft."""
+    (0: the model's own, or the whole canvas where a template needs it)."""
     n: Count = 1
     """Samples to draw."""
     length: WholeNumber = 0

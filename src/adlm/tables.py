@@ -261,7 +261,6 @@ SAMPLERS = Table(
         "confidence": "adlm.samplers.reading:Confidence",
         "entropy": "adlm.samplers.reading:Entropy",
         "anchor-first": "adlm.samplers.reading:AnchorFirst",
-        "speculative": "adlm.samplers.reading:Speculative",
     },
 )
 

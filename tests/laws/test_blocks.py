@@ -11,7 +11,7 @@ from exact import ExactBlocks, sequences_of
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.models.network import count_flops
-from adlm.models.transformer import TILE, attend, cached_mask, reading_positions, sees, training_mask
+from adlm.models.transformer import TILE, attend, reading_positions, sees, training_mask
 from adlm.objectives import loss, make_objective, sequence_bounds
 from adlm.objectives.nelbo import BlockSettings, masks_by_count
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
@@ -46,26 +46,23 @@ def lengths(*K):
 # Who sees whom
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("K", [1, 2, 5, 12])
-def test_the_rule_is_that_of_a_loop(K, causal):
+def test_the_rule_is_that_of_a_loop(K):
     at = torch.arange(2 * L)
-    found = sees(at[:, None], at, torch.tensor(K), L, causal)
+    found = sees(at[:, None], at, torch.tensor(K), L)
     for q, k in itertools.product(range(2 * L), repeat=2):
         same, before = (q % L) // K == (k % L) // K, (k % L) // K < (q % L) // K
-        clean = k <= q if causal else before or same
-        expected = clean if q >= L and k >= L else same if q < L and k < L else before if q < L else False
+        expected = (before or same) if q >= L and k >= L else same if q < L and k < L else before if q < L else False
         assert found[q, k] == expected, (q, k)
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("K", [1, 3, 16, 100, TILE, 2 * TILE])
-def test_flex_attention_is_attention_with_a_dense_mask(K, causal):
+def test_flex_attention_is_attention_with_a_dense_mask(K):
     """Uncompiled flex_attention computes all scores, and skips no tile: those are checked one by one."""
     length, block_B = 2 * TILE, lengths(K, 7)
     generator = torch.Generator().manual_seed(K)
     q, k, v = (torch.randn(2, heads, 2 * length, 8, generator=generator) for heads in (2, 1, 1))
-    (_, dense), (_, tiled) = (training_mask(block_B, length, causal, form) for form in (False, True))
+    (_, dense), (_, tiled) = (training_mask(block_B, length, form) for form in (False, True))
     found = attend(q, k, v, tiled)
     torch.testing.assert_close(found, attend(q, k, v, dense), rtol=1e-4, atol=1e-5)
     squares = dense.unfold(2, TILE, TILE).unfold(3, TILE, TILE)
@@ -350,37 +347,16 @@ def test_the_cost_of_several_block_lengths_is_their_mean(name):
 
 
 @pytest.mark.parametrize("name", ["modern", "anchored", "linear bridge", "llama"])
-@pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("K", [1, 4, 5])
-def test_a_cache_of_clean_blocks_is_exact(name, K, shift):
-    """Block by block with a cache, noisy and then clean in its place: the states of the one pass that trains. Shifted,
-    that of the first token of a block is the last one of the clean text before it."""
-    model, x, z = network(name, shift), random_tokens(2, L, 10), random_tokens(2, L, 11, seed=1)
+def test_a_cache_of_clean_blocks_is_exact(name, K):
+    """Block by block with a cache, noisy and then clean in its place: the states of the one pass that trains."""
+    model, x, z = network(name), random_tokens(2, L, 10), random_tokens(2, L, 11, seed=1)
     expected = model(torch.cat((z, x), 1), block_B=lengths(K, K)).denoiser_BLD
-    cache, edge = model.make_cache(2, L), None
+    cache = model.make_cache(2, L)
     for start in range(0, L, K):
         stop = min(start + K, L)
         for tokens in (z, x):
             cache.seen_B.fill_(start)
-            block = (start, stop) if tokens is z else (stop, stop)
-            rows = *(lengths(at, at) for at in block), lengths(*[1 if shift else K] * 2)
-            mask = cached_mask(torch.arange(start, stop).expand(2, -1), *rows, keys=L)
-            states = model(tokens[:, start:stop], cache=cache, mask=mask).denoiser_BLD
-            if tokens is z and not shift:
+            states = model(tokens[:, start:stop], cache=cache, block_B=lengths(K, K)).denoiser_BLD
+            if tokens is z:
                 torch.testing.assert_close(states, expected[:, start:stop])
-            elif tokens is z:
-                before = states[:, :1] if edge is None else edge
-                torch.testing.assert_close(torch.cat((before, states[:, :-1]), 1), expected[:, start:stop])
-        edge = states[:, -1:]
-
-
-@pytest.mark.parametrize("name", ["anchored", "llama"])
-def test_clean_text_of_shifted_models_is_read_as_by_a_causal_model(name):
-    """For every K: the first token of each block has exactly the prediction of the causal network."""
-    model, x = network(name, shift=True), random_tokens(2, L, 10)
-    causal = network(name, causal=True, block_length="")
-    causal.load_state_dict(model.state_dict())
-    expected = causal(x).denoiser_BLD
-    for K in (2, 4, 5):
-        states = model(torch.cat((torch.full_like(x, MASK), x), 1), block_B=lengths(K, K)).denoiser_BLD
-        torch.testing.assert_close(states[:, K::K], expected[:, K - 1 : -1 : K])

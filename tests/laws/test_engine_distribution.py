@@ -21,9 +21,8 @@ from adlm.tables import SAMPLERS
 ROWS = 1500
 
 
-# `score` has a dense form of its own (`analytic_finals`), `speculative` needs blocks (test_block_generation.py); a new
-# sampler made of rates needs no line here.
-SAMPLED = sorted(set(SAMPLERS.entries) - {"score", "speculative"})
+# `score` has a dense form of its own (`analytic_finals`); a new sampler made of rates needs no line here.
+SAMPLED = sorted(set(SAMPLERS.entries) - {"score"})
 
 
 def settings_of(sampler: str, T: int, **settings) -> SamplingConfig:

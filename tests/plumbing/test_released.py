@@ -14,7 +14,6 @@ from adlm.engine.prepare import fold
 from adlm.models import build_model
 from adlm.models.layers import pick_each, pick_flat
 from adlm.models.network import count_flops
-from adlm.models.transformer import cached_mask
 from adlm.schema import ModelConfig
 
 
@@ -66,8 +65,7 @@ def test_block_diffusion_of_bd3lm_reads_its_blocks(tmp_path):
     expected = dense_dit(case.weights, x_L, 0.0, "backbone.", see=at[None] // K <= at[:, None] // K)
     cache = lm.model.make_cache(1, L)
     with torch.no_grad():
-        rows = torch.tensor([LENGTH]), torch.tensor([LENGTH]), torch.tensor([K])
-        hidden = lm.model(x_L[None], cache=cache, mask=cached_mask(at[None], *rows, keys=L)).denoiser_BLD
+        hidden = lm.model(x_L[None], cache=cache, block_B=torch.tensor([K])).denoiser_BLD
         ours = lm.model.head(hidden)[0]
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=0)
     assert TOK.mask_id not in lm.generate("The quick", max_new_tokens=6, steps=3)[0].tokens

@@ -96,7 +96,7 @@ def test_the_official_client_understands_refusals(client):
         client.completions.create(model="tiny", prompt="x", n=9)
 
 
-@pytest.mark.parametrize("sampler", sorted(set(SAMPLERS) - {"score", "speculative"}))
+@pytest.mark.parametrize("sampler", sorted(set(SAMPLERS) - {"score"}))
 def test_streamed_or_not_the_text_is_the_librarys(client, lm, sampler):
     asked = {
         "model": "tiny",

@@ -2,7 +2,6 @@
 [noisy ; clean] sequence with its full mask, one position after another."""
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -61,10 +60,8 @@ class DenseBlocks:
 
 
 def generate(dense: DenseBlocks, request: Request, tau: float = 5) -> list[int]:
-    """The sequence of a request, block after block. What is drafted and checked is what is written left to right."""
+    """The sequence of a request, block after block."""
     K, m, c = dense.K, dense.mask_id, request.settings
-    if c.sampler == "speculative":
-        return generate(DenseBlocks(dense.model, 1), replace(request, settings=replace(c, sampler="autoregressive")))
     row, first = list(request.tokens), list(request.tokens).index(m)
     sampler = make_sampler(c, LogLinear())
     for start in range(first - first % K, len(row), K):

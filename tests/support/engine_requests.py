@@ -7,7 +7,7 @@ from adlm.schema import SamplingConfig
 from adlm.tables import SAMPLERS
 
 V, M, L = 11, 10, 12
-DIFFUSION = [s for s in SAMPLERS if s not in ("autoregressive", "speculative")]
+DIFFUSION = [s for s in SAMPLERS if s != "autoregressive"]
 
 
 def request(seed: int = 0, tokens=None, sampler: str = "mdlm", **settings) -> Request:

@@ -1,9 +1,8 @@
 """Generation in blocks: K positions at a time, left to right, each block given everything before it as clean text.
 
-A position attends to everything up to the end of its own block, whether that block is clean or still has masks; with
-outputs shifted to the right clean text is causal, whatever K is. So the keys and values of finished blocks never
-change, and the cache is exact. Keys and values lie in the cache where their position is: those of the block in work are
-written at every reading and count for nothing beyond it.
+A position attends to everything up to the end of its own block, whether that block is clean or still has masks. So the
+keys and values of finished blocks never change, and the cache is exact. Keys and values lie in the cache where their
+position is: those of the block in work are written at every reading and count for nothing beyond it.
 
 A reading takes n positions of every slot from the first one that is not cached: the finished block that nobody has read
 as clean text yet, the block in work, or both. So slots at different blocks share a network call, a finished block costs
@@ -11,9 +10,7 @@ no call of its own while two blocks cost as much as one, and a causal model is t
 is read. What a slot has no use for is written beyond its clean text, where it is written again before it is read.
 
 With outputs shifted to the right, the prediction for a position is read one position before it. For the first of a
-block that is the last of the clean text before it, read once: its hidden state is kept, the slot's edge. Blocks of
-such a model may begin anywhere, and a draft may be read as clean text: from the first token that is not kept on, the
-text is read anew.
+block that is the last of the clean text before it, read once: its hidden state is kept, the slot's edge.
 """
 
 from collections.abc import Sequence
@@ -25,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm import tables
 from adlm.engine.prepare import Graphs, at_least, autocast
 from adlm.engine.request import Request
 from adlm.errors import require
@@ -33,7 +29,7 @@ from adlm.models import Cache, Network
 from adlm.models.transformer import LayerCache, cached_mask
 
 # Rows of BlockReading.rows
-FIRST, START, STOP, CLEAN, EDGE = range(5)
+FIRST, BLOCK, EDGE = range(3)
 FUSED = 512
 """Positions of a network call up to which a second block of each slot costs next to nothing."""
 KEYS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # static shapes: positions that are attended to
@@ -53,21 +49,11 @@ def own_block(model: Network) -> int:
     return 0 if own == c.length else own
 
 
-def draft_length(request: Request, model: Network) -> int:
-    """How many tokens are drafted at once; 0: none."""
-    c, name, asked = model.config, request.settings.sampler, request.settings.block_length
-    if c.causal or not (name and tables.SAMPLERS.load(name, "sampling.sampler").drafts):
-        return 0
-    require(asked in (0, *range(2, c.length)), f"sampling.block_length={asked}: drafts have 2 to {c.length - 1} tokens")
-    return asked or next((K for K in c.block_lengths if 1 < K < c.length), 0)
-
-
 def block_of(request: Request, model: Network) -> int:
     """Length of the blocks in which a request is filled; 0: its canvas is read as a whole. What the model cannot do is
     refused.
 
-    Unless a length is asked for, a model that can do both reads the canvas as a whole where that is needed. A text that
-    is drafted is a text in blocks of 1.
+    Unless a length is asked for, a model that can do both reads the canvas as a whole where that is needed.
     """
     c, asked, tokens = model.config, request.settings.block_length, request.tokens
     lengths = (1,) if c.causal else c.block_lengths
@@ -77,10 +63,9 @@ def block_of(request: Request, model: Network) -> int:
         f"sampling.block_length={asked}: the model was trained for blocks of {known}",
     )
     first = tokens.index(model.mask_id)
-    drafted = bool(draft_length(request, model))
-    block = 1 if drafted else asked % c.length if asked else own_block(model)
+    block = asked % c.length if asked else own_block(model)
     why = needs_whole(request, first, block, model) if block else ""
-    if not block or (why and not asked and not drafted and c.length in lengths):
+    if not block or (why and not asked and c.length in lengths):
         return 0
     kind = "a causal model" if c.causal else f"a model that writes blocks of {block}"
     whole = f" or sampling.block_length={c.length}" if c.length in lengths else ""
@@ -102,24 +87,14 @@ def needs_whole(request: Request, first: int, block: int, model: Network) -> str
     return "sampling.stride moves a window" if len(request.tokens) > model.config.length else ""
 
 
-class BlockInWork(NamedTuple):
-    """Where a slot draws next."""
-
-    since: int
-    """What stands from here on is read in one call."""
-    start: int
-    """What stands before is read as clean text."""
-    stop: int
-
-
 class BlockReading(NamedTuple):
     """What a network call reads: n positions of each of the first B slots, with a cache of `keys` positions."""
 
     n: int
     keys: int
     rows: NDArray[np.int64]
-    """[5, B]: first position; where clean text ends and the block in work begins; where that ends; block length of the
-    clean text; which of the states is kept as the edge (0: the edge there is, l: that of position first + l - 1)."""
+    """[3, B]: first position; block length; which of the states is kept as the edge (0: the edge there is, l: that of
+    position first + l - 1)."""
 
     def places(self, slot_N: NDArray[np.int64], position_N: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where in the flattened states [B, 1 + n] that of a position of a slot is."""
@@ -130,24 +105,19 @@ class BlockReading(NamedTuple):
 class Held:
     """What the cache of a slot holds."""
 
-    clean: int = 1
-    """Block length of clean text; 1: it is causal."""
+    block: int = 1
     filled: int = 0
     """Positions whose keys and values are those of clean text."""
     tokens: Sequence[int] = field(default_factory=list)
     """That text, as far as the host knows it."""
 
-    def unread(self, position: int) -> None:
-        """What stands from `position` on is not what was read."""
-        self.filled = min(self.filled, position)
-
-    def common(self, clean: int, tokens: Sequence[int]) -> int:
+    def common(self, block: int, tokens: Sequence[int]) -> int:
         """Positions from the start, in whole blocks, that hold what `tokens` would."""
-        if clean != self.clean:
+        if block != self.block:
             return 0
         size = min(self.filled, len(self.tokens), len(tokens))
         same = next((l for l in range(size) if self.tokens[l] != tokens[l]), size)
-        return same - same % clean
+        return same - same % block
 
 
 class Kept(NamedTuple):
@@ -177,29 +147,28 @@ class BlockReader:
 
     # Host side: what is to be read
 
-    def reach(self, work: BlockInWork) -> int:
-        """Where a slot has to have read to, for a draw in that block."""
-        return work.start if self.shift and work.stop == work.start + 1 else min(work.stop, self.length)
+    def reach(self, i: int, start: int) -> int:
+        """Where slot i has to have read to, for a draw in the block that begins at `start`."""
+        block = self.held[i].block
+        return start if self.shift and block == 1 else min(start + block, self.length)
 
-    def plan(self, works: dict[int, BlockInWork], sizes: tuple[int, ...]) -> tuple[BlockReading, list[int]]:
-        """The next reading for slots with a block in work, and those of them that can draw after it: the others have
-        then read a finished block. `sizes`: static numbers of slots."""
-        B, held = max(works) + 1, self.held
+    def plan(self, starts: dict[int, int], sizes: tuple[int, ...]) -> tuple[BlockReading, list[int]]:
+        """The next reading for slots that draw in blocks which begin at `starts`, and those of them that can draw
+        after it: the others have then read a finished block. `sizes`: static numbers of slots."""
+        B, held = max(starts) + 1, self.held
         B = at_least(B, sizes) if self.graphs.on else B
-        needed = {i: max(1, self.reach(work) - held[i].filled) for i, work in works.items()}
-        n = max(needed.values())
+        n = max(1, *(self.reach(i, start) - held[i].filled for i, start in starts.items()))
         if B * n > FUSED:
-            n = max(min(needed[i], work.stop - work.since) for i, work in works.items())
-        rows = np.zeros((5, B), dtype=np.int64)
-        rows[CLEAN] = [h.clean for h in held[:B]]
-        # Slots without a part in it read the start of what they hold, once more: clean text.
-        rows[START] = rows[STOP] = self.length
-        for i, work in works.items():
+            n = max(held[i].block for i in starts)
+        rows = np.zeros((3, B), dtype=np.int64)
+        rows[BLOCK] = [h.block for h in held[:B]]
+        # Slots without a part in it read the start of what they hold, once more.
+        for i, start in starts.items():
             rows[FIRST, i] = min(held[i].filled, self.length - n)
-            rows[START, i], rows[STOP, i], rows[EDGE, i] = work.start, work.stop, work.start - rows[FIRST, i]
-        drawing = [i for i, work in works.items() if held[i].filled + n >= self.reach(work)]
-        for i, work in works.items():
-            held[i].filled = work.start
+            rows[EDGE, i] = start - rows[FIRST, i]
+        drawing = [i for i, start in starts.items() if held[i].filled + n >= self.reach(i, start)]
+        for i, start in starts.items():
+            held[i].filled = start
         return BlockReading(n, self.keys(int(rows[FIRST].max()) + n), rows), drawing
 
     def sizes(self, block: int, slots: int) -> tuple[int, ...]:
@@ -240,7 +209,7 @@ class BlockReader:
         """What the n positions of each slot see, as attention adds it, and for each of the heads that share keys where
         `attend` takes them as queries of one head: made once, for all layers."""
         position_Bn = rows[FIRST].unsqueeze(-1) + torch.arange(n, device=self.device)
-        seen_B1nk = cached_mask(position_Bn, rows[START], rows[STOP], rows[CLEAN], keys)
+        seen_B1nk = cached_mask(position_Bn, rows[BLOCK], keys)
         added = torch.zeros(seen_B1nk.shape, dtype=self.cache.denoiser[0].k_BNLH.dtype, device=self.device)
         added.masked_fill_(~seen_B1nk, -torch.inf)
         groups = self.network.config.n_heads // self.network.config.kv_heads
@@ -250,18 +219,18 @@ class BlockReader:
     def admit(self, i: int, block: int, tokens: Sequence[int]) -> None:
         """Make the cache of slot i hold `tokens`, whole blocks that stand on its canvas, but for the last block: that
         is read with the first block to be drawn. What some slot holds already is copied."""
-        wanted, clean = max(0, len(tokens) - block), 1 if self.shift else block
-        common = [h.common(clean, tokens[:wanted]) for h in self.held]
+        wanted = max(0, len(tokens) - block)
+        common = [h.common(block, tokens[:wanted]) for h in self.held]
         source = int(np.argmax(common))
         shared = common[source]
         if common[i] < shared:
             for layer in tensors_of(self.cache):
                 layer[i, :, :shared] = layer[source, :, :shared]
-        self.held[i] = Held(clean, wanted, list(tokens))
+        self.held[i] = Held(block, wanted, list(tokens))
         if shared < wanted:
             n = wanted - shared
             n = min(-(-n // CHUNK) * CHUNK, self.length - shared) if self.graphs.on else n
-            rows = torch.tensor([[shared], [wanted], [wanted], [clean], [0]], device=self.canvas_SL.device)
+            rows = torch.tensor([[shared], [block], [0]], device=self.canvas_SL.device)
             self.look_in_blocks(rows[:2, :0], rows, i, n, self.keys(shared + n))
 
     def forget(self, i: int) -> None:
@@ -271,7 +240,7 @@ class BlockReader:
     def keep(self, i: int) -> Kept:
         held = self.held[i]
         layers = [layer[i, :, : held.filled].clone() for layer in tensors_of(self.cache)]
-        return Kept(Held(held.clean, held.filled, held.tokens), layers, [edge[i].clone() for edge in self.edges])
+        return Kept(Held(held.block, held.filled, held.tokens), layers, [edge[i].clone() for edge in self.edges])
 
     def bring_back(self, i: int, kept: Kept) -> None:
         self.held[i] = kept.held

@@ -6,7 +6,7 @@ block with a cache (blocks.py): causal models write blocks of one position. Canv
 as a whole do not share a call: the network has no notion of padding, so results never depend on neighbours.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from adlm.constrain.matching import Match
 from adlm.diffusion.process import LogLinear, Schedule
 from adlm.diffusion.random import Stream, uniforms
-from adlm.engine.blocks import BlockInWork, Kept, block_of, draft_length
+from adlm.engine.blocks import Kept, block_of
 from adlm.engine.drawing import Draws, DrawSettings
 from adlm.engine.evaluator import Call, Canvases, Evaluator
 from adlm.engine.prepare import SEQUENCE_SIZES
@@ -50,14 +50,6 @@ class Canvas(ActiveSequence):
         first = int(self.event.draw[0])
         return first - first % self.block
 
-    @property
-    def work(self) -> BlockInWork:
-        """What is to be read for the next event."""
-        if not self.sampler.drafts:
-            return BlockInWork(self.start, self.start, self.start + self.block)
-        draw = self.event.draw
-        return BlockInWork(int(draw[0]) - 1, int(draw[self.event.checks]), int(draw[-1]) + 1)
-
 
 class Engine(BaseEngine[Canvas]):
     def __init__(
@@ -79,17 +71,13 @@ class Engine(BaseEngine[Canvas]):
         check_request(request, self.model.vocab_size, self.model.mask_id, self.model.config.length)
         block_of(request, self.model)
         misfit = "" if self.model.config.causal else self.sampler(request).misfit(self.model.config)
-        if not misfit and request.constraint is not None and draft_length(request, self.model):
-            misfit = f"draws without a plan, and {request.constraint.said} needs one"
         require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
 
     def sampler(self, request: Request) -> Sampler:
         """The request's sampler; where positions come one at a time there is nothing to choose."""
         if self.model.config.causal:
             return LeftToRight(request.settings, self.schedule)
-        drafted = draft_length(request, self.model)
-        settings = replace(request.settings, block_length=drafted) if drafted else request.settings
-        return make_sampler(settings, self.schedule)
+        return make_sampler(request.settings, self.schedule)
 
     # The life of a sequence: admit, then open - advance ... advance - close for each of its windows
 
@@ -137,8 +125,6 @@ class Engine(BaseEngine[Canvas]):
             canvas.event = next(canvas.trajectory) if prediction is None else canvas.trajectory.send(prediction)
         except StopIteration:
             return False
-        if canvas.sampler.drafts:  # the token before the next draft has been drawn, and was not read yet
-            self.evaluator.blocks.held[i].unread(canvas.start - 1)
         return True
 
     def close(self, i: int, tokens: list[int]) -> None:
@@ -203,7 +189,8 @@ class Engine(BaseEngine[Canvas]):
                 self.evaluate_blocks(blocks)
 
     def evaluate_blocks(self, group: list[int]) -> None:
-        reading, drawing = self.evaluator.blocks.plan({i: self.active(i).work for i in group}, SEQUENCE_SIZES)
+        starts = {i: self.active(i).start for i in group}
+        reading, drawing = self.evaluator.blocks.plan(starts, SEQUENCE_SIZES)
         canvases = [self.active(i) for i in drawing]
         t_B = np.zeros(reading.rows.shape[1])
         t_B[drawing] = [c.event.t * c.open_fraction for c in canvases]
@@ -263,7 +250,7 @@ class Engine(BaseEngine[Canvas]):
             if not self.advance(i, seen):
                 filled.append(i)
             elif request.stop_id is not None and self.certain(canvas, start):
-                asked.append((i, start, canvas.start - start if canvas.block else len(window.tokens)))
+                asked.append((i, start, canvas.block or len(window.tokens)))
         self.close_all(filled + self.ended(asked))
         self.updates += [self.frame(i, drawn) for i, canvas, drawn in shown if self.slots[i] is canvas]
 

@@ -194,7 +194,7 @@ class Evaluator:
         for B in reversed(sizes):
             mask = numbers(self.spare, 0, columns=MASK_SIZES[0])
             for n in self.blocks.sizes(block, B) if block else ():
-                rows, keys = numbers(0, 0, block, 1 if self.blocks.shift else block, 0, columns=B), self.blocks.keys(n)
+                rows, keys = numbers(0, block, 0, columns=B), self.blocks.keys(n)
                 draw_from(self.blocks.read(mask, rows, 0, n, keys)[0])
             sigma_B, slot_B = torch.zeros(B, device=self.device).double(), numbers(self.spare, columns=B)[0]
             for most in () if block else FEW:
@@ -347,7 +347,6 @@ def columns_of(matches: tuple[Match, ...]) -> Iterator[tuple[slice, Match]]:
 
 
 LOOKS = {
-    "token": lambda log_p, token: token,
     "probability": lambda log_p, token: log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1).exp(),
     "confidence": lambda log_p, token: log_p.amax(-1).exp(),
     "entropy": lambda log_p, token: torch.special.entr(log_p.exp()).sum(-1),

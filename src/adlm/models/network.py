@@ -23,7 +23,7 @@ from adlm.diffusion.process import subs
 from adlm.errors import require
 from adlm.models.bridge import Bridge
 from adlm.models.layers import pick_each, pick_flat
-from adlm.models.transformer import Block, LayerCache, Mask, Stack, reading_positions, training_mask
+from adlm.models.transformer import Block, LayerCache, Mask, Stack, cached_mask, reading_positions, training_mask
 from adlm.schema import LoraConfig, ModelConfig
 
 
@@ -90,10 +90,10 @@ class Network(nn.Module):
         last block is spared. `mask` says what each position may attend to, as booleans broadcastable to
         [B, heads, L, L] (padding is real_BL[:, None, None]) or PAST; without one that is everything, or PAST if causal.
 
-        `block_B` is the block length of each sequence: tokens_BL is then [noisy ; clean] (transformer.py), and the
-        states are those of the noisy half; `at_N` counts in it, and leaves out the first token of a sequence if
-        predictions are shifted. With a cache the caller gives the mask of blocks; states then stand where they were
-        computed, shifted or not.
+        `block_B` is the block length of each sequence. Without a cache tokens_BL is then [noisy ; clean]
+        (transformer.py), and the states are those of the noisy half; `at_N` counts in it, and leaves out the first
+        token of a sequence if predictions are shifted. With a cache it says what new tokens see; states then stand
+        where they were computed, shifted or not.
         """
         positions_BL = None
         if cache is not None:
@@ -117,8 +117,11 @@ class Network(nn.Module):
         if self.residual_dtype is not None:
             x_BLD = x_BLD.to(self.residual_dtype)
         read_BL = anchor_BLD = None
-        if block_B is not None:
-            positions_BL, mask = training_mask(block_B, x_BLD.shape[1] // 2, causal=self.config.shift)
+        if block_B is not None and cache is not None:
+            assert positions_BL is not None
+            mask = cached_mask(positions_BL, block_B, cache.denoiser[0].reach)
+        elif block_B is not None:
+            positions_BL, mask = training_mask(block_B, x_BLD.shape[1] // 2)
             read_BL = reading_positions(block_B, x_BLD.shape[1] // 2, self.config.shift)
         if self.anchor is not None and self.anchor_head is not None and self.bridge is not None:
             anchor_cache = None if cache is None else cache.anchor
@@ -329,8 +332,8 @@ def reading_ways(cfg: ModelConfig, length: int) -> list[tuple[int, float]]:
             ways.append((1, length))
         elif K == 1 and cfg.shift:
             ways.append((1, length / 2))
-        else:  # noisy sees its block and half of the clean ones on average, clean likewise or itself and what is before
-            ways.append((2, (length + K) / 2 + (length + (1 if cfg.shift else K)) / 2))
+        else:  # noisy and clean, each of which sees its block and half of the clean ones on average
+            ways.append((2, length + K))
     return ways
 
 

@@ -39,14 +39,14 @@ from adlm.schema import ModelConfig
 # One pass trains all blocks of a sequence of L tokens. It reads [noisy ; clean], 2L positions, with the same rotary
 # positions twice:
 #
+#     clean   sees the clean blocks up to and including its own (both directions inside a block; K = 1 is causal)
 #     noisy   sees its own noisy block, both directions, and the clean blocks before it
-#     clean   sees the clean blocks up to and including its own, both directions; with shifted predictions it sees the
-#             clean tokens up to itself alone, as in the causal model that predictions are shifted for
 #
 # So no block ever sees a noisy one but its own, or a later one; and keys and values of the clean half do not depend on
-# noise: generation may keep them. Those of a causal clean half do not even depend on K, so that one cache serves blocks
-# of every length. K may differ between the sequences of a batch. Letters: M = 2L positions; `causal`: whether the clean
-# half is.
+# noise: generation may keep them. K may differ between the sequences of a batch. Letters: M = 2L positions.
+#
+# With a cache the same rule is simpler, since the block that is read last stands in its place, noisy or clean: a
+# position sees all keys before the end of its block.
 
 TILE = 128
 """Positions of a side of the squares that flex_attention skips or computes whole."""
@@ -57,13 +57,13 @@ Mask = Any
 PAST."""
 
 
-def sees(q: Tensor, k: Tensor, K: Tensor, L: int, causal: bool) -> Tensor:
+def sees(q: Tensor, k: Tensor, K: Tensor, L: int) -> Tensor:
     """Whether position q sees position k of [noisy ; clean], elementwise; K: block length of the sequence."""
     noisy_q, noisy_k = q < L, k < L
     block_q, block_k = torch.where(noisy_q, q, q - L) // K, torch.where(noisy_k, k, k - L) // K
     own = noisy_q & noisy_k & (block_q == block_k)
-    up_to = k <= q if causal else block_k <= block_q
-    return own | (~noisy_k & torch.where(noisy_q, block_k < block_q, up_to))
+    before = ~noisy_k & torch.where(noisy_q, block_k < block_q, block_k <= block_q)
+    return own | before
 
 
 def reading_positions(block_B: Tensor, L: int, shift: bool) -> Tensor:
@@ -76,27 +76,25 @@ def reading_positions(block_B: Tensor, L: int, shift: bool) -> Tensor:
     return (position_L - 1 + L * begins_BL).masked_fill(position_L == 0, 0)
 
 
-def training_mask(block_B: Tensor, L: int, causal: bool, tiled: bool | None = None) -> tuple[Tensor, Mask]:
+def training_mask(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[Tensor, Mask]:
     """Rotary positions and mask of [noisy ; clean]. `tiled`: for flex_attention (None: in training on a GPU, where L
     allows; a compiled pass without gradients ended in an illegal memory access there, torch 2.11)."""
     position_M = torch.arange(L, device=block_B.device).repeat(2)
     if tiled is None:
         tiled = block_B.is_cuda and L % TILE == 0 and torch.is_grad_enabled()
     if tiled:
-        return position_M, tiled_mask(block_B, L, causal)
+        return position_M, tiled_mask(block_B, L)
     at_M = torch.arange(2 * L, device=block_B.device)
-    return position_M, sees(at_M[:, None], at_M, block_B[:, None, None], L, causal).unsqueeze(1)
+    return position_M, sees(at_M[:, None], at_M, block_B[:, None, None], L).unsqueeze(1)
 
 
-def cached_mask(positions_Bl: Tensor, start_B: Tensor, stop_B: Tensor, clean_B: Tensor, keys: int) -> Tensor:
-    """What tokens at these positions see of the `keys` places of a cache, in which a block stands in its place, noisy
-    or clean: clean text before start_B, in blocks of clean_B (1: causal), then one block that ends at stop_B."""
-    clean_end_Bl = (positions_Bl // clean_B[:, None] + 1) * clean_B[:, None]
-    end_Bl = torch.where(positions_Bl < start_B[:, None], clean_end_Bl, stop_B[:, None])
+def cached_mask(positions_Bl: Tensor, block_B: Tensor, keys: int) -> Tensor:
+    """What new tokens at these positions see of the `keys` places of a cache."""
+    end_Bl = (positions_Bl // block_B[:, None] + 1) * block_B[:, None]
     return (torch.arange(keys, device=positions_Bl.device) < end_Bl[:, :, None]).unsqueeze(1)
 
 
-def tiled_mask(block_B: Tensor, L: int, causal: bool) -> Mask:
+def tiled_mask(block_B: Tensor, L: int) -> Mask:
     """The mask for flex_attention: which tiles are empty, which full, and the rule inside the others.
 
     First and last position of a tile decide, since block numbers rise with positions; so 2L x 2L is never formed.
@@ -109,18 +107,16 @@ def tiled_mask(block_B: Tensor, L: int, causal: bool) -> Mask:
     low_Bn, high_Bn = first_n // block_B[:, None], (first_n + TILE - 1) // block_B[:, None]  # blocks of a tile
     q_low, q_high, k_low, k_high = low_Bn[:, :, None], high_Bn[:, :, None], low_Bn[:, None], high_Bn[:, None]
     own_any, own_all = (q_low <= k_high) & (k_low <= q_high), (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    nothing, tile_q, tile_k = torch.zeros_like(own_any), first_n[:, None], first_n
-    up_to_any, up_to_all = (tile_k <= tile_q, tile_k < tile_q) if causal else (k_low <= q_high, k_high <= q_low)
+    nothing = torch.zeros_like(own_any)
 
     def joined(own: Tensor, before: Tensor, up_to: Tensor) -> Tensor:
-        noisy, clean = torch.cat((own, before), -1), torch.cat((nothing, up_to.expand_as(own)), -1)
-        return torch.cat((noisy, clean), -2).unsqueeze(1)
+        return torch.cat((torch.cat((own, before), -1), torch.cat((nothing, up_to), -1)), -2).unsqueeze(1)
 
-    some_B1nn = joined(own_any, k_low < q_high, up_to_any)
-    full_B1nn = joined(own_all, k_high < q_low, up_to_all)
+    some_B1nn = joined(own_any, k_low < q_high, k_low <= q_high)
+    full_B1nn = joined(own_all, k_high < q_low, k_high <= q_low)
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return sees(q, k, block_B[b], L, causal)
+        return sees(q, k, block_B[b], L)
 
     partial, full = listed(some_B1nn & ~full_B1nn), listed(full_B1nn)
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(2 * L, 2 * L))

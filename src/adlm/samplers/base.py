@@ -40,16 +40,11 @@ class Event(NamedTuple):
     """Positions to draw, from p(x0 | canvas); never empty."""
     greedy: bool = False
     """Take the most probable token instead of drawing (the release's last step)."""
-    checks: int = 0
-    """At so many of the drawn positions, the first ones, a draft stands, which is read as clean text: they are drawn
-    anew, each given what stands before it."""
 
 
 class Prediction(NamedTuple):
     """What the network predicted at the drawn positions, in their order; None where the sampler did not ask."""
 
-    token: NDArray[np.float64] | None = None
-    """The tokens that were drawn."""
     probability: NDArray[np.float64] | None = None
     """Probability of the token that was drawn, under the distribution it was drawn from."""
     confidence: NDArray[np.float64] | None = None
@@ -76,8 +71,6 @@ class Sampler:
     """sampling.steps changes what is drawn; False: one evaluation per hole, whatever it says."""
     causal: bool = False
     """Draws from causal models, too."""
-    drafts: bool = False
-    """Draws tokens ahead of the text and checks them: its events say what is read (`Event.checks`)."""
     in_release: bool = True
     """The public release has it, so that sampling.parity=release has a meaning."""
     filtered_in_release: bool = True

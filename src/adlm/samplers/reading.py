@@ -1,4 +1,4 @@
-"""Samplers that read predictions: score, remdm-conf, confidence, entropy, anchor-first, speculative.
+"""Samplers that read predictions: score, remdm-conf, confidence, entropy, anchor-first.
 
 `score` is the analytic step of a model that learned ratios: they need not sum to one, and the rate follows their sum.
 
@@ -7,8 +7,6 @@ confidences as part of the state it is Eq. 6. The other three choose what to *re
 keep every token a true draw from the model at its position, but the order is no longer random: the distribution of
 whole sequences is not that of the model's process. They draw at all masked positions and mask again what they do not
 accept.
-
-`speculative` writes what the model writes left to right (K = 1), token by token: blocks are its drafts.
 """
 
 import numpy as np
@@ -20,7 +18,7 @@ from adlm.diffusion.random import Stream
 from adlm.samplers import scheduled
 from adlm.samplers.base import NOWHERE, Event, Positions, Prediction, Sampler, Trajectory, draw_uniforms
 from adlm.samplers.scheduled import Analytic, Rates, Scheduled
-from adlm.schema import ModelConfig, SamplingConfig
+from adlm.schema import SamplingConfig
 
 
 class RemdmConf(Scheduled):
@@ -148,47 +146,3 @@ class AnchorFirst(Ordered):
     def rank(self, prediction: Prediction) -> tuple[NDArray[np.int64], int]:
         assert prediction.anchor is not None
         return np.argsort(-prediction.anchor, kind="stable"), 0
-
-
-class Speculative(Sampler):
-    """Draft tokens ahead, read the draft left to right, and keep what the model would have written anyway.
-
-    One set of weights does both: a block of masks gives a draft in one evaluation, and causal reading of a draft gives
-    the token that follows each of its prefixes. Both draw a position with the same noise, as `autoregressive` does. So
-    a token of a draft is kept if and only if it is the one that the check draws, and the text is that of
-    `autoregressive`, whatever was drafted.
-
-    An evaluation reads the last known token, the draft, and a block of K masks. Its draws are one token for each
-    position of the draft, the next token, which is known if the draft holds, and K - 1 tokens of the next draft. Where
-    the draft does not hold, the token drawn there is known, and there is no draft for the next evaluation. So each
-    gives 1 to K tokens.
-    """
-
-    reads = "token"
-    writes_once = False
-    steps_matter = False
-    drafts = True
-    in_release = False
-
-    @classmethod
-    def misfit(cls, model: ModelConfig, learns_score: bool = True) -> str:
-        lengths = model.block_lengths
-        if not model.shift or 1 not in lengths or not any(1 < K < model.length for K in lengths):
-            return "needs a model with model.shift=true that was trained for blocks of 1 and of more (adlm adapt)"
-        return ""
-
-    def trajectory(self, holes: Positions, seed: int) -> Trajectory:
-        K, draft, rejected = self.cfg.block_length, np.empty(0), NOWHERE
-        while len(holes):
-            c, drawn = len(draft), holes[: len(draft) + K]
-            prediction = yield Event(0, 1.0, rejected, drawn, checks=c)
-            assert prediction is not None and prediction.token is not None
-            differs = np.flatnonzero(prediction.token[:c] != draft)
-            known = 1 + (int(differs[0]) if len(differs) else c)
-            holes = holes[known:]
-            # The last hole is left to the check: nothing reads what is drafted there.
-            draft = np.empty(0) if len(differs) else prediction.token[known:][: max(0, len(holes) - 1)]
-            rejected = drawn[known + len(draft) :]
-
-    def in_blocks(self, holes: Positions, seed: int, block: int) -> Trajectory:
-        return self.trajectory(holes, seed)

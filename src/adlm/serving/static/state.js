@@ -24,7 +24,6 @@ export const SAMPLER_NOTES = Object.freeze({
   "entropy": "Reveals first where little is left open.",
   "anchor-first": "Reveals first where the anchor network is sure of a rare word.",
   "autoregressive": "Left to right, one token at a time.",
-  "speculative": "Drafts a block, then keeps what it would have written left to right.",
 });
 
 export const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
