@@ -5,9 +5,9 @@
     python scripts/make_box.py runs/box-4bit [1,4,16,64,0]
 
 The weights are copied as they are, so the bounds on the card are those of what is shipped. The last argument puts the
-block lengths of model.block_length into another order: the first is that of texts for which none is asked, the first
-above 1 that of drafts. Refuses what is no model for every block length, what is larger than 80 MB, what was not
-measured, and what was not made of the model that the licence names.
+block lengths of model.block_length into another order: the first is that of texts for which none is asked. Refuses what
+is no model for every block length, what is larger than 80 MB, what was not measured, and what was not made of the model
+that the licence names.
 """
 
 import json

@@ -45,9 +45,8 @@ MOST_TURNS = 10
 LONGEST_HOLE = len("[MASK:]") + 18
 SHORT_TEXT = 4096
 """Characters that are tokenised without asking how many tokens they could be."""
-WATCHED = {"steps": 64, "top_p": 0.9, "sampler": "speculative"}
-"""What the page starts with, where the server was not told otherwise: a text within seconds on a CPU, and of a model
-that can do both the one that it writes left to right, drafted in blocks."""
+WATCHED = {"steps": 64, "top_p": 0.9}
+"""What the page starts with, where the server was not told otherwise: a text within seconds on a CPU."""
 UNTOLD = vars(SamplingConfig())
 SERVER_DEFAULTS = [name for name in SETTINGS if name not in PER_REQUEST]
 """The sampling settings that are defaults of requests."""
@@ -70,7 +69,6 @@ class Served:
         self.created = int(time.time())
         self.worker = Worker(id, lm, sampling.batch_size, cfg.queue, metrics)
         self.settings = {name: getattr(sampling, name) for name in SERVER_DEFAULTS}
-        self.told = dict(self.settings)
         self.settings["sampler"] = lm.sampler_of(sampling.sampler)
         self.stop = sampling.stop
         self.limit = Limit(cfg.max_length, "serve.max_length") if cfg.max_length else Limit(lm.length)
@@ -107,12 +105,8 @@ class Served:
             samplers=self.samplers,
             parameters=sum(p.numel() for p in model.parameters()),
             default=self.defaults(s),
-            page=self.defaults(s | {name: value for name, value in WATCHED.items() if self.may_watch(name, value)}),
+            page=self.defaults(s | {name: value for name, value in WATCHED.items() if s[name] == UNTOLD[name]}),
         )
-
-    def may_watch(self, name: str, value: Any) -> bool:
-        """Whether the page starts with this value: nobody has told the server another, and the model can do it."""
-        return self.told[name] == UNTOLD[name] and (name != "sampler" or value in self.samplers)
 
     def defaults(self, settings: dict[str, Any]) -> Defaults:
         return Defaults(**{name: settings[name] for name in Defaults.model_fields})

@@ -16,21 +16,15 @@ def server(tmp_path_factory):
         yield running
 
 
-def test_a_text_is_drafted_unless_a_block_length_is_chosen(visit, server):
+def test_a_text_is_written_in_the_models_own_blocks_unless_others_are_chosen(visit, server):
     page = visit()
-    assert page.locator("[name=sampler]").input_value() == "speculative"
     names = page.locator("[name=block_length] option").all_inner_texts()
     assert names == ["its own (1: left to right)", "1: left to right", "8 tokens", "4 tokens", "the whole text"]
-    generate(page, text="the cat", seed=3, length=30)
-    drafted = written(page)
-    causal = {"sampler": "autoregressive", "block_length": 1}
-    (left_to_right,) = server.lm.generate("the cat", seed=3, length=30, top_p=0.9, **causal)
-    assert same(drafted, left_to_right.text), "the same, in fewer evaluations"
-    generate(page, sampler="confidence", block_length="4", seed=3, steps=4)
-    (blocks,) = server.lm.generate(
-        "the cat", seed=3, length=30, sampler="confidence", block_length=4, steps=4, top_p=0.9
-    )
-    assert same(written(page), blocks.text) and blocks.text != left_to_right.text
+    for K in (0, 4):
+        values = {"sampler": "confidence", "seed": 3, "steps": 4, "length": 30}
+        generate(page, text="the cat", block_length=str(K), **values)
+        (text,) = server.lm.generate("the cat", block_length=K, top_p=0.9, **values)
+        assert same(written(page), text.text)
 
 
 def test_holes_are_filled_on_the_whole_canvas_whatever_is_chosen(visit, server):
@@ -44,15 +38,20 @@ def test_holes_are_filled_on_the_whole_canvas_whatever_is_chosen(visit, server):
     assert "yes" in written(page)
 
 
-def test_a_race_is_between_the_draft_and_one_token_at_a_time(visit, server):
+def test_a_race_is_between_blocks_and_one_token_at_a_time(visit, server):
     page = visit()
-    settings(page, text="the cat", seed=9, length=30)
+    settings(page, text="the cat", seed=9, length=30, steps=4)
     page.click("#race")
     finished(page, 2)
-    (expected,) = server.lm.generate("the cat", seed=9, length=30, block_length=1, sampler="autoregressive", top_p=0.9)
-    assert same(written(page, 0), expected.text) and same(written(page, 1), expected.text)
-    names = [row.split("\t")[0] for row in page.locator("#board tr").all_inner_texts()]
-    assert names == ["sampler", "speculative", "left to right"]
+    for lane, (sampler, K) in enumerate((("mdlm", 8), ("autoregressive", 1))):
+        (text,) = server.lm.generate("the cat", seed=9, length=30, steps=4, top_p=0.9, sampler=sampler, block_length=K)
+        assert same(written(page, lane), text.text)
+    page.click("#share")
+    link = page.evaluate("() => location.hash")
+    again = visit(link)
+    again.click("#notice button")
+    finished(again, 2)
+    assert [written(again, lane) for lane in (0, 1)] == [written(page, lane) for lane in (0, 1)]
 
 
 def test_examples_show_blocks_and_nothing_speaks_of_anchors(visit):

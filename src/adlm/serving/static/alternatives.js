@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { finish, makeTape } from "./frames.js";
 import { itemsOf, toTemplate, toTokens, wordAt } from "./template.js";
-import { newSeed, samplerForHoles } from "./state.js";
+import { newSeed } from "./state.js";
 
 const DRAWN = 8; // fillings asked for at once; of those alike one is shown
 const SHOWN = 3;
@@ -113,7 +113,7 @@ export function makeAlternatives({ settings, models, onTake, onCut, onError }) {
     const own = models().some((m) => m.id === lane.tape.start.model) && !lane.recorded;
     const model = own ? lane.tape.start.model : form.model;
     const body = { model, ...holeFor(ids, texts, range, length, own), n: DRAWN, steps: Math.max(4, length), seed: asked.seed,
-      sampler: samplerForHoles(form.sampler), temperature: form.temperature, top_p: form.top_p };
+      sampler: form.sampler, temperature: form.temperature, top_p: form.top_p };
     asked.seed += DRAWN;
     const { choices } = await api.infill(body, signal);
     const [before, after] = [texts.slice(0, range[0]).join(""), texts.slice(range[1]).join("")];

@@ -28,7 +28,6 @@ export const SAMPLER_NOTES = Object.freeze({
 
 export const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
 const LEFT_TO_RIGHT = "autoregressive";
-const DRAFTED = "speculative"; // continues texts, and fills no holes
 const LENGTH = 128; // of the first text: within seconds on a CPU
 const LENGTH_ON_A_PHONE = 64; // masks must not fill the screen
 
@@ -41,20 +40,18 @@ export function constraint(match) {
 
 export const hasHoles = (settings) => Boolean(settings.tokens || settings.template || HOLE.test(settings.text));
 
-/** A race: the same model and seed, left to right in the second lane. */
-export const raceSettings = (settings, model) => ({
-  ...settings, race: true, compare: true, model2: settings.model, sampler2: LEFT_TO_RIGHT, steps2: settings.steps,
-  block_length2: model.block_lengths.includes(1) ? 1 : settings.block_length,
-});
-
-/** The block length that shows many words at once: the model's own, unless that is one token. */
+/** The block length that shows several words at once: the model's own (0), unless that is one token. */
 export const blockToWatch = (model) =>
   (model.block_lengths[0] === 1 ? model.block_lengths.find((K) => K > 1 && K < model.length) ?? 0 : 0);
 
-export const canRace = (model) => Boolean(model && !model.causal && model.samplers.includes(LEFT_TO_RIGHT));
+/** A race: the same model and seed, left to right in the second lane. */
+export const raceSettings = (settings, model) => ({
+  ...settings, race: true, compare: true, model2: settings.model, sampler2: LEFT_TO_RIGHT, steps2: settings.steps,
+  block_length: settings.block_length || blockToWatch(model),
+  block_length2: model.block_lengths.includes(1) ? 1 : settings.block_length,
+});
 
-/** The sampler that fills holes: the server's own where the one that was chosen cannot. */
-export const samplerForHoles = (sampler) => (sampler === DRAFTED ? undefined : sampler);
+export const canRace = (model) => Boolean(model && !model.causal && model.samplers.includes(LEFT_TO_RIGHT));
 
 /** Body of /v1/frames for lane 0 or, in a comparison, lane 1: the same text, seed and filters, another sampler or model. */
 export function bodyFor(settings, lane = 0) {
@@ -71,7 +68,6 @@ export function bodyFor(settings, lane = 0) {
   const own = settings.model2 === settings.model ? settings.block_length : 0;
   const block = second ? settings.block_length2 ?? own : settings.block_length;
   const planned = hasHoles(settings) || words(settings.required).length > 0; // on the whole canvas
-  if (planned || settings.match.trim()) body.sampler = samplerForHoles(body.sampler);
   if (block && !planned) body.block_length = block;
   if (settings.tokens && (!second || settings.model2 === settings.model)) body.tokens = settings.tokens;
   else if (hasHoles(settings)) body.template = settings.template || settings.text;
