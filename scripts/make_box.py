@@ -1,7 +1,7 @@
 """An adapted model in four bits -> the model in the box, inside the package.
 
     adlm export runs/box runs/box-4bit --four-bit
-    adlm ppl runs/box-4bit data=file data.path=HELD_OUT eval.block_length=1,4,16,64,0
+    adlm ppl runs/box-4bit eval.block_length=1,4,16,64,0
     python scripts/make_box.py runs/box-4bit [1,4,16,64,0]
 
 The weights are copied as they are, so the bounds on the card are those of what is shipped. The last argument puts the
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from adlm.errors import require
 from adlm.io.export import CARD, TOKENIZER, WEIGHTS, Loaded, load_folder, place_for_export, read_shapes, save_folder
-from adlm.io.load import BOX
+from adlm.io.load import BOX, SMOLLM2
 from adlm.io.quantised import CODES
 
 MOST_BYTES = 80_000_000
@@ -87,7 +87,7 @@ def check(source: Path, loaded: Loaded) -> list[str]:
     command = loaded.info.get("command", [])
     words = [word for word in command if not word.startswith(("data.", "out="))]
     words = [Path(word).name if "=" not in word else word for word in words]
-    is_known = any(BASE in word for word in words)
+    is_known = any(BASE in word or word == SMOLLM2 for word in words)
     require(is_known, f"{source} was not made of {BASE}, which the licence names, but by {' '.join(words) or '?'}")
     return [*words, "data.path=WIKIPEDIA"]
 
