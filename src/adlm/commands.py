@@ -225,7 +225,7 @@ COMMANDS: dict[str, Command] = {
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
         reads=("reason", *(section for section in TRAINING if section != "data"), *TASK_FILES, "eval"),
-        ruled={"train.steps": "reason.epochs"},
+        ruled={"train.steps": "reason.epochs", "checkpoint.init_from": "reason.base"},
     ),
     "serve": Command(
         "adlm.serving:run_serve",

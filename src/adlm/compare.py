@@ -42,6 +42,7 @@ from adlm.training import setup
 from adlm.training.loop import command_line, train
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import Interruption, World, world
+from adlm.training.run import Fork
 
 ENTRY, LOG = "compared.json", "log.txt"
 
@@ -82,17 +83,30 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
 
 
 def with_equal_flops(runs: dict[str, Config], cfg: Config) -> dict[str, Config]:
-    """Give every run as many steps as cost the training FLOPs of the first one, counted by `setup.training_flops`."""
+    """Give every run as many steps as cost the training FLOPs of the first one, counted by `setup.training_flops`.
+    What stands before the checkpoint that a run starts from is not counted."""
     given = [name for name in runs if "train.steps=" in name]
     require(not given, f"compare.equal_flops=true counts the steps of every run: take train.steps out of {given}")
+    for name, run in runs.items():
+        alike = run.objective.causal_until == 0 and run.objective.gamma_until in (0, 1)
+        require(
+            alike or not begin_of(run),
+            f"{name} starts from a checkpoint, and compare.equal_flops=true cannot tell which of its kinds of steps are"
+            " still to come: set objective.causal_until=0 and objective.gamma_until=1 (or 0)",
+        )
     first = next(iter(runs.values()))
-    budget = first.train.steps * step_flops(first, cfg)
+    budget = (first.train.steps - begin_of(first)) * step_flops(first, cfg)
     matched = {}
     for name, run in runs.items():
-        steps = max(1, round(budget / step_flops(run, cfg)))
+        steps = begin_of(run) + max(1, round(budget / step_flops(run, cfg)))
         matched[name] = replace(run, train=replace(run.train, steps=steps))
         say(f"{name}: {steps:,} steps")
     return matched
+
+
+def begin_of(run: Config) -> int:
+    """The step at which a run begins: that of the checkpoint it starts from, if it does."""
+    return Fork.of(run.checkpoint.init_from).step if Fork.named(run.checkpoint.init_from) else 0
 
 
 def step_flops(run: Config, cfg: Config) -> float:

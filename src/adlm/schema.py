@@ -409,7 +409,8 @@ class CheckpointConfig:
     resume: bool = True
     """Resume from the newest valid checkpoint of the run folder."""
     init_from: Place = ""
-    """Start from the weights of this exported folder (a new run, step 0)."""
+    """Start a new run from the weights of this exported folder, or from a checkpoint of another run
+    (RUN/checkpoints/step-00000600): from its weights, EMA, optimizer and step, with other settings."""
     url: str = ""
     """Keep checkpoints there, for nodes that share no disk: any URL of fsspec (s3://bucket/run, file:///disk/run);
     empty: checkpoints/ in the run folder."""

@@ -114,6 +114,10 @@ def test_commands(tmp_path, capsys):
         (["train", "task=gsm8k", "out=x"], "data.path"),
         (["train", "method=acott"], "did you mean 'acot'"),
         (["train", "train.steps=5"], "train.steps: `adlm reason` does not read this key; reason.epochs rules"),
+        (
+            ["train", "checkpoint.init_from=x"],
+            "checkpoint.init_from: `adlm reason` does not read this key; reason.base rules",
+        ),
         (["train", "data=lm1b"], "data=...: `adlm reason` does not read this group"),
         (["train", "data.name=lm1b"], "data.name: `adlm reason` does not read this key"),
         (["ask", "nowhere"], "one question in quotes"),

@@ -11,7 +11,7 @@ from runs import ALONE, run_config, start, wait_for_step
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.schema import CheckpointConfig
-from adlm.training import checkpoint, loop
+from adlm.training import loop, run
 from adlm.training.checkpoint import Checkpoints, read_weights
 from adlm.training.metrics import read_metrics
 
@@ -58,8 +58,8 @@ def test_a_key_that_a_checkpoint_does_not_know_had_its_default(tmp_path):
     del before["objective"]["anchor_fraction"]
     info = {"config": before, "tokenizer": tokenizer.fingerprint}
     with pytest.raises(ValueError, match=r"started with objective\.anchor_fraction=1\.0, now it is 0\.25"):
-        checkpoint.check_same_run(info, run_config(tmp_path, recipe="fast"), tokenizer)
-    checkpoint.check_same_run(info, run_config(tmp_path, recipe="fast", objective__anchor_fraction=1), tokenizer)
+        run.check_same_run(info, run_config(tmp_path, recipe="fast"), tokenizer)
+    run.check_same_run(info, run_config(tmp_path, recipe="fast", objective__anchor_fraction=1), tokenizer)
 
 
 def test_a_finished_run_keeps_its_bound(tmp_path):

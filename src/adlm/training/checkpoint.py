@@ -13,9 +13,8 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from adlm.compat.foreign_files import SavedTensors
-from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, path_of, read_json, sync_folder
+from adlm.io.paths import absolute_paths, check_object, checkpoint_steps, read_json, sync_folder
 from adlm.migration import migrate_tree
-from adlm.schema import CheckpointConfig, Config, DataConfig, ReasonConfig
+from adlm.schema import CheckpointConfig, DataConfig, ReasonConfig
 from adlm.training.optim import Ema, GradientGuard, state_of
 from adlm.training.parallel import Step, World
 from adlm.training.storage import STATE, described, problem_of, remote, seal
@@ -324,66 +322,6 @@ def check_state(info: dict[str, Any], source: str) -> None:
     """Refuse a state that does not say what model it is of."""
     check_object(info, {"tokenizer": str}, {}, source)
     check_object(info["config"], {"algo": str} | dict.fromkeys(SECTIONS, dict), {}, f"{source}: config")
-
-
-def check_same_run(
-    info: dict[str, Any],
-    cfg: Config,
-    tokenizer: Tokenizer,
-    data: Mapping[str, str] | None = None,
-    fixed: Iterable[str] = ("model", "lora", "noise", "objective"),
-    free: Iterable[str] = (),
-) -> None:
-    """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
-    compared with that of the checkpoint (those of earlier versions have none). `fixed`: sections that may not change,
-    but for the keys in `free`."""
-    check_state(info, f"the checkpoint in out={cfg.out!r}")
-    then, now = info.get("data", {}).get("train"), (data or {}).get("train")
-    if then and now and then != now:  # before the tokenizer, which may have been trained on it
-        settings = "".join(f"; {change}" for change in changes(info, cfg, ("data",)))
-        exported = info["tokenizer"] == tokenizer.fingerprint and (path_of(cfg.out) / "export").is_dir()
-        weights = f" (with its weights: checkpoint.init_from={cfg.out}/export)" if exported else ""
-        raise ValueError(
-            f"out={cfg.out!r} was trained on other data: the content of the training data or how it is prepared has"
-            f" changed{settings}; put the data back, or use another out={weights}"
-        )
-    if info["tokenizer"] != tokenizer.fingerprint:
-        raise ValueError(
-            f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
-            " use another out="
-        )
-    before, now, default = info["config"], asdict(cfg), asdict(Config())
-    keys = [f"{part}.{key}" for part in fixed for key in default[part] | before.get(part, {})]
-    # seed and size of the steps say which sequences a run has read
-    keys += ["seed", "optim.name", "train.global_batch_size", "train.length_warmup", "train.length_warmup_fraction"]
-    if cfg.train.length_warmup > 1:  # for a fraction of all steps
-        keys.append("train.steps")
-    if cfg.optim.ema and not before["optim"]["ema"]:
-        keys.append("optim.ema")
-    for key in keys:
-        # an older version had fewer keys, and did what the default of a later one says
-        was, value = value_of(before, key, value_of(default, key)), value_of(now, key)
-        if was != value and key not in free:
-            raise ValueError(
-                f"out={cfg.out!r} was started with {key}={was}, now it is {value}; set it back or use another out="
-            )
-
-
-def value_of(settings: dict[str, Any], key: str, missing: Any = None) -> Any:
-    """The value of a dotted key in settings of two levels."""
-    section, dot, name = key.partition(".")
-    return settings.get(section, {}).get(name, missing) if dot else settings.get(section, missing)
-
-
-def changes(info: dict[str, Any], cfg: Config, parts: Iterable[str] = ("data", "optim", "train")) -> list[str]:
-    """What else is not as it was, for whoever resumes to read."""
-    before, now = info["config"], asdict(cfg)
-    return [
-        f"{part}.{key} was {value}, is {now[part][key]}"
-        for part in parts
-        for key, value in before[part].items()
-        if key in now[part] and now[part][key] != value
-    ]
 
 
 def of_run(run: Path) -> Checkpoints:

@@ -121,7 +121,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook, cours
     with Run(cfg, folder, ranks) as run:
         objective = course.objective(cfg, data)
         flops = setup.training_flops(cfg, objective, data)
-        model = setup.make_model(cfg, data.tokenizer, fresh=run.resumed_step is None).to(ranks.device)
+        model = setup.make_model(cfg, data.tokenizer, fresh=run.is_new and run.fork is None).to(ranks.device)
         facts = setup.plan(cfg, model, data, flops, ranks)
         adapter = setup.adapter_facts(cfg, model)
         step_module = Step(model)
@@ -129,7 +129,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook, cours
         run.begin(step_module, data.tokenizer, setup.show(facts), flops, data.fingerprints())
         run.keep_adapter(adapter)
 
-        if run.step == 0 and cfg.train.valid_every:
+        if run.is_new and cfg.train.valid_every:
             validate_ema(run, wrapped, objective, data)
         consumed = run.step * cfg.train.global_batch_size
         stream = Batches(data.train, cfg.seed, cfg.train.global_batch_size, ranks.rank, ranks.size, consumed=consumed)
@@ -144,7 +144,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook, cours
                 if cfg.model.dropout:
                     first = int(batch.examples[i * len(batch.examples) // len(corrupted)])
                     torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step, first))
-                last, first_time = i == len(corrupted) - 1, run.step == (run.resumed_step or 0)
+                last, first_time = i == len(corrupted) - 1, run.step == run.first_step
                 with accumulating(wrapped, last), ranks.autocast():
                     # the first pass compiles; gradients of the last one are exchanged with all ranks
                     ranks.at(f"computing micro-batch {i + 1} of {len(corrupted)}", run.step, long=first_time)

@@ -3,7 +3,7 @@
 A `Run` owns the run folder, its checkpoints and how a stopped run resumes, the optimizers with EMA and gradient guard,
 the log, and the questions of a training loop: is it time to log, to validate, to sample, to save, to stop? What a batch
 is, and what a validation measures, is up to the loop. The host waits for the device where a log line is written, and
-nowhere else between two steps.
+nowhere else between two steps. Below: which checkpoint a run may continue from, and the run folder.
 """
 
 import math
@@ -11,11 +11,11 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ from torch import Tensor
 from adlm.config import as_yaml
 from adlm.data.tokenizers import Tokenizer
 from adlm.errors import require
-from adlm.io.paths import absolute_paths, claimed, path_of, writable_folder, write_atomically
+from adlm.io.paths import absolute_paths, claimed, path_of, step_of, writable_folder, write_atomically
 from adlm.models.network import merged
 from adlm.schema import Config, DataConfig, ReasonConfig
 from adlm.tables import TOKENIZERS
-from adlm.training.checkpoint import Checkpoints, changes, check_same_run, tensors
+from adlm.training.checkpoint import STATE, Checkpoints, check_state, of_run, tensors
 from adlm.training.metrics import LogWindow, RunLog, read_metrics
 from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Interruption, Step, World
@@ -69,6 +69,13 @@ class Run:
             self.resumed_step is not None or not self.checkpoints.steps(),
             f"{folder} holds checkpoints; use checkpoint.resume=true, or another out=",
         )
+        self.fork = Fork.of(cfg.checkpoint.init_from) if self.is_new and Fork.named(cfg.checkpoint.init_from) else None
+        """Where a new run starts, if that is a checkpoint of another one."""
+
+    @property
+    def is_new(self) -> bool:
+        """The run folder held no checkpoint to resume from."""
+        return self.resumed_step is None
 
     def __enter__(self) -> "Run":
         self.interruption.__enter__()
@@ -104,11 +111,17 @@ class Run:
         self.ema = Ema(module, cfg.optim.ema)
         self.guard = GradientGuard(ranks.device)
         self.window = LogWindow(flops_per_token, ranks, cfg.train.cuda_graphs)
-        info = None if self.resumed_step is None else self.checkpoints.read_info(self.resumed_step, ("train", *fixed))
+        found = self.fork or (None if self.resumed_step is None else Fork(self.checkpoints, self.resumed_step))
+        info = None if found is None else found.checkpoints.read_info(found.step, ("train", *fixed))
         if info is not None:
             self.decay_all = info.get("decay_all", True)  # earlier versions did, and did not say so
         self.reset_optimizer()
-        if info is not None:
+        if info is not None and self.fork is not None:
+            self.fork.check(info, cfg, tokenizer)
+            self.restore_tensors(self.fork.checkpoints, info)
+            changed = "; ".join(changes(info, cfg, ("objective", "data", "optim", "train")))
+            plan = f"starting at step {self.step} of {cfg.checkpoint.init_from}; {changed}\n{plan}"
+        elif info is not None:
             check_same_run(info, cfg, tokenizer, data, fixed, free)
             self.restore(info)
             changed = "".join(f"; {change}" for change in changes(info, cfg))
@@ -116,7 +129,7 @@ class Run:
                 changed += "; the validation data has changed: bounds before and after do not compare"
                 self.best, self.best_step = math.inf, None
             plan = f"resuming {self.folder} at step {info['step']}{self.lost(info)}{changed}"
-        self.log = RunLog(self.folder, cfg, self.resumed_step, active=ranks.is_main)
+        self.log, self.first_step = RunLog(self.folder, cfg, self.resumed_step, active=ranks.is_main), self.step
         self.was_finished = self.step >= cfg.train.steps
         if self.was_finished:
             self.log.say(
@@ -154,13 +167,17 @@ class Run:
 
     def restore(self, info: dict[str, Any]) -> None:
         """Tensors and counters of a checkpoint."""
-        state = self.state()
-        self.checkpoints.load(info["step"], state)
-        self.guard.restore(state["guard"]["state"])
+        self.restore_tensors(self.checkpoints, info)
         self.window.restore(info["window"])
-        self.step, self.ema.n = info["step"], info["ema_n"]
         self.best, self.best_step = math.inf if info["best"] is None else info["best"], info["best_step"]
         self.bound, self.extra = info.get("bound"), info.get("extra", {})
+
+    def restore_tensors(self, checkpoints: Checkpoints, info: dict[str, Any]) -> None:
+        """Weights, EMA, optimizer and gradient guard of a checkpoint, and its step."""
+        state = self.state()
+        checkpoints.load(info["step"], state)
+        self.guard.restore(state["guard"]["state"])
+        self.step, self.ema.n = info["step"], info["ema_n"]
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Every tensor of a checkpoint, by part and name: what to save, and where to load."""
@@ -286,6 +303,108 @@ class Run:
         self.log.close()
         if self.ranks.is_main:
             note(f"stopped by a signal at step {self.step}; the same command resumes there")
+
+
+def check_same_run(
+    info: dict[str, Any],
+    cfg: Config,
+    tokenizer: Tokenizer,
+    data: Mapping[str, str] | None = None,
+    fixed: Iterable[str] = ("model", "lora", "noise", "objective"),
+    free: Iterable[str] = (),
+) -> None:
+    """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
+    compared with that of the checkpoint (those of earlier versions have none). `fixed`: sections that may not change,
+    but for the keys in `free`."""
+    check_state(info, f"the checkpoint in out={cfg.out!r}")
+    then, now = info.get("data", {}).get("train"), (data or {}).get("train")
+    if then and now and then != now:  # before the tokenizer, which may have been trained on it
+        settings = "".join(f"; {change}" for change in changes(info, cfg, ("data",)))
+        exported = info["tokenizer"] == tokenizer.fingerprint and (path_of(cfg.out) / "export").is_dir()
+        weights = f" (with its weights: checkpoint.init_from={cfg.out}/export)" if exported else ""
+        raise ValueError(
+            f"out={cfg.out!r} was trained on other data: the content of the training data or how it is prepared has"
+            f" changed{settings}; put the data back, or use another out={weights}"
+        )
+    if info["tokenizer"] != tokenizer.fingerprint:
+        raise ValueError(
+            f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
+            " use another out="
+        )
+    # seed and size of the steps say which sequences a run has read
+    keys = ["seed", "train.global_batch_size", "train.length_warmup", "train.length_warmup_fraction"]
+    if cfg.train.length_warmup > 1:  # for a fraction of all steps
+        keys.append("train.steps")
+    for key, was, value in differences(info, cfg, fixed, keys):
+        if key not in free:
+            raise ValueError(
+                f"out={cfg.out!r} was started with {key}={was}, now it is {value}; set it back or use another out="
+            )
+
+
+def differences(
+    info: dict[str, Any], cfg: Config, sections: Iterable[str], keys: Iterable[str] = ()
+) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value then, value now) where settings are not those of a checkpoint: in these sections, and of these keys.
+    What an optimizer has to find in a checkpoint is always compared."""
+    before, now, default = info["config"], asdict(cfg), asdict(Config())
+    inside = [f"{part}.{key}" for part in sections for key in default[part] | before.get(part, {})]
+    no_ema = ["optim.ema"] if cfg.optim.ema and not before["optim"]["ema"] else []
+    for key in (*inside, *keys, "optim.name", *no_ema):
+        # an older version had fewer keys, and did what the default of a later one says
+        was, value = value_of(before, key, value_of(default, key)), value_of(now, key)
+        if was != value:
+            yield key, was, value
+
+
+def value_of(settings: dict[str, Any], key: str, missing: Any = None) -> Any:
+    """The value of a dotted key in settings of two levels."""
+    section, dot, name = key.partition(".")
+    return settings.get(section, {}).get(name, missing) if dot else settings.get(section, missing)
+
+
+def changes(info: dict[str, Any], cfg: Config, parts: Iterable[str] = ("data", "optim", "train")) -> list[str]:
+    """What else is not as it was, for whoever resumes to read."""
+    before, now = info["config"], asdict(cfg)
+    return [
+        f"{part}.{key} was {value}, is {now[part][key]}"
+        for part in parts
+        for key, value in before[part].items()
+        if key in now[part] and now[part][key] != value
+    ]
+
+
+class Fork(NamedTuple):
+    """A checkpoint of another run, from which a new one starts: with its weights, EMA, optimizer and step, and other
+    settings."""
+
+    checkpoints: Checkpoints
+    step: int
+
+    @staticmethod
+    def named(place: str) -> bool:
+        """Whether checkpoint.init_from is a checkpoint and not an exported folder."""
+        return step_of(path_of(place).name) is not None and (path_of(place) / STATE).is_file()
+
+    @classmethod
+    def of(cls, place: str) -> "Fork":
+        path = path_of(place)
+        fork = cls(of_run(path.parent.parent), step_of(path.name) or 0)
+        problem = fork.checkpoints.problem(fork.step)
+        require(not problem, f"checkpoint.init_from={place!r} is corrupt ({problem})")
+        return fork
+
+    def check(self, info: dict[str, Any], cfg: Config, tokenizer: Tokenizer) -> None:
+        """Refuse what its tensors do not fit."""
+        said = f"checkpoint.init_from={cfg.checkpoint.init_from!r}"
+        check_state(info, said)
+        require(info["tokenizer"] == tokenizer.fingerprint, f"{said} has another tokenizer than this run's data")
+        require(
+            self.step < cfg.train.steps,
+            f"{said} is at step {self.step}, so train.steps must be above that, got {cfg.train.steps}",
+        )
+        for key, was, value in differences(info, cfg, ("model", "lora")):
+            require(key == "model.dropout", f"{said} has {key}={was}, this run {value}: its tensors would not fit")
 
 
 def with_absolute_paths(cfg: Config) -> Config:
