@@ -1,43 +1,108 @@
-"""A trained run -> the model in the box: bf16 weights, small enough to ship inside the package.
+"""An adapted model in four bits -> the model in the box, inside the package.
 
-    adlm train experiment=box data.path=WIKIPEDIA out=runs/box
-    adlm ppl runs/box eval.draws=4
-    python scripts/make_box.py runs/box [FOLDER]
+    adlm export runs/box runs/box-4bit --four-bit
+    adlm ppl runs/box-4bit eval.block_length=1,4,16,64,0
+    python scripts/make_box.py runs/box-4bit [1,4,16,64,0]
 
-Refuses a model above 40 MB. The card says what the text it learned from is licensed under, and the bits per byte that
-`adlm ppl` found.
+The weights are copied as they are, so the bounds on the card are those of what is shipped. The last argument puts the
+block lengths of model.block_length into another order: the first is that of texts for which none is asked. Refuses what
+is no model for every block length, what is larger than 80 MB, what was not measured, and what was not made of the model
+that the licence names.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from adlm.api import load
+from safetensors.torch import load_file
+
 from adlm.errors import require
-from adlm.io.export import WEIGHTS
-from adlm.io.load import BOX
+from adlm.io.export import CARD, TOKENIZER, WEIGHTS, Loaded, load_folder, place_for_export, read_shapes, save_folder
+from adlm.io.load import BOX, SMOLLM2
+from adlm.io.quantised import CODES
 
-MOST_BYTES = 40_000_000
-LICENCE = "cc-by-sa-4.0"  # of Wikipedia's text
+MOST_BYTES = 80_000_000
+BASE = "SmolLM2-135M-Instruct"
+NEW_TOKENS = 256
+"""Of a text for which no length is asked: seconds on a CPU."""
+LICENCE = "cc-by-sa-4.0"
+LICENCE_TEXT = f"""\
+The language model in this folder (model.safetensors, tokenizer.json, config.json, README.md)
+
+It is made of two works:
+
+1. Its weights began as those of {BASE} by Hugging Face, and its tokenizer is that model's
+   (https://huggingface.co/HuggingFaceTB/{BASE}). Both are available under the Apache License 2.0
+   (SPDX: Apache-2.0), whose text is the file LICENSE at the root of the source tree of adlm. Changed: the network reads
+   and writes blocks of masked tokens, its weights were trained further, and they were rounded to four bits.
+2. It was trained further on articles of the English Wikipedia (https://en.wikipedia.org), written by the contributors
+   to Wikipedia, whose text is available under the Creative Commons Attribution-ShareAlike 4.0 International License
+   (SPDX: CC-BY-SA-4.0, https://creativecommons.org/licenses/by-sa/4.0/legalcode).
+
+The model as it is here is available under CC BY-SA 4.0. What it has from {BASE} stays under Apache-2.0.
+You may share and adapt it, also commercially, if you give credit, say what you changed, and distribute what you make
+of it under the same licence. Credit: "the model of the adlm package, by the adlm authors, made of
+{BASE} by Hugging Face and trained on English Wikipedia". The model is offered as it is, without
+warranties; the legal code has the terms.
+
+The code of adlm is under Apache-2.0.
+"""
 
 
-def make_box(run: Path, folder: Path = BOX) -> Path:
-    found = sorted(run.glob("ppl-*.json"))
-    require(len(found) == 1, f"{run} must hold one result of `adlm ppl {run}`, got {[f.name for f in found]}")
-    bound = json.loads(found[0].read_text())["continuous"]["bits_per_byte"]
-    lm = load(str(run))
-    # no path of the machine it was trained on
-    words = [word for word in lm.info.get("command", []) if not word.startswith(("data.", "out="))]
-    tokenizer = lm.info["tokenizer"] | {"name": f"bpe-{lm.tokenizer.vocab_size}"}
-    facts = {"command": [*words, "data.path=WIKIPEDIA"], "data_settings": {}, "tokenizer": tokenizer}
-    lm.save(folder, precision="bf16", licence=LICENCE, bits_per_byte=bound, **facts)
-    size = (folder / WEIGHTS).stat().st_size
-    require(size <= MOST_BYTES, f"{folder / WEIGHTS} has {size:,} bytes, at most {MOST_BYTES:,} are shipped")
+def make_box(source: Path, order: str = "", folder: Path = BOX) -> Path:
+    """`order`: of the block lengths; empty: that of model.block_length."""
+    loaded = load_folder(source)
+    words = check(source, loaded)
+    found = bounds(source)
+    model = loaded.model.config
+    order = order or model.block_length
+    lengths = replace(model, block_length=order).block_lengths
+    same = sorted(lengths) == sorted(model.block_lengths)
+    require(same, f"{order} is no order of the block lengths of {source}, which are {model.block_length}")
+    missing = ",".join(str(length) for length in sorted(set(lengths)) if length not in found)
+    require(not missing, f"{source} was not measured for K={missing}: adlm ppl {source} eval.block_length={missing}")
+    info: dict[str, Any] = loaded.info | {
+        "model": loaded.info["model"] | {"block_length": order},
+        "tokenizer": loaded.info["tokenizer"] | {"name": BASE},
+        "command": words, "data": "wikipedia", "data_settings": {}, "licence": LICENCE, "base": f"{BASE} (Apache-2.0)",
+        "new_tokens": NEW_TOKENS, "bits_per_byte": found[lengths[0]],
+        "bounds": ", ".join(f"{length}: {found[length]:.3f}" for length in sorted(set(lengths))),
+    }  # fmt: skip
+    save_folder(place_for_export(folder), load_file(source / WEIGHTS), loaded.tokenizer, info)
+    (folder / "LICENSE").write_text(LICENCE_TEXT, encoding="utf-8")
     return folder
+
+
+def check(source: Path, loaded: Loaded) -> list[str]:
+    """Refuse what cannot be in the box; returns the command that made it, without the paths of its machine."""
+    model = loaded.model.config
+    whole = {1, model.length} <= set(model.block_lengths)
+    require(whole, f"{source} has model.block_length={model.block_length!r}: the box continues texts, and fills holes")
+    four_bit = any(name.endswith(CODES) for name in read_shapes(source / WEIGHTS))
+    require(four_bit, f"{source} is not in four bits: adlm export {source} FOLDER --four-bit")
+    size = sum((source / name).stat().st_size for name in (WEIGHTS, TOKENIZER, CARD))
+    require(size <= MOST_BYTES, f"{source} has {size:,} bytes, at most {MOST_BYTES:,} are shipped")
+    command = loaded.info.get("command", [])
+    words = [word for word in command if not word.startswith(("data.", "out="))]
+    words = [Path(word).name if "=" not in word else word for word in words]
+    is_known = any(BASE in word or word == SMOLLM2 for word in words)
+    require(is_known, f"{source} was not made of {BASE}, which the licence names, but by {' '.join(words) or '?'}")
+    return [*words, "data.path=WIKIPEDIA"]
+
+
+def bounds(source: Path) -> dict[int, float]:
+    """Block length -> bits per byte."""
+    files = sorted(source.glob("ppl-*.json"))
+    what = f"{source} must hold one result of `adlm ppl {source}`, got {[file.name for file in files]}"
+    require(len(files) == 1, what)
+    result = json.loads(files[0].read_text(encoding="utf-8"))
+    return {int(name[2:]): value["bits_per_byte"] for name, value in result.items() if name.startswith("K=")}
 
 
 if __name__ == "__main__":
     try:
-        print(make_box(*map(Path, sys.argv[1:])))
-    except (TypeError, ValueError) as error:
+        print(make_box(Path(sys.argv[1]), *sys.argv[2:3]))
+    except (IndexError, TypeError, ValueError) as error:
         raise SystemExit(f"make_box: {error}") from None

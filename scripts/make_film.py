@@ -1,8 +1,9 @@
 """The recorded run that the page opens with: the events of one run of the model in the package, unedited.
 
-    python scripts/make_film.py [SEED] > src/adlm/serving/static/film.json
+    python scripts/make_film.py [SETTING=VALUE ...] > src/adlm/serving/static/film.json
 
-Same seed, same text: `adlm.load().generate(**SETTINGS)` gives it too.
+Settings are those of `lm.generate`, such as seed=3 block_length=16 sampler=confidence; SETTINGS has the others. A film
+names all of them: `adlm.load().generate(**film["settings"])` gives the same text.
 """
 
 import asyncio
@@ -10,12 +11,13 @@ import json
 import sys
 from typing import Any
 
-SETTINGS: dict[str, Any] = {"prompt": "The river", "length": 128, "sampler": "mdlm", "steps": 64, "top_p": 0.9}
-SEED = 2
+import yaml
+
+SETTINGS = {"prompt": "The river", "length": 128, "sampler": "mdlm", "steps": 64, "top_p": 0.9, "seed": 2}
 
 
-async def record(seed: int) -> dict[str, Any]:
-    """The events of /v1/frames for the settings above."""
+async def record(settings: dict[str, Any]) -> dict[str, Any]:
+    """The events of /v1/frames for these settings."""
     from adlm.api import load
     from adlm.io.load import BOX_NAME
     from adlm.schema import SamplingConfig, ServeConfig
@@ -28,8 +30,8 @@ async def record(seed: int) -> dict[str, Any]:
     served.worker.start()
     while not served.worker.ready:
         await asyncio.sleep(0.1)
-    requests = served.requests(FramesBody(**SETTINGS, seed=seed), 1, True)
-    found: dict[str, Any] = {"frames": []}
+    requests = served.requests(FramesBody(**settings), 1, True)
+    found: dict[str, Any] = {"settings": settings, "frames": []}
     async for text in film(served, service.open({}, served, requests, guesses=True)):  # type: ignore[arg-type]
         name, data = (line.partition(": ")[2] for line in text.strip().split("\n"))
         if name == "frame":
@@ -44,5 +46,5 @@ async def record(seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    seed = int(sys.argv[1]) if len(sys.argv) > 1 else SEED
-    print(json.dumps(asyncio.run(record(seed)), ensure_ascii=False, separators=(",", ":")))
+    typed = {name: yaml.safe_load(value) for name, value in (word.split("=", 1) for word in sys.argv[1:])}
+    print(json.dumps(asyncio.run(record(SETTINGS | typed)), ensure_ascii=False, separators=(",", ":")))

@@ -44,6 +44,12 @@ EPOCHS = 8
 """Most times that the text is read: later ones are learned by heart."""
 TOKENS = {"cpu": 130_000, "cuda": 20_000_000}
 """Most tokens that a run reads: minutes."""
+SMALL = 20_000_000
+"""Parameters of a model that reads so many on a CPU in minutes; larger ones read fewer, and work as long."""
+LARGE = 50_000_000
+"""Parameters from which on a CPU trains adapters alone, unless lora.rank says otherwise: training all weights would
+take gigabytes of memory and disk, and twice the time."""
+RANK = 16
 
 
 class FineTuned(NamedTuple):
@@ -90,7 +96,8 @@ def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
     require(start.exists(), f"checkpoint.init_from={str(start)!r} does not exist")
     loaded = load_checkpoint(start, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
     cfg = settings_for(loaded, start, line)
-    print(f"Fine-tuning {start} on {text_name(cfg)}: {cfg.train.steps} steps on this machine")
+    what = f"low-rank adapters (lora.rank={cfg.lora.rank}) of {start}" if cfg.lora.rank else str(start)
+    print(f"Fine-tuning {what} on {text_name(cfg)}: {cfg.train.steps} steps on this machine")
     result = train(cfg)
     if not result.finished:
         return result._asdict()
@@ -138,8 +145,8 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     """The settings of the run: network, noise, objective and tokenizer of the start, the rest as it fits the text and
     the machine. What was typed wins; a run that has begun keeps what was chosen then."""
     for group in ("model", "noise", "algo", "recipe", "experiment"):
-        typed = any(word.lstrip("+").startswith(f"{group}=") for word in line)
-        require(not typed, f"{group}= cannot be set here: adlm finetune keeps network and objective of its start")
+        said = f"{group}= cannot be set here: adlm finetune keeps network and objective of its start"
+        require(not is_typed(group, line), said)
     typed = config.load(line, run_folder=False)
     out = typed.out or owntext.run_folder(typed.data.path) + "-finetuned"
     size, device = owntext.text_bytes(typed.data), pick_device(typed.train.device).type
@@ -150,16 +157,21 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
     # Training ended with the bound's own times, and goes on there.
     chosen |= {"objective.time_density": 1.0, "objective.gamma_warmup": 0.0}
-    chosen |= rates(loaded, low_rank=typed.lora.rank > 0)
+    most = most_tokens(parameter_count(loaded.model), device)
+    rank = saved.get("lora.rank", typed.lora.rank if is_typed("lora.rank", line) else rank_for(loaded, device))
+    chosen |= {"lora.rank": rank} | rates(loaded, low_rank=rank > 0)
     source, length, most_at_once = resolve(typed.data, "train"), loaded.model.config.length, 8
     if source.holds_pairs:  # one a sequence, which may be short
         length = padded_length(source.every_pair(), loaded.tokenizer, length)
         sequences, most_at_once = float(sum(1 for _ in source.every_pair())), max(8, min(32, 2048 // length))
     else:
+        if rank and device != "cuda":  # many short sequences; the model keeps its own length
+            chosen["model.length"] = length = owntext.power_of_two(most / 128, 16, min(length, 256))
         sequences = owntext.estimated_tokens(size, loaded.tokenizer.vocab_size) / length
-    batch = owntext.power_of_two(sequences / 4, 1, most_at_once)
+    batch = owntext.power_of_two(min(sequences / 4, most / length / 32), 1, most_at_once)
     chosen |= {"data.valid_fraction": owntext.held_out_fraction(size), "train.global_batch_size": batch}
-    chosen |= {"eval.sequences": 256, "train.valid_sequences": 96}
+    part = most / most_tokens(0, device)
+    chosen |= {"eval.sequences": max(32, round(256 * part)), "train.valid_sequences": max(12, round(96 * part))}
     chosen |= {"sampling.steps": 64, "sampling.length": min(96, loaded.model.config.length), "sampling.top_p": 0.9}
     # Paths last: a string of the line may hold anything, also what a group is called.
     fixed = ["data=file", f"out={out}", f"data.tokenizer={Path(folder) / TOKENIZER}", f"checkpoint.init_from={folder}"]
@@ -170,9 +182,25 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
         return config.load([*fixed, *(f"{key}={value}" for key, value in chosen.items()), *line])
 
     cfg = answer({})
-    most = min(EPOCHS * sequences, TOKENS.get(device, TOKENS["cpu"]) / length) / cfg.train.global_batch_size
-    cfg = answer({"train.steps": max(10, round(most))})
+    steps = min(EPOCHS * sequences, most / length) / cfg.train.global_batch_size
+    cfg = answer({"train.steps": max(10, round(steps))})
     return answer(owntext.schedule(cfg, size))
+
+
+def is_typed(key: str, line: Sequence[str]) -> bool:
+    return any(word.lstrip("+").startswith(f"{key}=") for word in line)
+
+
+def most_tokens(parameters: int, device: str) -> float:
+    """The most tokens that a run reads."""
+    if device == "cuda":
+        return TOKENS["cuda"]
+    return TOKENS["cpu"] * min(1.0, SMALL / max(1, parameters))
+
+
+def rank_for(loaded: Loaded, device: str) -> int:
+    """The rank of the adapters, where nobody says what is to be trained; 0: all weights."""
+    return RANK if device != "cuda" and parameter_count(loaded.model) > LARGE else 0
 
 
 def rates(loaded: Loaded, low_rank: bool) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class SamplingConfig:
     n: Count = 1
     """Samples to draw."""
     length: WholeNumber = 0
-    """Tokens per sample; 0: the model's length."""
+    """Tokens per sample; 0: the model's length, or what its export says."""
     batch_size: Count = 32
     """Sequences that share a network call; of a server, those of each model and worker."""
     seed: Seed = 0

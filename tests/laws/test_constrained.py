@@ -16,14 +16,14 @@ from dense_loop import DEFAULTS, Walk, rates_of
 from references import REFERENCES
 from tiny import tiny_model
 from toy import ToyModel
+from vocabularies import words
 
 pytest.importorskip("outlines_core", reason="needs the extra `constrain` (outlines-core)")
 
 from adlm.constrain.automaton import TokenAutomaton, byte_automaton, lift, token_bytes
 from adlm.constrain.matching import Constraint, backward, indicator
-from adlm.data.tokenizers import load_tokenizer, raw_bytes
+from adlm.data.tokenizers import raw_bytes
 from adlm.engine import Engine, Request
-from adlm.io.load import BOX
 from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig
 
@@ -239,12 +239,12 @@ def test_the_token_automaton_accepts_exactly_the_texts_of_its_expression(regex):
             assert accepted == (re.fullmatch(regex, b"".join(SPELLED[t] for t in row).decode()) is not None), row
 
 
-@pytest.mark.parametrize("name", ["bytes", "box"])
-def test_letters_say_what_the_librarys_own_index_says(name):
+@pytest.mark.parametrize("make", [raw_bytes, words])
+def test_letters_say_what_the_librarys_own_index_says(make):
     """State by state and token by token, for real vocabularies."""
     from outlines_core import Index, Vocabulary
 
-    tok = raw_bytes() if name == "bytes" else load_tokenizer(str(BOX / "tokenizer.json"))
+    tok = make()
     regex, spelled = r'\{"name": "[^"\\\x00-\x1f]{0,4}", "n": -?[0-9]{1,3}(, "é": (true|null))?\}', token_bytes(tok)
     ours: TokenAutomaton = lift(byte_automaton(regex), spelled, tok.eos_id)
     tokens = defaultdict(list)

@@ -121,6 +121,7 @@ def test_the_chain_rule_reads_blocks(tmp_path, K, shift):
     tok, text = own.tokenizer, own.tokenizer.encode(PROMPT)
     row = [tok.bos_id, *text]
     found = [k.log_p for k in whole(left_to_right(own.model, text, row[:1], own.schedule, 1))]
+    assert own.score(PROMPT, draws=2).exact == (K == 1)
     if K == 1:
         assert sum(found) == pytest.approx(-own.score(PROMPT).nll * len(text), rel=1e-5)
     dense = DenseBlocks(own.model, K)

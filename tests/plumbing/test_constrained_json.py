@@ -10,12 +10,13 @@ import tracemalloc
 import jsonschema
 import pytest
 from exports import export
-from tiny import tiny_model
+from vocabularies import words
 
 pytest.importorskip("outlines_core", reason="needs the extra `constrain` (outlines-core)")
 
 from adlm.constrain.automaton import byte_automaton, integers, number_between, string_pattern
 from adlm.constrain.json_schema import schema_of, schema_regex
+from adlm.data.tokenizers import raw_bytes
 
 WORDS = ["name", "age", "id", "tags", "price", "city", "is_active", "größe", "a b", "created"]
 FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "email", "hostname", "uri"]
@@ -99,17 +100,13 @@ def valid(schema, text: str) -> None:
     kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
 
 
-@pytest.fixture(scope="module", params=["bytes", "box"])
+@pytest.fixture(scope="module", params=[raw_bytes, words])
 def lm(request, tmp_path_factory):
     """Random weights: a model that has never seen JSON."""
     import adlm
 
-    if request.param == "box":
-        box = adlm.load()
-        box.model = tiny_model(box.model.vocab_size, box.tokenizer.mask_id, length=160).eval()
-        box.length = 160
-        return box
-    return adlm.load(export(tmp_path_factory.mktemp("json") / "export", length=160), "cpu")
+    folder = tmp_path_factory.mktemp("json") / "export"
+    return adlm.load(export(folder, request.param(), length=160), "cpu")
 
 
 def check(lm, numbers) -> None:

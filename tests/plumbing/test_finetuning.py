@@ -91,6 +91,28 @@ def test_what_is_typed_wins_and_schedules_follow(tmp_path, line):
     assert config.from_yaml(save(tmp_path, cfg)) == cfg
 
 
+def test_a_large_model_trains_adapters_on_a_cpu(tmp_path, line, monkeypatch):
+    """In as much time: fewer tokens, in shorter sequences; the model keeps its length, and who types a rank gets it."""
+    from adlm import finetuning
+
+    export(tmp_path / "model", length=64, block_length="4,1,0", shift=True, conditioning="none", anchored=False)
+    loaded = load_checkpoint(tmp_path / "model")
+    words = ["data=file", f"data.path={line[0]}", *(word for word in line[1:] if not word.startswith("train.steps"))]
+    small = settings_for(loaded, tmp_path / "model", words)
+    assert (small.lora.rank, small.model.length) == (0, 64)
+    monkeypatch.setattr(finetuning, "LARGE", 1)
+    monkeypatch.setattr(finetuning, "SMALL", 100)
+    large = settings_for(loaded, tmp_path / "model", words)
+    assert (large.lora.rank, large.optim.name, large.model.length) == (finetuning.RANK, "adamw", 16)
+    read = [cfg.train.steps * cfg.train.global_batch_size * cfg.model.length for cfg in (small, large)]
+    assert read[1] < read[0] and large.train.valid_sequences < small.train.valid_sequences
+    for rank in (0, 2):
+        assert settings_for(loaded, tmp_path / "model", [*words, f"lora.rank={rank}"]).lora.rank == rank
+    assert cli.main(["finetune", *line]) == 0
+    tuned = load_checkpoint(tmp_path / "run")
+    assert tuned.model.config == loaded.model.config, "its length and its block lengths, too"
+
+
 def save(folder, cfg):
     from adlm.config import as_yaml
 

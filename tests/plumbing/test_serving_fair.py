@@ -6,7 +6,9 @@ import time
 
 import httpx
 import pytest
+from exports import export
 from served import load_tiny, serving, wait_until, worker
+from vocabularies import words
 
 from adlm import api
 from adlm.api import LanguageModel, scoring
@@ -274,13 +276,14 @@ def test_a_text_that_is_too_long_is_not_even_tokenised(server, http, monkeypatch
     assert http.post("/v1/completions", json={"prompt": [1] * 200_000}).status_code == 422
 
 
-def test_no_text_that_fits_is_taken_for_too_long(monkeypatch):
-    """The bound is sound: so many tokens of the box's vocabulary never have more characters."""
+def test_no_text_that_fits_is_taken_for_too_long(tmp_path, monkeypatch):
+    """The bound is sound: so many tokens of a vocabulary of words never have more characters."""
     from adlm.schema import SamplingConfig, ServeConfig
     from adlm.serving.jobs import ServerMetrics
     from adlm.serving.service import Served
 
-    served = Served("box", api.load(device="cpu"), ServeConfig(), SamplingConfig(), ServerMetrics())
+    lm = api.load(export(tmp_path / "model", words()), device="cpu")
+    served = Served("words", lm, ServeConfig(), SamplingConfig(), ServerMetrics())
     monkeypatch.setattr("adlm.serving.service.SHORT_TEXT", 1)
     tok, chance = served.lm.tokenizer, random.Random(0)
     for size in (1, 5, 50):

@@ -9,10 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from exports import export
 from served import LONG, load_tiny, serving, wait_until
+from tokenizers import AddedToken
 
 from adlm import cli
-from adlm.api import LanguageModel, scoring
+from adlm.api import LanguageModel, load, scoring
+from adlm.data.tokenizers import Tokenizer, raw_bytes
 from adlm.io.load import default_checkpoint
 from adlm.serving import names
 
@@ -269,6 +272,21 @@ def test_chat_is_the_completion_of_the_written_conversation(server, http):
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] and chunks[-1].usage.prompt_tokens
     user = http.post("/v1/chat/completions", json={"messages": [{"role": "robot", "content": "x"}]})
     assert user.status_code == 422 and "messages.0.role" in user.json()["error"]["message"]
+
+
+def test_an_answer_ends_with_the_mark_of_its_template(tmp_path):
+    """Also where the vocabulary's end of text is another token, as in SmolLM2's."""
+    tok = raw_bytes()
+    tok.backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
+    lm = load(export(tmp_path / "model", Tokenizer(tok.backend, "marked"), length=96), "cpu")
+    end = tok.backend.token_to_id("<|im_end|>")
+    assert end != lm.tokenizer.eos_id
+    with torch.no_grad():
+        lm.model.head.bias[end] += 50
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 4}
+    with serving({"marked": lm}) as running:
+        answer = ok(httpx.post(running.url + "/v1/chat/completions", json=asked, timeout=60))["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("", "stop")
 
 
 # ---- Small things

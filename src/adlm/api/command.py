@@ -255,7 +255,7 @@ def run_score(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     found = lm.score(text, cfg.eval.draws)
     size = max(1, len(text.encode()))
     bits = found.nll * len(found.tokens) / math.log(2) / size
-    kind = "exact" if lm.model.config.causal else "upper bound"
+    kind = "exact" if found.exact else "upper bound"
     error = f" +- {found.stderr:.4f}" if found.stderr else ""
     print(f"perplexity {found.ppl:.2f} ({kind}): {found.nll:.4f}{error} nats per token, {bits:.4f} bits per byte;")
     print(f"    {len(found.tokens):,} tokens, {size:,} bytes")

@@ -174,6 +174,8 @@ class LanguageModel:
         self.schedule = make_schedule(loaded.noise)
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
+        self.new_tokens: int = loaded.info.get("new_tokens") or self.length
+        """Tokens of a text, beside its prompt, where nobody says how many."""
         self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
         self.kept_engine: Engine | None = None
         self.lock = threading.Lock()
@@ -204,7 +206,7 @@ class LanguageModel:
 
         A text without holes is a prompt to be continued, one with holes ([MASK], [MASK:3]) a template to be filled, and
         an empty one asks for free text. `prompt` and `template` say which it is, whatever it holds.
-        `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's length);
+        `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's own);
         `max_new_tokens` only those that are drawn. `stop` ends a text at its first end-of-text token. `banned` and
         `required` are lists of words. What fills the holes can be held to a `regex`, to one of `choices`, or to
         `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those of
@@ -279,7 +281,7 @@ class LanguageModel:
         # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
         given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
-        total = len(start) + new if new else c.length or self.length
+        total = len(start) + new if new else c.length or min(self.length, len(start) + self.new_tokens)
         check_length(total, self.length, c.stride)
         require(
             len(start) < total,
@@ -322,7 +324,7 @@ class LanguageModel:
     # Reading predictions
 
     def score(self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()) -> Score:
-        """The bound on -log p(text | context) (exact for causal models), with `draws` draws of noise."""
+        """The bound on -log p(text | context), with `draws` draws of noise (`Score.exact`: no bound, but that)."""
         return whole(self.score_in_parts(text, draws, context))
 
     def score_in_parts(

@@ -1,9 +1,10 @@
 """The bound of given text, also after a context, with an error bar and every token's part of it.
 
-Causal: one pass, exact. Diffusion: a begin-of-text token and the context stand in front, always visible and never
-scored; of the n tokens of the text k are masked, k = 1..n stratified over the draws, and the bound on
--log p(text | context) is n E[S_k / k] with S_k the cross-entropy of the masked ones (objectives/nelbo.py). A text
-of one token has no noise at all. The sequence ends with the text: nothing is assumed about what may follow.
+Causal models, and those whose own blocks have one token: one pass, exact. Diffusion: a begin-of-text token and the
+context stand in front, always visible and never scored; of the n tokens of the text k are masked, k = 1..n stratified
+over the draws, and the bound on -log p(text | context) is n E[S_k / k] with S_k the cross-entropy of the masked ones
+(objectives/nelbo.py). A text of one token has no noise at all. The sequence ends with the text: nothing is assumed
+about what may follow.
 Models of another kind (score entropy, D3PM) are scored at random times, by their own bound.
 
 Below, too: what the model puts into each hole of a text.
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from adlm.diffusion.process import Schedule, noise_level
 from adlm.diffusion.random import Stream, gumbel_argmax, uniforms
-from adlm.engine.blocks import own_block
+from adlm.engine.blocks import own_block, shift_of
 from adlm.engine.drawing import LOGITS_AT_ONCE
 from adlm.errors import require
 from adlm.io.paths import float64_device
 from adlm.models import Network
+from adlm.models.transformer import PAST
 from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
@@ -40,17 +42,19 @@ Parts = Generator[None, None, T]
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is: an upper bound on its negative log-likelihood (exact for causal models)."""
+    """How likely a text is: an upper bound on its negative log-likelihood, or that itself."""
 
     nll: float
     """Nats per token."""
     ppl: float
     """exp(nll)."""
     stderr: float
-    """Standard error of nll over the noise draws; 0 for causal models. Strata make it an overestimate."""
+    """Standard error of nll over the noise draws; 0 where it is exact. Strata make it an overestimate."""
     per_token: list[float]
     """Each token's part of the bound, nats; they sum to nll * tokens."""
     tokens: list[int]
+    exact: bool = False
+    """No bound but the likelihood: causal models, and those whose own blocks have one token."""
 
 
 class ScoredSequence(NamedTuple):
@@ -93,7 +97,8 @@ def score_tokens(
     require(len(tokens) > 0, "there is nothing to score: the text has no tokens")
     bad = [t for t in (*tokens, *context) if not 0 <= t < model.vocab_size or t == model.mask_id]
     require(not bad, f"token {bad[0] if bad else ''} cannot be scored: outside 0..{model.vocab_size - 1}, or the mask")
-    draws = 1 if model.config.causal else draws
+    exact = own_block(model) == 1
+    draws = 1 if exact else draws
     bound = make_objective(objective, noise, model.mask_id, seed=0, model=model.config)
     per_draw, per_token = np.zeros(draws), []
     for part in split(tokens, context, bos_id, model.config.length):
@@ -104,7 +109,7 @@ def score_tokens(
         per_token += nats.mean(0)[len(part.given) :].tolist()
     nll = float(per_draw.mean()) / len(tokens)
     stderr = float(per_draw.std(ddof=1) / math.sqrt(draws) / len(tokens)) if draws > 1 else 0.0
-    return Score(nll, math.exp(min(nll, 700)), stderr, per_token, list(tokens))
+    return Score(nll, math.exp(min(nll, 700)), stderr, per_token, list(tokens), exact)
 
 
 def position_nats(model: Network, part: ScoredSequence, objective: Objective, draws: int) -> Parts[np.ndarray]:
@@ -147,12 +152,13 @@ def left_to_right(
     end given its beginning."""
     device, first, length = next(model.parameters()).device, len(given), len(given) + len(tokens)
     tokens_L, found = torch.tensor([*given, *tokens], device=device), []
-    at_once = length if model.config.causal else sequences_at_once(device, 2 * length if own_block(model) else length)
+    in_one_pass = own_block(model) == 1 and shift_of(model) == 1
+    at_once = length if in_one_pass else sequences_at_once(device, 2 * length if own_block(model) else length)
     for a in range(first, length, at_once):
         at = torch.arange(a, min(a + at_once, length), device=device)
         with torch.no_grad():
-            if model.config.causal:
-                hidden_ND = model(tokens_L[None]).denoiser_BLD[0, at - 1]
+            if in_one_pass:
+                hidden_ND = model(tokens_L[None], mask=PAST).denoiser_BLD[0, at - int(model.config.causal)]
             else:
                 hidden_here = torch.arange(length, device=device) >= at[:, None]
                 tokens_NL = tokens_L.expand(len(at), -1).masked_fill(hidden_here, model.mask_id)

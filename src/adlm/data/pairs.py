@@ -57,7 +57,7 @@ class Template:
     marks: tuple[str, ...] = ()
     """Special tokens in it, which the vocabulary must have."""
     stop: str = ""
-    """Text with which the next turn begins, where no special token ends an answer."""
+    """What ends an answer: its last mark, or how the next turn begins."""
 
     def pieces(self, form: str, turn: Turn) -> list[Piece]:
         """A turn, or what stands before one, as marks and texts. What was said is put in after the marks are found."""
@@ -75,6 +75,7 @@ TEMPLATES = (
         "<|im_start|>assistant\n",
         "{content}<|im_end|>",
         ("<|im_start|>", "<|im_end|>"),
+        stop="<|im_end|>",
     ),
     Template(
         "llama",
@@ -82,6 +83,7 @@ TEMPLATES = (
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         "{content}<|eot_id|>",
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        stop="<|eot_id|>",
     ),
 )
 

@@ -27,7 +27,7 @@ from adlm.io.paths import BOX, BOX_NAME, check_object, digest, path_of, read_jso
 from adlm.io.quantised import CODES, expand, expanded_shapes
 from adlm.migration import migrate
 from adlm.models import Network, build_model
-from adlm.models.network import check_adapters, merged, weights_digest
+from adlm.models.network import check_adapters, merged, tie, weights_digest
 from adlm.rules import Choices, accept
 from adlm.schema import Config, LoraConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 from adlm.tables import Table
@@ -47,9 +47,10 @@ REQUIRED = {
 """What a config.json must hold, and of which type."""
 FACTS = {
     "step": int, "tokens": int, "parameters": int, "valid_nll": float, "bits_per_byte": float, "data": str,
+    "bounds": str, "base": str, "new_tokens": int,
     "data_settings": dict, "tokenizer": dict, "licence": str, "command": list, WEIGHTS_DIGEST: str, "adapter": dict,
 }  # fmt: skip
-"""What it may hold."""
+"""What it may hold. `new_tokens`: how many tokens a text has, beside its prompt, where nobody says it."""
 ADAPTER_FACTS = {"rank": int, "alpha": float, "base": str, "base_sha256": str}
 """What config.json says of an adapter: its settings, where the model is that it adapts, and what that holds."""
 DEEPEST = 8
@@ -168,11 +169,17 @@ def load_folder(
     shapes = expanded_shapes(read_shapes(folder / WEIGHTS))
     check_shapes(shapes, cfg, info["vocab_size"], info["mask_id"], f"{folder / WEIGHTS} does not fit its {CONFIG}")
     check_digest(folder / WEIGHTS, info)
-    model = build_model(cfg, info["vocab_size"], info["mask_id"])
+    with torch.device("meta"):  # shapes, which take the weights of the file: no second copy, and no first ones to draw
+        model = build_model(cfg, info["vocab_size"], info["mask_id"])
     try:
-        model.load_state_dict(expand(load_file(folder / WEIGHTS)))
+        weights = expand(load_file(folder / WEIGHTS))
+        for name in weights:  # which are the file's own memory, until they are copied
+            weights[name] = weights[name].to(dtype, copy=True)
+        model.load_state_dict(weights, assign=True)
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS} does not fit its config.json: {str(error).splitlines()[-1]}") from None
+    if cfg.tied:
+        tie(model)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.freeze_bridge()
     today = {"model": asdict(cfg), "noise": asdict(noise), "objective": asdict(objective)}
@@ -227,6 +234,7 @@ def with_adapters(
     model = base.model.to(dtype=dtype)
     noise, objective = section(NoiseConfig, info["noise"]), section(ObjectiveConfig, info["objective"])
     facts = {name: value for name, value in info.items() if name not in ("adapter", WEIGHTS_DIGEST)}
+    facts |= {name: base.info[name] for name in ("new_tokens",) if base.info.get(name)}
     facts |= {"model": asdict(model.config), "noise": asdict(noise), "objective": asdict(objective)}
     return Loaded(model, base.tokenizer, noise, objective, facts)
 
@@ -329,6 +337,8 @@ def card(info: dict[str, Any]) -> str:
         else f"{bound:.4f} nats per token, perplexity {math.exp(min(bound, 50)):.2f}"
         + ("" if model["causal"] else " (upper bounds)"),
         "bits per byte": f"{info['bits_per_byte']:.3f} on held-out text" if "bits_per_byte" in info else None,
+        "bits per byte by block length": info.get("bounds"),
+        "adapted from": info.get("base"),
         "licence": info.get("licence"),
         "size": f"{info['parameters']:,} parameters" if "parameters" in info else None,
         "adapter": "rank {rank}, of the model {base}".format(**info["adapter"]) if "adapter" in info else None,

@@ -62,9 +62,10 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
     """The matrix of codes and scales."""
-    pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    values = torch.tensor(LEVELS, dtype=torch.float32, device=codes.device)[pairs.int()]
-    return values * scale.float().repeat_interleave(GROUP, dim=1)
+    levels, byte = torch.tensor(LEVELS, device=codes.device), torch.arange(256, device=codes.device)
+    pairs = torch.stack((levels[byte & 15], levels[byte >> 4]), dim=-1)  # of each byte: half as many to look up
+    values = pairs[codes.int()].view(len(codes), -1, GROUP)
+    return values.mul_(scale.float().unsqueeze(-1)).flatten(1)
 
 
 def shrink(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

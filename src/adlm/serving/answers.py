@@ -58,6 +58,7 @@ class ModelCard(BaseModel):
     mask: int
     anchored: bool
     causal: bool
+    block_lengths: list[int] = Field(description="Lengths of the blocks it writes in, its own first; none: the whole.")
     samplers: list[str]
     parameters: int
     default: Defaults = Field(description="Settings of a request that names none.")

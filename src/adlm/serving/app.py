@@ -233,7 +233,7 @@ async def infill(body: b.InfillBody, request: Request) -> answers.InfillAnswer:
 
 @router.post("/v1/score", responses=ERRORS)
 async def score(body: b.ScoreBody, request: Request) -> answers.ScoreAnswer:
-    """How likely a text is: an upper bound on its nats per token (exact for causal models)."""
+    """How likely a text is: an upper bound on its nats per token, or these themselves (`exact`)."""
     service: Service = request.app.state.service
     served = service.model(body.model)
     tokens = await service.prepare(served.text_tokens, body.text)
@@ -242,7 +242,7 @@ async def score(body: b.ScoreBody, request: Request) -> answers.ScoreAnswer:
         nll=found.nll,
         ppl=found.ppl,
         stderr=found.stderr,
-        exact=served.lm.model.config.causal,
+        exact=found.exact,
         tokens=found.tokens,
         texts=served.pieces(found.tokens),
         per_token=found.per_token,

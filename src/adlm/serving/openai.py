@@ -302,8 +302,7 @@ class Chat(Completion):
         same = {name: getattr(body, name) for name in CompletionBody.model_fields if name in ChatBody.model_fields}
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         tokenizer = served.lm.tokenizer
-        next_turn = template_of(tokenizer).stop
-        stop = [*stops, *([next_turn] if next_turn else [])] if body.stop is not False else False
+        stop = [*stops, template_of(tokenizer).stop] if body.stop is not False else False
         turns = [Turn(m.role, m.text) for m in body.messages]
         served.check_text("".join(turn.content for turn in turns), "the prompt")
         prompt = prompt_ids(turns, tokenizer)

@@ -101,6 +101,7 @@ class Served:
             mask=model.mask_id,
             anchored=model.anchor_head is not None,
             causal=model.config.causal,
+            block_lengths=list(dict.fromkeys(model.config.block_lengths)),
             samplers=self.samplers,
             parameters=sum(p.numel() for p in model.parameters()),
             default=self.defaults(s),

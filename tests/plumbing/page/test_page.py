@@ -34,7 +34,8 @@ def test_the_page_opens_with_a_film_of_the_model_in_the_package(visit):
     page = visit()
     page.wait_for_function("() => document.querySelectorAll('.canvas .hole').length > 60")
     assert page.locator(".lane h2").inner_text().startswith("Recorded")
-    page.wait_for_function("() => document.querySelectorAll('.canvas .hole.guess').length > 0")
+    if any(frame["anchors"] for frame in film["frames"]):
+        page.wait_for_function("() => document.querySelectorAll('.canvas .hole.guess').length > 0")
     page.locator("#speed").select_option("4")
     page.wait_for_selector("#play:not(.playing)")
     assert same(written(page), film["end"]["text"])
@@ -50,8 +51,7 @@ def test_the_film_is_what_the_model_writes():
     from adlm.api import load
 
     film = json.loads((STATIC / "film.json").read_text())
-    start = film["start"]
-    (text,) = load().generate("The river", length=128, seed=start["seed"], steps=start["steps"], top_p=0.9)
+    (text,) = load().generate(**film["settings"])
     assert text.text == film["end"]["text"] and text.nfe == film["end"]["nfe"]
 
 

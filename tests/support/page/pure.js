@@ -62,7 +62,8 @@ async () => {
             const start = { tokens: [1, null, null], texts: [], fixed: [], steps: 8, steps_matter: true, writes_once: true };
             const remasks = { ...start, writes_once: false }, oneByOne = { ...start, steps_matter: false };
             return same([start, remasks, oneByOne].map(expectedFrames), [2, 8, 2])
-                && same([start, remasks, oneByOne].map((s) => totalSteps(makeTape(s))), [8, 8, 2]);
+                && same([start, remasks, oneByOne].map((s) => totalSteps(makeTape(s))), [8, 8, 2])
+                && totalSteps({ ...makeTape({ ...start, block_length: 2 }), frames: [{ step: 3 }], end: {} }) === 3;
         })(),
         "pace": pace(1) === 140 && pace(100000) === 16 && pace(90, 2) === 50,
         "confidence": level(0) === 0 && level(0.55) === 5 && level(1) === 9,

@@ -6,6 +6,7 @@ import { itemsOf, toTemplate, toTokens, wordAt } from "./template.js";
 import { newSeed } from "./state.js";
 
 const DRAWN = 8; // fillings asked for at once; of those alike one is shown
+const LARGE = 5e7; // parameters from which on half of them are: nobody should wait for a CPU
 const SHOWN = 3;
 const ROUNDS = 3; // times to ask again while there are fewer
 
@@ -112,9 +113,10 @@ export function makeAlternatives({ settings, models, onTake, onCut, onError }) {
     const form = settings();
     const own = models().some((m) => m.id === lane.tape.start.model) && !lane.recorded;
     const model = own ? lane.tape.start.model : form.model;
-    const body = { model, ...holeFor(ids, texts, range, length, own), n: DRAWN, steps: Math.max(4, length), seed: asked.seed,
+    const n = models().find((m) => m.id === model).parameters > LARGE ? DRAWN / 2 : DRAWN;
+    const body = { model, ...holeFor(ids, texts, range, length, own), n, steps: Math.max(4, length), seed: asked.seed,
       sampler: form.sampler, temperature: form.temperature, top_p: form.top_p };
-    asked.seed += DRAWN;
+    asked.seed += n;
     const { choices } = await api.infill(body, signal);
     const [before, after] = [texts.slice(0, range[0]).join(""), texts.slice(range[1]).join("")];
     const more = fillings(choices, before, after, asked.was).filter((f) => !asked.known.some((k) => k.name === f.name));

@@ -1,10 +1,16 @@
 // The form and the settings object: read, write, and keep the choices within what the chosen models offer.
 import { DEFAULTS, SAMPLER_NOTES, fitToModel } from "./state.js";
 
-const NUMBERS = ["steps", "seed", "length", "temperature", "top_p", "steps2"];
+const NUMBERS = ["steps", "seed", "length", "block_length", "temperature", "top_p", "steps2"];
 const TEXTS = ["text", "required", "banned", "match", "model", "sampler", "model2", "sampler2"];
 
 const option = (value, text = value) => Object.assign(document.createElement("option"), { value, textContent: text });
+
+/** The block lengths of a model in words, 0 its own. */
+function blockNames({ block_lengths: lengths, length }) {
+  const name = (K) => (K === 1 ? "1: left to right" : K === length ? "the whole text" : `${K} tokens`);
+  return [[0, `its own (${name(lengths[0])})`], ...lengths.map((K) => [K, name(K)])];
+}
 
 function size(parameters) {
   if (!parameters) return "";
@@ -31,6 +37,9 @@ export function makeForm(form, onChange) {
       field(`model${suffix}`).value = model.id;
       field(`sampler${suffix}`).replaceChildren(...model.samplers.map((name) => option(name)));
     }
+    const blocks = field("block_length"), { block_lengths: lengths } = byId(settings.model);
+    blocks.replaceChildren(...(lengths.length ? blockNames(byId(settings.model)) : [[0, ""]]).map(([K, name]) => option(K, name)));
+    blocks.parentElement.hidden = lengths.length < 2;
     for (const name of [...NUMBERS, ...TEXTS]) {
       if (name.startsWith("model")) continue;
       field(name).value = settings[name];

@@ -137,9 +137,11 @@ export function meanSteps(tape) {
 
 const countHoles = (tokens) => tokens.filter((id) => id === null).length;
 
-/** Steps of the whole run: some samplers draw one hole in each, whatever is asked for, and some add a few. */
+/** Steps of the whole run: some samplers draw one hole in each, whatever is asked for, and some add a few. Of a text in
+ * blocks nobody knows them before its end, only how many they are at most. */
 export function totalSteps(tape) {
-  const { steps, steps_matter, tokens } = tape.start;
+  const { steps, steps_matter, tokens, block_length } = tape.start;
+  if (block_length && tape.end) return Math.max(1, tape.frames.at(-1)?.step ?? 0);
   return Math.max(1, steps_matter ? steps : countHoles(tokens), tape.frames.at(-1)?.step ?? 0);
 }
 

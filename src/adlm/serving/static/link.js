@@ -1,7 +1,7 @@
 // Settings as the fragment of an address. The fragment never reaches a server's log, and holds no key.
 import { DEFAULTS } from "./state.js";
 
-const NUMBERS = new Set(["steps", "seed", "length", "temperature", "top_p", "steps2"]);
+const NUMBERS = new Set(["steps", "seed", "length", "block_length", "temperature", "top_p", "steps2"]);
 const ALWAYS = new Set(["model", "sampler", "steps", "seed"]);
 const FLAGS = new Set(["compare", "race"]);
 const SECOND = new Set(["model2", "sampler2", "steps2"]);

@@ -16,7 +16,7 @@ import { makePlot } from "./plot.js";
 import { makeRace } from "./race.js";
 import { makeRuns } from "./runs.js";
 import { saveGif, saveHtml } from "./save.js";
-import { bodyFor, canRace, firstSettings, hasHoles, newSeed, raceSettings, unknownName } from "./state.js";
+import { blockToWatch, bodyFor, canRace, firstSettings, hasHoles, newSeed, raceSettings, unknownName } from "./state.js";
 import { templateTexts } from "./typed.js";
 import { loadRanks } from "./words.js";
 
@@ -170,6 +170,9 @@ function before() {
 
 // Runs
 
+/** The model that the form names. */
+const chosen = () => form.models().find((m) => m.id === form.read().model);
+
 /** The form as it stands, with the holes that were cut and a new seed where the reader wants one. */
 function settingsNow() {
   if ($("vary").checked) form.setSeed(newSeed());
@@ -204,11 +207,12 @@ function relabel() {
 
 function pick({ text, sampler, race: racing }) {
   keepHoles(null);
-  const model = form.models().find((m) => m.id === form.read().model);
-  form.write({ ...form.read(), text, sampler: sampler ?? model.page.sampler, compare: false });
+  const model = chosen();
+  const block_length = sampler ? blockToWatch(model) : 0;
+  form.write({ ...form.read(), text, sampler: sampler ?? model.page.sampler, block_length, compare: false });
   typed();
   const settings = settingsNow();
-  runs.start(racing ? raceSettings(settings) : settings);
+  runs.start(racing ? raceSettings(settings, model) : settings);
   $("lanes").scrollIntoView({ block: "nearest", behavior: stillness.matches ? "auto" : "smooth" });
 }
 
@@ -230,7 +234,8 @@ function typed() {
 }
 
 function describeModel() {
-  const model = form.models().find((m) => m.id === form.read().model);
+  const model = chosen();
+  $("legendguess").hidden = !model?.anchored;
   $("race").hidden = !canRace(model);
   drawChips($("chips"), model, canRace(model), pick);
 }
@@ -248,7 +253,7 @@ async function copied(text, where) {
 
 async function share() {
   const settings = { ...form.read(), ...(cutting.holes() ?? holes ?? {}), race: Boolean(last?.race) };
-  if (settings.race) Object.assign(settings, raceSettings(settings));
+  if (settings.race) Object.assign(settings, raceSettings(settings, chosen()));
   history.replaceState(null, "", `#${encode(settings, $("runs").checked)}`);
   $("said").textContent = `${await copied(location.href, "")} The address bar holds the link.`.trim();
 }
@@ -301,7 +306,10 @@ function openLink() {
   layLanes();
   if (problem) return notice.show({ message: `This link names ${problem}, which this server does not have.` });
   last = null;
-  const go = () => runs.start({ ...rest, ...form.read(), ...(holes ?? {}), race: Boolean(whole.race) });
+  const go = () => {
+    const now = { ...rest, ...form.read(), ...(holes ?? {}) };
+    runs.start(whole.race ? raceSettings(now, chosen()) : now);
+  };
   if (run) go();
   else if (named) {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: hasHoles(whole) ? "Fill holes" : "Run" });
@@ -343,7 +351,7 @@ listen({
   clicks: {
     stop: runs.stop, cut: cutting.cut, infill, uncut: cutting.leave, share, undo, before, code: showCode,
     clear: () => { keepHoles(null); $("text").focus(); },
-    race: () => valid() && runs.start(raceSettings(settingsNow())),
+    race: () => valid() && runs.start(raceSettings(settingsNow(), chosen())),
     writing: () => view(false), camefirst: () => view(true),
     savehtml: () => save(() => saveHtml(written().map((lane) => lane.tape))),
     savegif: () => save(() => saveGif(written()[0], goTo, say)),

@@ -3,7 +3,7 @@
 import { HOLE } from "./holes.js";
 
 export const DEFAULTS = Object.freeze({
-  model: "", sampler: "", steps: 64, seed: 1, length: 0, temperature: 1, top_p: 0.9,
+  model: "", sampler: "", steps: 64, seed: 1, length: 0, block_length: 0, temperature: 1, top_p: 0.9,
   text: "", tokens: null, template: "", required: "", banned: "", match: "",
   compare: false, race: false, model2: "", sampler2: "", steps2: 64,
 });
@@ -40,9 +40,15 @@ export function constraint(match) {
 
 export const hasHoles = (settings) => Boolean(settings.tokens || settings.template || HOLE.test(settings.text));
 
+/** The block length that shows several words at once: the model's own (0), unless that is one token. */
+export const blockToWatch = (model) =>
+  (model.block_lengths[0] === 1 ? model.block_lengths.find((K) => K > 1 && K < model.length) ?? 0 : 0);
+
 /** A race: the same model and seed, left to right in the second lane. */
-export const raceSettings = (settings) => ({
+export const raceSettings = (settings, model) => ({
   ...settings, race: true, compare: true, model2: settings.model, sampler2: LEFT_TO_RIGHT, steps2: settings.steps,
+  block_length: settings.block_length || blockToWatch(model),
+  block_length2: model.block_lengths.includes(1) ? 1 : settings.block_length,
 });
 
 export const canRace = (model) => Boolean(model && !model.causal && model.samplers.includes(LEFT_TO_RIGHT));
@@ -59,6 +65,10 @@ export function bodyFor(settings, lane = 0) {
     top_p: settings.top_p,
     anchors: true,
   };
+  const own = settings.model2 === settings.model ? settings.block_length : 0;
+  const block = second ? settings.block_length2 ?? own : settings.block_length;
+  const planned = hasHoles(settings) || words(settings.required).length > 0; // on the whole canvas
+  if (block && !planned) body.block_length = block;
   if (settings.tokens && (!second || settings.model2 === settings.model)) body.tokens = settings.tokens;
   else if (hasHoles(settings)) body.template = settings.template || settings.text;
   else {
@@ -76,6 +86,7 @@ export function bodyFor(settings, lane = 0) {
 export function fitToModel(settings, model) {
   const fitted = { ...settings, model: model.id };
   if (!model.samplers.includes(fitted.sampler)) fitted.sampler = model.default?.sampler ?? model.samplers[0];
+  if (!model.block_lengths.includes(fitted.block_length)) fitted.block_length = 0;
   if (!fitted.length || fitted.length > model.length) fitted.length = model.length;
   return fitted;
 }
