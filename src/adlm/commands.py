@@ -104,10 +104,11 @@ COMMANDS: dict[str, Command] = {
     "adapt": Command(
         "adlm.finetuning:run_adapt",
         "make a block-diffusion model of a causal one (a GGUF file, a Llama-type folder, a run of algo=ar): adlm adapt"
-        " BASE data=NAME; anchored with algo=adlm",
-        words=("checkpoint.init_from",),
+        " BASE my.txt, or data=NAME; anchored with algo=adlm",
+        words=("checkpoint.init_from", "data.path"),
         required=1,
         line=True,
+        defaults=("data=file",),
         reads=(*TRAINING, "lora", "sampling"),
     ),
     "sample": Command(

@@ -286,7 +286,7 @@ ANCHORED = {
 """The anchor loss of the recipe `fast`."""
 QUIET = 0.1
 """The anchor network's first predictions are nearly uniform: its norm starts at this part of the base's last one."""
-OPTIMIZER = {
+OPTIMIZER: dict[str, Any] = {
     "optim.name": "adamw", "optim.lr": 5e-4, "optim.beta2": 0.95, "optim.schedule": "linear", "optim.warmup": 50,
     "optim.ema": 0.0, "train.global_batch_size": 40, "train.steps": 1600,
 }  # fmt: skip
@@ -317,7 +317,12 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     chosen = {f"model.{key}": value for key, value in asdict(model).items()}
     objective = {"name": "anelbo", **ANCHORED} if anchored else {"name": "nelbo", "gamma": 0.0}
     chosen |= {f"objective.{key}": value for key, value in objective.items()} | OPTIMIZER
-    out = typed.out or f"runs/{base.stem}-adapted"
+    if is_typed("train.steps", line):
+        chosen["optim.warmup"] = min(OPTIMIZER["optim.warmup"], max(1, typed.train.steps // 20))
+    if typed.data.name == "file" and typed.data.path:
+        chosen["data.valid_fraction"] = owntext.held_out_fraction(owntext.text_bytes(typed.data))
+    kind = f"-{typed.algo}" if anchored else ""
+    out = typed.out or f"runs/{base.stem}-adapted{kind}"
     start = Path(out).absolute() / "start"
     words = [*([] if "algo" in given else ["algo=bd3lm"]), *(f"{key}={value}" for key, value in chosen.items())]
     places = [f"out={out}", f"data.tokenizer={start / TOKENIZER}", f"checkpoint.init_from={start}"]

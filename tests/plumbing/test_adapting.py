@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny import random_tokens
 
 from adlm import cli
@@ -79,3 +80,15 @@ def test_a_diffusion_model_is_refused(base, capsys):
     assert adapt(base, "any") == 0  # finished: nothing is trained again
     assert cli.main(["adapt", str(base / "any"), "data=file", *DATA, *LITTLE, f"out={base / 'twice'}"]) == 1
     assert "is a diffusion model already" in capsys.readouterr().err
+
+
+def test_a_text_is_enough_and_the_rest_fits_it(base, tmp_path, monkeypatch, capsys):
+    """As in adlm train: a tenth of a small text is held out, and warm-up follows the steps; each kind has a folder."""
+    monkeypatch.chdir(tmp_path)
+    for more, folder in ((), "ar-adapted"), (("algo=adlm",), "ar-adapted-adlm"):
+        line = ["adapt", str(base / "ar"), str(GOLDEN / "train.txt"), f"data.cache_dir={base / 'cache'}", *LITTLE]
+        assert cli.main([*line, "train.steps=3", *more]) == 0
+        settings = yaml.safe_load((tmp_path / "runs" / folder / "config.yaml").read_text())
+        assert settings["data"]["name"] == "file" and settings["data"]["valid_fraction"] == 0.1
+        assert (settings["optim"]["warmup"], settings["train"]["steps"]) == (1, 3)
+    assert "warning: optim.warmup" not in capsys.readouterr().err
