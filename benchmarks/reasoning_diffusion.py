@@ -1,6 +1,6 @@
 """Does a diffusion model reason better with anchors? ProsQA in terse words, answered by filling in path and answer.
 
-    python benchmarks/reasoning_diffusion.py prepare folder=FOLDER [size=tiny] [key=value ...]
+    python benchmarks/reasoning_diffusion.py prepare folder=FOLDER [task=prosqa-terse] [size=tiny] [key=value ...]
     python benchmarks/reasoning_diffusion.py run folder=FOLDER out=runs/infill report=REPORT [minutes=9] [reads=894000]
         [seeds=1,2,3] [runs=adlm,mdlm-matched,acot] [key=value ...]
 
@@ -8,14 +8,19 @@ Three ways to the same answers, from scratch, of the same width and number of bl
   adlm          two stages; the anchors are the nodes of the path (objective.anchor_rule=given)
   mdlm-matched  one stage with as many blocks
   acot          a causal model with as many blocks, staged as in the paper
-`prepare` needs hydra and writes FOLDER/settings.json; `run` needs neither. `reads` are the sequences that adlm reads;
-the others get as many as cost the same. The diffusion models are asked twice: with one step per position in random
-order (mdlm), and most certain positions first (confidence), both greedy. A run that the time cuts short is continued by
-the same command. REPORT receives diffusion.json and metrics.jsonl; the table is printed.
+All three read the same questions and nothing else: no stories come first (reason.story_steps), which are made for the
+causal model. `prepare` needs hydra and writes FOLDER/settings.json; `run` needs neither. `reads` are the sequences that
+adlm reads; the others get as many as cost the same. The diffusion models are asked twice: with one step per position in
+random order (mdlm), and most certain positions first (confidence), both greedy. A run that the time cuts short is
+continued by the same command. REPORT receives diffusion.json and metrics.jsonl; the table is printed. Its column
+`90% at` is the share of the training FLOPs after which a run had 90% of the validation questions right and did not fall
+below again (train.sample_every=N asks a diffusion model every N steps, train.valid_every=N a causal one).
 """
 
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,32 +28,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adlm import config
 from adlm.io.load import load_checkpoint
 from adlm.models.network import count_flops
 from adlm.reasoning.answers import Infilling, wilson
-from adlm.reasoning.training import ReasoningSetup
+from adlm.reasoning.methods import encode, laid_out_length, plans_of, written_length
 from adlm.reasoning.training import train as train_causal
 from adlm.schema import Config
 from adlm.training.metrics import read_metrics
 from adlm.training.parallel import world
 
 COMMON = (
-    "task=prosqa-terse", "recipe=fast", "optim.schedule=constant", "optim.warmup=100", "train.global_batch_size=128",
-    "train.log_every=50", "checkpoint.every=1000000", "checkpoint.keep=1", "optim.ema=0", "model.dropout=0",
-    "reason.test_path=prosqa-terse-balanced",
+    "recipe=fast", "optim.schedule=constant", "optim.warmup=100", "train.global_batch_size=128", "train.log_every=50",
+    "checkpoint.every=1000000", "checkpoint.keep=1", "optim.ema=0", "model.dropout=0", "reason.story_steps=0",
 )  # fmt: skip
-DIFFUSION = ("objective.gamma=1", "train.valid_every=0", "train.sample_every=0", "train.cuda_graphs=true")
+DIFFUSION = (
+    "objective.gamma=1", "objective.anchor_fraction=1", "train.valid_every=0", "train.sample_every=0",
+    "train.cuda_graphs=true", "sampling.sampler=confidence", "sampling.temperature=0",
+)  # fmt: skip
 RUNS = {
     "adlm": ("algo=adlm", "objective.anchor_rule=given", *DIFFUSION),
     "mdlm-matched": ("algo=mdlm-matched", *DIFFUSION),
-    "acot": ("algo=ar", "method=acot", "reason.epochs_per_stage=3", "train.compile=block", "train.valid_every=700"),
+    "acot": ("algo=ar-matched", "method=acot", "train.compile=block", "train.valid_every=700"),
 }
-STEPS_OF_ACOT = 8
-"""Stages of acot, the last of which has as many epochs as two others."""
+TESTS = {"prosqa-terse": "prosqa-terse-balanced"}
+"""Test sets of a task beside its own."""
+ACCURACY = re.compile(r"accuracy ([\d.]+) %")
 OPTIONS = {
     "folder": "", "out": "runs/infill", "report": "", "minutes": "9", "reads": "894000", "seeds": "1,2,3", "runs": "",
-    "size": "tiny",
+    "size": "tiny", "task": "prosqa-terse",
 }  # fmt: skip
 
 
@@ -59,7 +69,8 @@ def main(argv: list[str]) -> None:
     folder = Path(options["folder"])
     if action == "prepare":
         folder.mkdir(parents=True, exist_ok=True)
-        line = [f"model={options['size']}", *COMMON]
+        task = options["task"]
+        line = [f"model={options['size']}", f"task={task}", *COMMON, f"reason.test_path={TESTS.get(task, '')}"]
         more = [f"{key}={value}" for key, value in words.items()]
         settings = {
             name: config.flatten(config.load([*line, *run, *more], run_folder=False)) for name, run in RUNS.items()
@@ -89,32 +100,37 @@ def run(folder: Path, options: dict[str, str], overrides: dict[str, str]) -> Non
                 if (place / "answers.json").is_file():
                     continue
                 cfg = config.from_tree(settings[name] | overrides | {"seed": seed, "out": str(place)}, "settings")
-                found = causal(cfg, budget) if name == "acot" else diffusion(cfg, task, budget)
+                found = (causal if name == "acot" else diffusion)(cfg, task, budget)
                 if found is None:
                     print(f"{place.name} was stopped; the same command continues it", flush=True)
                     return
-                (place / "answers.json").write_text(json.dumps(found | {"training_flops": budget}))
+                (place / "answers.json").write_text(json.dumps(found))
     finally:
         timer.cancel()
         write_report(report, out)
 
 
 def with_length(cfg: Config, task: Infilling) -> Config:
-    return replace(cfg, model=replace(cfg.model, length=task.layout.length))
+    """The settings with one position for each of a sequence, and one step of a sampler for each that is filled in."""
+    sampling = replace(cfg.sampling, steps=task.layout.filled)
+    return replace(cfg, model=replace(cfg.model, length=task.layout.length), sampling=sampling)
 
 
 def row_flops(cfg: Config, task: Infilling) -> float:
-    """Training FLOPs of a sequence: half of the predicted positions are masked on average, all of the path scored."""
-    layout, V = task.layout, task.tokenizer.vocab_size
-    anchors = layout.path / layout.length if cfg.model.anchored else 0.0
+    """Training FLOPs of a sequence: half of the predicted positions are masked on average, and scored."""
+    layout, objective = task.layout, cfg.objective
+    anchors = objective.anchor_fraction * (0.5 if objective.anchor_positions == "masked" else 1.0)
+    anchors *= layout.path / layout.length if cfg.model.anchored else 0.0
     scored = layout.filled / layout.length / 2
-    return layout.length * count_flops(cfg.model, V, layout.length, scored, anchors).training_per_token
+    flops = count_flops(cfg.model, task.tokenizer.vocab_size, layout.length, scored, anchors)
+    return layout.length * flops.training_per_token
 
 
 def diffusion(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None:
     """Train through the loop of `adlm train`, then fill in the test questions."""
     cfg = with_length(cfg, task)
-    steps = max(1, round(budget / (row_flops(cfg, task) * cfg.train.global_batch_size)))
+    cost, size = row_flops(cfg, task), cfg.train.global_batch_size
+    steps = max(1, round(budget / (cost * size)))
     cfg = replace(cfg, train=replace(cfg.train, steps=steps))
     result = task.learn(cfg)
     if result.stopped_by:
@@ -122,29 +138,64 @@ def diffusion(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | N
     found = {}
     with world(cfg.train) as ranks:
         model = load_checkpoint(cfg.out, device=ranks.device).model
-        for name, examples in task.tests.items():
-            for sampler in ("mdlm", "confidence"):
-                greedy = replace(cfg.sampling, sampler=sampler, steps=task.layout.filled, temperature=0.0)
-                accuracy, _ = task.answer(model, cfg, examples, ranks, greedy)
-                print(f"{cfg.out}  {name}, {sampler}: {accuracy}", flush=True)
-                found[f"{name}, {sampler}"] = accuracy.facts()
-    return {"tests": found, "steps": steps, "reads": steps * cfg.train.global_batch_size}
+    for name, examples in task.tests.items():
+        for sampler in ("mdlm", "confidence"):
+            accuracy, _ = task.answer(model, cfg, examples, replace(cfg.sampling, sampler=sampler))
+            print(f"{cfg.out}  {name}, {sampler}: {accuracy}", flush=True)
+            found[f"{name}, {sampler}"] = accuracy.facts()
+    curve = [(step / steps, accuracy) for step, accuracy in along(cfg)]
+    reads = steps * size
+    return {"tests": found, "steps": steps, "reads": reads, "training_flops": reads * cost, "curve": curve}
 
 
-def causal(cfg: Config, budget: float) -> dict[str, Any] | None:
-    """The same for the causal model, whose epochs are as many as cost the same."""
-    with world(cfg.train) as ranks:
-        setup = ReasoningSetup(replace(cfg, reason=replace(cfg.reason, epochs=10**6)), ranks)
-        per_token = setup.flops_per_token()
-        assert per_token is not None
-        tokens = sum(batch.tokens for batch in setup.batches(0)) / len(setup.schedule.examples(0))
-    epochs = max(STEPS_OF_ACOT, round(budget / (per_token * tokens * len(setup.train))))
-    each = max(1, epochs // (STEPS_OF_ACOT + 1))
-    cfg = replace(cfg, reason=replace(cfg.reason, epochs=epochs, epochs_per_stage=each))
-    result = train_causal(cfg)
-    return (
-        None if result.stopped_by else {"tests": result.tests, "steps": result.step, "reads": epochs * len(setup.train)}
-    )
+def causal(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None:
+    """The same for the causal model, in as many epochs as cost the same. Its last stage is twice as long as another."""
+    plans, encoded = plans_of(cfg.reason), encode(task.train[:256], task.tokenizer)
+    costs = []
+    for plan in plans:
+        length = np.mean([laid_out_length(example, plan) for example in encoded])
+        scored = plan.slots * plan.anchored + np.mean([written_length(example, plan) for example in encoded])
+        flops = count_flops(cfg.model, task.tokenizer.vocab_size, round(length), scored / length)
+        costs.append(len(task.train) * length * flops.training_per_token)
+
+    def spent(epochs: int) -> np.ndarray:
+        """FLOPs after each epoch of so many."""
+        each = max(1, epochs // (len(plans) + 1))
+        return np.cumsum([costs[min(epoch // each, len(plans) - 1)] for epoch in range(epochs)])
+
+    epochs = next(n for n in itertools.count(len(plans)) if spent(n + 1)[-1] > budget)
+    each = max(1, epochs // (len(plans) + 1))
+    result = train_causal(replace(cfg, reason=replace(cfg.reason, epochs=epochs, epochs_per_stage=each)))
+    if result.stopped_by:
+        return None
+    total = spent(epochs)
+    done = np.concatenate(([0], total / total[-1]))
+    per_epoch = -(-len(task.train) // cfg.train.global_batch_size)
+    curve = [(float(np.interp(step / per_epoch, range(epochs + 1), done)), right) for step, right in along(cfg)]
+    reads = epochs * len(task.train)
+    return {
+        "tests": result.tests,
+        "steps": result.step,
+        "reads": reads,
+        "training_flops": float(total[-1]),
+        "curve": curve,
+    }
+
+
+def along(cfg: Config) -> list[tuple[int, float]]:
+    """Steps, and the fraction of the validation questions that was right after so many."""
+    found = []
+    for event in read_metrics(Path(cfg.out)):
+        said = ACCURACY.search(event.get("text", ""))
+        if said or "accuracy" in event:
+            found.append((event["step"], float(said[1]) / 100 if said else event["accuracy"]))
+    return found
+
+
+def reached(curve: list[tuple[float, float]], wanted: float = 0.9) -> str:
+    """The share of the training FLOPs after which every validation had as many right."""
+    late = list(itertools.takewhile(lambda point: point[1] >= wanted, reversed(curve)))
+    return f"{100 * late[-1][0]:.0f}%" if late else "never"
 
 
 def write_report(report: Path, out: Path) -> None:
@@ -155,13 +206,14 @@ def write_report(report: Path, out: Path) -> None:
     begun = sorted(path.parent for path in out.glob("*/metrics.jsonl"))
     lines = [json.dumps({"run": run.name} | event) for run in begun for event in read_metrics(run)]
     (report / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    print(f"{'run':20} {'set':32} {'accuracy':>8} {'interval':>13} {'reads':>10}  path, node by node")
+    print(f"{'run':20} {'set':32} {'accuracy':>8} {'interval':>13} {'reads':>10} {'90% at':>6}  path, node by node")
     for name, found in results.items():
+        cost = f"{found['reads']:10,} {reached(found['curve']):>6}"
         for test, facts in found["tests"].items():
             low, high = wilson(facts["correct"], facts["n"])
             slots = "/".join(f"{100 * facts[key]:.0f}" for key in sorted(facts) if key.startswith("slot_"))
             interval = f"{100 * low:.1f}-{100 * high:.1f}"
-            print(f"{name:20} {test:32} {100 * facts['accuracy']:7.1f}% {interval:>13} {found['reads']:10,}  {slots}")
+            print(f"{name:20} {test:32} {100 * facts['accuracy']:7.1f}% {interval:>13} {cost}  {slots}")
 
 
 if __name__ == "__main__":

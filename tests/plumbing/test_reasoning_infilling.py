@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from adlm import config
+from adlm.io.load import load_checkpoint
 from adlm.objectives import Sequences
 from adlm.objectives.anchors import describe_rule
 from adlm.reasoning.answers import Infilling
 from adlm.schema import ObjectiveConfig
 from adlm.tables import ANCHOR_RULES
+from adlm.training.metrics import read_metrics
 
 SMALL = (
     "task=prosqa-terse", "model=nano", "model.hidden_size=32", "model.n_heads=2", "model.n_blocks=2",
@@ -78,21 +80,56 @@ def test_plain_text_has_no_given_anchors():
         ANCHOR_RULES.load("given")(torch.zeros(1, 2, dtype=torch.long), cfg)
 
 
-def test_the_benchmark_compares_three_ways_at_equal_flops(tmp_path, capsys):
-    main = runpy.run_path(str(BENCHMARKS / "reasoning_diffusion.py"))["main"]
+@pytest.fixture(scope="module")
+def benchmark():
+    return runpy.run_path(str(BENCHMARKS / "reasoning_diffusion.py"))
+
+
+def test_the_benchmark_compares_three_ways_at_equal_flops(benchmark, tmp_path, capsys):
+    main = benchmark["main"]
     off = ("train.cuda_graphs=false", "train.compile=false", "train.batch_size=16", "optim.warmup=0")
     small = [word for word in SMALL if not word.startswith(("task=", "model=", "train.valid", "train.sample"))]
     main(["prepare", f"folder={tmp_path}", "size=nano", *small, *off])
-    line = ["run", f"folder={tmp_path}", f"out={tmp_path / 'runs'}", f"report={tmp_path}", "reads=64", "seeds=1"]
+    line = ["run", f"folder={tmp_path}", f"out={tmp_path / 'runs'}", f"report={tmp_path}", "reads=640", "seeds=1"]
+    line += ["train.sample_every=20", "train.valid_every=10"]
     main(line)
     found = json.loads((tmp_path / "diffusion.json").read_text())
     assert set(found) == {"adlm-1", "mdlm-matched-1", "acot-1"}
     assert set(found["adlm-1"]["tests"]) == {
         f"{name}, {sampler}" for name in ("generated", "prosqa-terse-balanced") for sampler in ("mdlm", "confidence")
     }
-    assert found["adlm-1"]["reads"] == 64 and found["adlm-1"]["tests"]["generated, mdlm"]["n"] == 4
+    assert found["adlm-1"]["reads"] == 640 and found["adlm-1"]["tests"]["generated, mdlm"]["n"] == 4
     assert "slot_1" in found["adlm-1"]["tests"]["generated, mdlm"]
+    assert [share for share, _ in found["adlm-1"]["curve"]] == [0.5, 1.0]
+    flops = {name: facts["training_flops"] for name, facts in found.items()}
+    assert flops["mdlm-matched-1"] == pytest.approx(flops["adlm-1"], rel=0.02)
+    assert 0.8 * flops["adlm-1"] < flops["acot-1"] <= flops["adlm-1"]  # whole epochs of 40 questions
+    shares = [share for share, _ in found["acot-1"]["curve"]]
+    assert shares == sorted(shares) and shares[-1] == 1
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    blocks = [
+        run["model.n_blocks"] + run["model.anchored"] * run["model.n_denoiser_blocks"] for run in settings.values()
+    ]
+    assert blocks == [3, 3, 3]
     before = (tmp_path / "runs" / "adlm-1" / "metrics.jsonl").read_text()
     main(line)  # everything is there
     assert (tmp_path / "runs" / "adlm-1" / "metrics.jsonl").read_text() == before
     assert "mdlm-matched-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "said"),
+    [((0.5, 0.9, 1.0), "67%"), ((0.95, 0.5, 0.9), "100%"), ((0.95, 0.95, 0.89), "never"), ((), "never")],
+)
+def test_the_share_of_training_after_which_questions_stay_answered(benchmark, accuracies, said):
+    curve = [((i + 1) / len(accuracies), accuracy) for i, accuracy in enumerate(accuracies)]
+    assert benchmark["reached"](curve) == said
+
+
+def test_training_says_how_validation_questions_are_answered(task, tmp_path):
+    cfg = settings(task, "train.steps=4", "train.sample_every=2", f"out={tmp_path}", "sampling.steps=4")
+    task.learn(cfg)
+    said = [event["text"] for event in read_metrics(tmp_path) if event["kind"] == "sample"]
+    assert len(said) == 2
+    model = load_checkpoint(tmp_path, device="cpu").model
+    assert said[-1] == str(task.answer(model, cfg, task.valid)[0]) and "of 8)" in said[-1]

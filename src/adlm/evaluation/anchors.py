@@ -212,7 +212,9 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
     tokens = lm.tokenizer.encode(read_text(args, "adlm anchors CHECKPOINT 'some words'"))
     require(bool(tokens), "the text has no tokens")
-    rule = for_texts(lm.loaded.objective)
+    own = lm.loaded.objective
+    rule = for_texts(own)
+    said = "" if rule is own else f" (the paper's rule; this model was trained with: {describe_rule(own)})"
     room = lm.length - 1  # beside the begin token
     sequences = [torch.tensor([lm.tokenizer.bos_id, *tokens[a : a + room]]) for a in range(0, len(tokens), room)]
     levels = read_levels(lm, rule, sequences, cfg.eval.draws, EVALUATION_SEED)
@@ -221,7 +223,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     ]
     result = {
         **model_facts(lm.loaded, cfg.eval.checkpoint, cfg.eval.ema),
-        "rule": describe_rule(rule),
+        "rule": describe_rule(rule) + said,
         "tokens": len(tokens),
         "anchors": sum(anchors),
         "levels": [level.as_dict() for level in levels],

@@ -21,6 +21,7 @@ from adlm.diffusion.process import make_schedule
 from adlm.diffusion.random import Stream, fold
 from adlm.engine import Engine, Request
 from adlm.errors import require
+from adlm.models import Network, build_model
 from adlm.objectives import Objective, Sequences
 from adlm.objectives.anchors import AnchorRule
 from adlm.objectives.nelbo import Anelbo, Nelbo, Noised
@@ -40,7 +41,7 @@ from adlm.reasoning.networks import PaddedSequences, ReasoningNetwork, pad_seque
 from adlm.reasoning.tasks import ReasoningTask, load_splits, task_of
 from adlm.samplers.base import with_sampler
 from adlm.schema import Config, SamplingConfig
-from adlm.training.loop import Course, sample_text, train
+from adlm.training.loop import Course, TrainResult, train
 from adlm.training.parallel import World
 from adlm.training.setup import Data, objective_for
 
@@ -390,17 +391,26 @@ class Infilling:
         objective.path = self.layout.path
         return objective
 
-    def learn(self, cfg: Config) -> Any:
-        """Train a diffusion model through the loop of `adlm train`."""
-        return train(cfg, sample_text, Course(self.data, self.objective))
+    def learn(self, cfg: Config) -> TrainResult:
+        """Train a diffusion model through the loop of `adlm train`, which answers the validation questions in place of
+        drawing samples."""
+        return train(cfg, self.sample, Course(self.data, self.objective))
+
+    def sample(self, weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, step: int) -> str:
+        """How well weights in training answer the validation questions, asked by cfg.sampling."""
+        model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
+        model.load_state_dict(weights)
+        model.to(next(iter(weights.values())).device).eval()
+        return str(self.answer(model, cfg, self.valid)[0])
 
     def answer(
-        self, model: Any, cfg: Config, examples: list[Example], ranks: World, settings: SamplingConfig | None = None
+        self, model: Network, cfg: Config, examples: list[Example], settings: SamplingConfig | None = None
     ) -> tuple[Accuracy, list[Reply]]:
         """Fill in path and answer of every question; an answer counts, and so does each node of the path, in order."""
         settings = with_sampler(settings or cfg.sampling, cfg.objective)
-        rows = self.layout.rows(examples, self.tokenizer)
-        engine = Engine(model, make_schedule(cfg.noise), min(len(examples), 256), ranks.device, tau=cfg.objective.tau)
+        rows, device = self.layout.rows(examples, self.tokenizer), model.embedding.device
+        slots = min(len(examples), 256)
+        engine = Engine(model, make_schedule(cfg.noise), slots, device, compile="false", tau=cfg.objective.tau)
         requests = []
         for i, row in enumerate(rows):
             canvas = [self.tokenizer.mask_id] * self.layout.filled + row[self.layout.filled :].tolist()
