@@ -208,7 +208,7 @@ def test_two_ranks_give_what_one_gives(home, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     for a, b in zip(alone["settings"], two["settings"], strict=True):
-        b["metrics"].pop("mauve", None)  # which a process of its own may have; this one has none (the fixture `no_mauve`)
+        b["metrics"].pop("mauve", None)  # other processes may have it; here the fixture `no_mauve` is on
         assert a["metrics"] == b["metrics"]
         assert a["fingerprint"] == b["fingerprint"]
     assert not list((tmp_path / "two" / "samples").glob("*.part*"))
