@@ -34,7 +34,7 @@ from adlm.io import progress
 from adlm.io.export import Loaded
 from adlm.io.paths import write_atomically
 from adlm.models import Network
-from adlm.objectives.anchors import anchor_rule, describe_rule, for_texts
+from adlm.objectives.anchors import anchor_rule, describe_for_texts, describe_rule, for_texts
 from adlm.reporting import Html, Series, Span, columns, join, legend, line_chart, page, passage, section, table, tag
 from adlm.schema import Config, ObjectiveConfig
 
@@ -212,9 +212,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
     tokens = lm.tokenizer.encode(read_text(args, "adlm anchors CHECKPOINT 'some words'"))
     require(bool(tokens), "the text has no tokens")
-    own = lm.loaded.objective
-    rule = for_texts(own)
-    said = "" if rule is own else f" (the paper's rule; this model was trained with: {describe_rule(own)})"
+    rule = for_texts(lm.loaded.objective)
     room = lm.length - 1  # beside the begin token
     sequences = [torch.tensor([lm.tokenizer.bos_id, *tokens[a : a + room]]) for a in range(0, len(tokens), room)]
     levels = read_levels(lm, rule, sequences, cfg.eval.draws, EVALUATION_SEED)
@@ -223,7 +221,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
     ]
     result = {
         **model_facts(lm.loaded, cfg.eval.checkpoint, cfg.eval.ema),
-        "rule": describe_rule(rule) + said,
+        "rule": describe_for_texts(lm.loaded.objective),
         "tokens": len(tokens),
         "anchors": sum(anchors),
         "levels": [level.as_dict() for level in levels],

@@ -74,6 +74,13 @@ def describe_rule(cfg: ObjectiveConfig) -> str:
     }.get(cfg.anchor_rule, f"tokens that the rule {cfg.anchor_rule!r} chooses")
 
 
+def describe_for_texts(cfg: ObjectiveConfig) -> str:
+    """Say in words which tokens of a text are shown as anchors, and whose rule that is if it is not the model's own."""
+    shown = for_texts(cfg)
+    own = "" if shown is cfg else f" (the paper's rule; this model was trained with: {describe_rule(cfg)})"
+    return describe_rule(shown) + own
+
+
 def describe_anchors(cfg: ObjectiveConfig) -> str:
     """Say in words what carries the anchor loss."""
     if cfg.gamma == 0:
