@@ -55,6 +55,14 @@ def test_samples_go_to_a_file_and_a_rerun_continues(folder, tmp_path, capsys):
     assert capsys.readouterr().out == f"all 6 samples are in {out} already\n"
 
 
+def test_texts_are_shown_in_the_order_of_their_seeds(folder, capsys):
+    """Whichever is finished first: with mdlm a text takes as many evaluations as it has steps that draw something."""
+    found = run_sample(config(folder, n=12, steps=12, sampler="mdlm", batch_size=12, length=12))
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--- seed")]
+    assert [int(line.split()[2].strip(",")) for line in shown] == list(range(12))
+    assert len({line.split()[3] for line in shown}) > 1 and found["drawn"] == 12, "they did not all end together"
+
+
 def test_a_file_of_other_settings_is_refused(folder, tmp_path):
     out = tmp_path / "samples.jsonl"
     run_sample(config(folder, out=str(out), n=1))

@@ -104,13 +104,17 @@ def draw_missing(
         print(f"all {c.n} samples are in {path} already")
     elif mine:
         most = math.ceil(len(mine) / c.batch_size) * most_evaluations(request, lm.model, lm.schedule)
+        unseen, ready = list(reversed(mine)), dict[int, Any]()
         with progress("evaluations, at most", most, ranks.is_main) as advance:
             for text in draw(lm, request, mine, c.batch_size, advance):
                 record(own, text, identity)
-                with advance.paused():
-                    print(f"--- seed {text.seed}, {text.nfe} evaluations\n{text.text}", flush=True)
                 drawn.append(text)
-    found = [asdict(text) for text in drawn]
+                ready[text.seed] = text
+                with advance.paused():  # in the order of seeds, whichever is finished first
+                    while unseen and unseen[-1] in ready:
+                        shown = ready.pop(unseen.pop())
+                        print(f"--- seed {shown.seed}, {shown.nfe} evaluations\n{shown.text}", flush=True)
+    found = [asdict(text) for text in sorted(drawn, key=lambda text: text.seed)]
     if path:
         have = collect(path, identity, ranks)
         found = [have[seed] for seed in wanted]
