@@ -166,11 +166,6 @@ def test_help_shows_the_defaults_of_the_command(capsys):
         (["probe", "-x"], 2, "unknown flag '-x'"),
         (["probe", "a", "b"], 2, "'b' is not of the form key=value; quote a value that has spaces"),
         (["train", "x.txt", "--steps", "5"], 2, "settings are written train.steps=VALUE"),
-        (
-            ["sample", "tests/nowhere"],
-            1,
-            "eval.checkpoint='tests/nowhere' does not exist; tests has golden, laws, parity",
-        ),
         (["sample", "README.md"], 1, "README.md is a text and no model; adlm train README.md makes one of it"),
         (["probe", "model=smal"], 1, "did you mean 'small'?"),
         (["probe", "modle=small"], 1, "did you mean 'model'?"),

@@ -55,6 +55,19 @@ def test_samples_go_to_a_file_and_a_rerun_continues(folder, tmp_path, capsys):
     assert capsys.readouterr().out == f"all 6 samples are in {out} already\n"
 
 
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path, monkeypatch, capsys):
+    """Only a folder of runs speaks for itself: one that is named like an owner on the hub keeps nobody from the hub."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/one/config.yaml", "runs/two/config.yaml", "Qwen/notes.txt"):
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    assert cli.main(["sample", "runs/three"]) == 1
+    assert "eval.checkpoint='runs/three' does not exist; runs has one, two" in capsys.readouterr().err
+    assert cli.main(["sample", "Qwen/Qwen3-0.6B"]) == 1
+    assert "cannot be fetched from the hub" in capsys.readouterr().err
+
+
 def test_texts_are_shown_in_the_order_of_their_seeds(folder, capsys):
     """Whichever is finished first: with mdlm a text takes as many evaluations as it has steps that draw something."""
     found = run_sample(config(folder, n=12, steps=12, sampler="mdlm", batch_size=12, length=12))

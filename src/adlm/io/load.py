@@ -211,11 +211,11 @@ def default_checkpoint() -> Path:
     return DEMO
 
 
-def neighbours(path: Path) -> str:
-    """What there is in place of a folder that is missing."""
-    found = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
-    shown = ", ".join(name for name in found if not name.startswith((".", "_")))
-    return f"; {path.parent} has {shown}" if shown and path.parent != Path() else ""
+def neighbours(path: Path) -> list[str]:
+    """The runs that stand where one is missing; none if its folder holds no runs."""
+    with contextlib.suppress(OSError):
+        return sorted(found.parent.name for found in path.parent.glob("*/config.yaml"))
+    return []
 
 
 def load_checkpoint(
@@ -234,16 +234,13 @@ def load_checkpoint(
     """
     name, path = str(path), locate(path)
     repository, _, at = name.partition("@")
-    if (
-        not path.exists()
-        and repository.count("/") == 1
-        and not name.startswith((".", "/", "~"))
-        and not path.parent.is_dir()
-    ):
+    runs = [] if path.exists() else neighbours(path)
+    if not path.exists() and not runs and repository.count("/") == 1 and not name.startswith((".", "/", "~")):
         # owner/model, or owner/model@revision, of the hub or its cache
         advice = "give a run folder, an exported folder or a .ckpt file"
         path = remote.fetch_model(repository, revision or at, f"model {name!r}", advice)
-    require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist{neighbours(path)}")
+    others = f"; {path.parent} has {', '.join(runs[:8])}{', ...' * (len(runs) > 8)}" if runs else ""
+    require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist{others}")
     if is_released(path):
         return load_released(path, device, tokenizer, root)
     require(
