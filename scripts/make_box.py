@@ -59,7 +59,7 @@ def make_box(source: Path, order: str = "", folder: Path = BOX) -> Path:
     model = loaded.model.config
     order = order or model.block_length
     lengths = replace(model, block_length=order).block_lengths
-    same = sorted(lengths) == sorted(model.block_lengths)
+    same = set(lengths) == set(model.block_lengths)  # one that came up more often in training is named once here
     require(same, f"{order} is no order of the block lengths of {source}, which are {model.block_length}")
     missing = ",".join(str(length) for length in sorted(set(lengths)) if length not in found)
     require(not missing, f"{source} was not measured for K={missing}: adlm ppl {source} eval.block_length={missing}")

@@ -248,3 +248,22 @@ def test_nothing_is_left_uncompiled(compile, variants, monkeypatch):
     for graph in counter.graphs:
         inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
         assert sum(isinstance(x, torch.SymInt) for x in inputs) <= 1, "more than the number of scored positions varies"
+
+
+def test_a_shifted_model_is_compiled_once_for_all_numbers_of_scored_positions(monkeypatch):
+    """The states of shifted predictions are read at other positions than those that are scored: theirs are computed
+    between the compiled blocks, and a form for each number of them would be compiled at every step."""
+    counter, plain = torch._dynamo.testing.CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **how: plain(f, backend=counter, **how))
+    model = tiny_model(anchored=False, n_blocks=3, shift=True, block_length="4")
+    cfg = TrainConfig(compile="block", device="cpu")
+    objective = make_objective(ObjectiveConfig(name="nelbo"), NoiseConfig(), 10, 3, model.config)
+    step = Step(model)
+    with world(cfg) as ranks:
+        parallelise(step, cfg, ranks)
+    numbers = set()
+    for i in range(4):
+        batch = objective.corrupt(Sequences(random_tokens(4, 12, 10, seed=i), torch.arange(4), 4), i, 0.5)
+        numbers.add(len(read_positions(batch)))
+        step(batch).total.backward()
+    assert len(numbers) > 1 and counter.frame_count == 3, "a form for the first block, the middle ones and the last"

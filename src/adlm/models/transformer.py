@@ -326,6 +326,8 @@ class Stack(nn.Module):
         self.norm = Norm(cfg.hidden_size, cfg.norm, cfg.norm_eps)
         self.modulation = nn.Linear(cfg.cond_dim, 2 * cfg.hidden_size) if cfg.has_adaln else None
         self.checkpoint_activations = False
+        self.compiles_blocks = False
+        """Whether every block is compiled by itself."""
 
     def conditioning(self, x_BLD: Tensor, sigma_B: Tensor | None) -> Tensor | None:
         """c_BC: one vector per sequence when time-conditioned, else one in all (sigma = 0)."""
@@ -372,6 +374,8 @@ class Stack(nn.Module):
         cos, sin = self.rotary.tables(L, positions_BL)
         context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
         stream, last = ResidualStream(x_BLD), self.blocks[-1]
+        if at_N is not None and self.compiles_blocks:  # each batch has another number of them; one form serves all
+            torch._dynamo.maybe_mark_dynamic(at_N, 0)
         for block, layer, keys in zip(self.blocks, layers, self.dropout_keys(x_BLD.device)):
             own = context._replace(cache=layer, keys=keys)
             if block is last:

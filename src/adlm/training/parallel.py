@@ -281,6 +281,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
     stacks = [s for s in (model.anchor, model.denoiser) if s is not None]
     for stack in stacks:
         stack.checkpoint_activations = cfg.checkpoint_activations
+        stack.compiles_blocks = world.compile == "block"
     step.compiled = world.compile in ("block", "model", "max")
     if cfg.cuda_graphs:
         on = "train.cuda_graphs=true"  # what can be known without a device is in config.check_train
