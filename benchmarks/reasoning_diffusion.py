@@ -2,7 +2,7 @@
 
     python benchmarks/reasoning_diffusion.py prepare folder=FOLDER [task=prosqa-terse] [size=tiny] [key=value ...]
     python benchmarks/reasoning_diffusion.py run folder=FOLDER out=runs/infill report=REPORT [minutes=9] [reads=894000]
-        [seeds=1,2,3] [runs=adlm,mdlm-matched,acot] [key=value ...]
+        [seeds=1,2,3] [runs=adlm,mdlm-matched,acot] [until=0] [key=value ...]
 
 Three ways to the same answers, from scratch, of the same width and number of blocks, with the same training FLOPs:
   adlm          two stages; the anchors are the nodes of the path (objective.anchor_rule=given)
@@ -12,9 +12,12 @@ All three read the same questions and nothing else: no stories come first (reaso
 causal model. `prepare` needs hydra and writes FOLDER/settings.json; `run` needs neither. `reads` are the sequences that
 adlm reads; the others get as many as cost the same. The diffusion models are asked twice: with one step per position in
 random order (mdlm), and most certain positions first (confidence), both greedy. A run that the time cuts short is
-continued by the same command. REPORT receives diffusion.json and metrics.jsonl; the table is printed. Its column
-`90% at` is the share of the training FLOPs after which a run had 90% of the validation questions right and did not fall
-below again (train.sample_every=N asks a diffusion model every N steps, train.valid_every=N a causal one).
+continued by the same command. With until=N a diffusion model that had 90% of the validation questions right N times in
+a row is through: it is not trained further and not tested, and the report compares how long each kind of run waited
+(the log-rank test, its p from all ways to deal the runs out). REPORT receives diffusion.json and metrics.jsonl; the
+table is printed. Its column `90% at` is the share of the training FLOPs after which a run had 90% of the validation
+questions right and did not fall below again (train.sample_every=N asks a diffusion model every N steps,
+train.valid_every=N a causal one).
 """
 
 import itertools
@@ -24,6 +27,8 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +60,14 @@ RUNS = {
 }
 TESTS = {"prosqa-terse": "prosqa-terse-balanced"}
 """Test sets of a task beside its own."""
+THROUGH = 0.9
+"""Fraction of the validation questions that a run has right when it is through."""
+MOST_RUNS = 20
+"""That are compared by dealing them out in all ways."""
 ACCURACY = re.compile(r"accuracy ([\d.]+) %")
 OPTIONS = {
     "folder": "", "out": "runs/infill", "report": "", "minutes": "9", "reads": "894000", "seeds": "1,2,3", "runs": "",
-    "size": "tiny", "task": "prosqa-terse",
+    "until": "0", "size": "tiny", "task": "prosqa-terse",
 }  # fmt: skip
 
 
@@ -100,7 +109,10 @@ def run(folder: Path, options: dict[str, str], overrides: dict[str, str]) -> Non
                 if (place / "answers.json").is_file():
                     continue
                 cfg = config.from_tree(settings[name] | overrides | {"seed": seed, "out": str(place)}, "settings")
-                found = (causal if name == "acot" else diffusion)(cfg, task, budget)
+                if name == "acot":
+                    found = causal(cfg, task, budget)
+                else:
+                    found = diffusion(cfg, task, budget, int(options["until"]))
                 if found is None:
                     print(f"{place.name} was stopped; the same command continues it", flush=True)
                     return
@@ -126,13 +138,18 @@ def row_flops(cfg: Config, task: Infilling) -> float:
     return layout.length * flops.training_per_token
 
 
-def diffusion(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None:
-    """Train through the loop of `adlm train`, then fill in the test questions."""
+def diffusion(cfg: Config, task: Infilling, budget: float, until: int) -> dict[str, Any] | None:
+    """Train through the loop of `adlm train`, then fill in the test questions; none where it is through before."""
     cfg = with_length(cfg, task)
     cost, size = row_flops(cfg, task), cfg.train.global_batch_size
     steps = max(1, round(budget / (cost * size)))
     cfg = replace(cfg, train=replace(cfg.train, steps=steps))
-    result = task.learn(cfg)
+    with stopped_when_through(cfg, until):
+        result = task.learn(cfg)
+    curve = [(step / steps, accuracy) for step, accuracy in along(cfg)]
+    facts = {"steps": steps, "reads": steps * size, "training_flops": steps * size * cost, "curve": curve}
+    if until and is_through(curve, until):
+        return {"tests": {}} | facts
     if result.stopped_by:
         return None
     found = {}
@@ -143,9 +160,33 @@ def diffusion(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | N
             accuracy, _ = task.answer(model, cfg, examples, replace(cfg.sampling, sampler=sampler))
             print(f"{cfg.out}  {name}, {sampler}: {accuracy}", flush=True)
             found[f"{name}, {sampler}"] = accuracy.facts()
-    curve = [(step / steps, accuracy) for step, accuracy in along(cfg)]
-    reads = steps * size
-    return {"tests": found, "steps": steps, "reads": reads, "training_flops": reads * cost, "curve": curve}
+    return {"tests": found} | facts
+
+
+@contextmanager
+def stopped_when_through(cfg: Config, until: int) -> Iterator[None]:
+    """Stop the training within, as a user would, once it is through; never if `until` is 0."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(2):
+            if (Path(cfg.out) / "metrics.jsonl").is_file() and is_through(along(cfg), until) and not ended.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if until:
+        watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if until:
+            watcher.join()
+
+
+def is_through(curve: list[tuple[float, float]], until: int) -> bool:
+    return len(curve) >= until and all(right >= THROUGH for _, right in curve[-until:])
 
 
 def causal(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None:
@@ -153,8 +194,8 @@ def causal(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None
     plans, encoded = plans_of(cfg.reason), encode(task.train[:256], task.tokenizer)
     costs = []
     for plan in plans:
-        length = np.mean([laid_out_length(example, plan) for example in encoded])
-        scored = plan.slots * plan.anchored + np.mean([written_length(example, plan) for example in encoded])
+        length = float(np.mean([laid_out_length(example, plan) for example in encoded]))
+        scored = plan.slots * plan.anchored + float(np.mean([written_length(example, plan) for example in encoded]))
         flops = count_flops(cfg.model, task.tokenizer.vocab_size, round(length), scored / length)
         costs.append(len(task.train) * length * flops.training_per_token)
 
@@ -192,10 +233,32 @@ def along(cfg: Config) -> list[tuple[int, float]]:
     return found
 
 
-def reached(curve: list[tuple[float, float]], wanted: float = 0.9) -> str:
-    """The share of the training FLOPs after which every validation had as many right."""
-    late = list(itertools.takewhile(lambda point: point[1] >= wanted, reversed(curve)))
-    return f"{100 * late[-1][0]:.0f}%" if late else "never"
+def reached(curve: list[tuple[float, float]]) -> float | None:
+    """The share of the training FLOPs after which the run was through and stayed so."""
+    late = list(itertools.takewhile(lambda point: point[1] >= THROUGH, reversed(curve)))
+    return late[-1][0] if late else None
+
+
+def log_rank(waits: list[float | None], of_first: int) -> float:
+    """How much sooner the first `of_first` runs are through than chance has it, with the rest as the other kind; in
+    runs. None: never."""
+    times = sorted({wait for wait in waits if wait is not None})
+    sooner = 0.0
+    for time in times:
+        waiting = [wait is None or wait >= time for wait in waits]
+        ended = [wait == time for wait in waits]
+        sooner += sum(ended[:of_first]) - sum(ended) * sum(waiting[:of_first]) / sum(waiting)
+    return sooner
+
+
+def log_rank_p(first: list[float | None], second: list[float | None]) -> float:
+    """Two-sided, over all ways to deal the runs out."""
+    waits, n = first + second, len(first)
+    seen, as_far, ways = abs(log_rank(waits, n)), 0, 0
+    for chosen in itertools.combinations(range(len(waits)), n):
+        dealt = [waits[i] for i in chosen] + [wait for i, wait in enumerate(waits) if i not in chosen]
+        as_far, ways = as_far + (abs(log_rank(dealt, n)) >= seen - 1e-9), ways + 1
+    return as_far / ways
 
 
 def write_report(report: Path, out: Path) -> None:
@@ -208,12 +271,21 @@ def write_report(report: Path, out: Path) -> None:
     (report / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     print(f"{'run':20} {'set':32} {'accuracy':>8} {'interval':>13} {'reads':>10} {'90% at':>6}  path, node by node")
     for name, found in results.items():
-        cost = f"{found['reads']:10,} {reached(found['curve']):>6}"
+        wait = reached(found["curve"])
+        cost = f"{found['reads']:10,} {'never' if wait is None else f'{100 * wait:.0f}%':>6}"
+        if not found["tests"]:
+            print(f"{name:20} {'stopped: through':32} {'':>8} {'':>13} {cost}")
         for test, facts in found["tests"].items():
             low, high = wilson(facts["correct"], facts["n"])
             slots = "/".join(f"{100 * facts[key]:.0f}" for key in sorted(facts) if key.startswith("slot_"))
             interval = f"{100 * low:.1f}-{100 * high:.1f}"
             print(f"{name:20} {test:32} {100 * facts['accuracy']:7.1f}% {interval:>13} {cost}  {slots}")
+    kinds = {kind: [reached(f["curve"]) for n, f in results.items() if n.rpartition("-")[0] == kind] for kind in RUNS}
+    for a, b in itertools.combinations((kind for kind, waits in kinds.items() if waits), 2):
+        if len(kinds[a] + kinds[b]) > MOST_RUNS:
+            continue
+        through = [f"{kind} {sum(w is not None for w in kinds[kind])} of {len(kinds[kind])}" for kind in (a, b)]
+        print(f"through: {', '.join(through)}; log-rank p = {log_rank_p(kinds[a], kinds[b]):.3f}")
 
 
 if __name__ == "__main__":

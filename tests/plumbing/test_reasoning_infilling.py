@@ -119,11 +119,34 @@ def test_the_benchmark_compares_three_ways_at_equal_flops(benchmark, tmp_path, c
 
 @pytest.mark.parametrize(
     ("accuracies", "said"),
-    [((0.5, 0.9, 1.0), "67%"), ((0.95, 0.5, 0.9), "100%"), ((0.95, 0.95, 0.89), "never"), ((), "never")],
+    [((0.5, 0.9, 1.0), 2 / 3), ((0.95, 0.5, 0.9), 1.0), ((0.95, 0.95, 0.89), None), ((), None)],
 )
 def test_the_share_of_training_after_which_questions_stay_answered(benchmark, accuracies, said):
     curve = [((i + 1) / len(accuracies), accuracy) for i, accuracy in enumerate(accuracies)]
     assert benchmark["reached"](curve) == said
+
+
+def test_a_run_that_is_through_is_not_trained_further(benchmark, tmp_path, capsys, monkeypatch):
+    main = benchmark["main"]
+    monkeypatch.setitem(main.__globals__, "THROUGH", 0.0)  # every validation is good enough
+    small = [word for word in SMALL if not word.startswith(("task=", "model=", "train.valid", "train.sample"))]
+    main(["prepare", f"folder={tmp_path}", "size=nano", *small, "train.cuda_graphs=false", "train.compile=false"])
+    line = ["run", f"folder={tmp_path}", f"out={tmp_path / 'runs'}", "reads=400000", "seeds=1", "until=2"]
+    main([*line, "runs=adlm,mdlm-matched", "train.sample_every=5"])
+    found = json.loads((tmp_path / "runs" / "diffusion.json").read_text())
+    for facts in found.values():
+        assert facts["tests"] == {} and 2 <= len(facts["curve"]) < facts["steps"] / 5
+    assert "through: adlm 1 of 1, mdlm-matched 1 of 1; log-rank p = 1.000" in capsys.readouterr().out
+
+
+def test_the_log_rank_test_counts_who_was_through_sooner(benchmark):
+    """Against a table worked out by hand, and against chance where nothing can be told."""
+    log_rank, p = benchmark["log_rank"], benchmark["log_rank_p"]
+    # at 1: 1 of the first kind ended, of 2 + 2 waiting; at 2: one of the second, of 1 + 2; at 3: one of the first, of 2
+    assert log_rank([1, 3, 2, None], 2) == pytest.approx((1 - 2 / 4) + (0 - 1 / 3) + (1 - 1 / 2))
+    assert p([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]) == pytest.approx(2 / 20), "the farthest of 20 ways, and its mirror image"
+    assert p([0.3, None, None], [0.3, None, None]) == 1.0
+    assert p([0.1, 0.2, None, 0.4], [None] * 4) == p([None] * 4, [0.1, 0.2, None, 0.4]) < 0.2
 
 
 def test_training_says_how_validation_questions_are_answered(task, tmp_path):
