@@ -27,11 +27,12 @@ MOST_BYTES = 80_000_000
 BASE = "SmolLM2-135M-Instruct"
 NEW_TOKENS = 256
 """Of a text for which no length is asked: seconds on a CPU."""
+DATA = "wikipedia and pydocs"
 LICENCE = "cc-by-sa-4.0"
 LICENCE_TEXT = f"""\
 The language model in this folder (model.safetensors, tokenizer.json, config.json, README.md)
 
-It is made of two works:
+It is made of three works:
 
 1. Its weights began as those of {BASE} by Hugging Face, and its tokenizer is that model's
    (https://huggingface.co/HuggingFaceTB/{BASE}). Both are available under the Apache License 2.0
@@ -40,11 +41,13 @@ It is made of two works:
 2. It was trained further on articles of the English Wikipedia (https://en.wikipedia.org), written by the contributors
    to Wikipedia, whose text is available under the Creative Commons Attribution-ShareAlike 4.0 International License
    (SPDX: CC-BY-SA-4.0, https://creativecommons.org/licenses/by-sa/4.0/legalcode).
+3. And on the documentation inside Python's standard library (https://www.python.org), copyright the Python Software
+   Foundation, under the PSF License Version 2 (SPDX: PSF-2.0).
 
 The model as it is here is available under CC BY-SA 4.0. What it has from {BASE} stays under Apache-2.0.
 You may share and adapt it, also commercially, if you give credit, say what you changed, and distribute what you make
 of it under the same licence. Credit: "the model of the adlm package, by the adlm authors, made of
-{BASE} by Hugging Face and trained on English Wikipedia". The model is offered as it is, without
+{BASE} by Hugging Face and trained on English Wikipedia and Python's documentation". The model is offered as it is, without
 warranties; the legal code has the terms.
 
 The code of adlm is under Apache-2.0.
@@ -66,7 +69,7 @@ def make_box(source: Path, order: str = "", folder: Path = BOX) -> Path:
     info: dict[str, Any] = loaded.info | {
         "model": loaded.info["model"] | {"block_length": order},
         "tokenizer": loaded.info["tokenizer"] | {"name": BASE},
-        "command": words, "data": "wikipedia", "data_settings": {}, "licence": LICENCE, "base": f"{BASE} (Apache-2.0)",
+        "command": words, "data": DATA, "data_settings": {}, "licence": LICENCE, "base": f"{BASE} (Apache-2.0)",
         "new_tokens": NEW_TOKENS, "bits_per_byte": found[lengths[0]],
         "bounds": ", ".join(f"{length}: {found[length]:.3f}" for length in sorted(set(lengths))),
     }  # fmt: skip
@@ -89,7 +92,7 @@ def check(source: Path, loaded: Loaded) -> list[str]:
     words = [Path(word).name if "=" not in word else word for word in words]
     is_known = any(BASE in word or word == SMOLLM2 for word in words)
     require(is_known, f"{source} was not made of {BASE}, which the licence names, but by {' '.join(words) or '?'}")
-    return [*words, "data.path=WIKIPEDIA"]
+    return [*words, "data.path=WIKIPEDIA-AND-PYDOCS"]
 
 
 def bounds(source: Path) -> dict[int, float]:

@@ -32,7 +32,8 @@ def adapted(tmp_path_factory):
     data = ["data=file", f"data.path={GOLDEN / 'train.txt'}", f"data.valid_path={GOLDEN / 'valid.txt'}"]
     little = [f"data.cache_dir={folder / 'cache'}", "train.device=cpu", "train.num_threads=1", "train.valid_every=0"]
     train = ["train", *data, *little, "algo=ar", "recipe=published", "data.tokenizer=text8", *LLAMA, "train.steps=1"]
-    adapt = ["adapt", str(base), *data, *little, "train.steps=2", "train.global_batch_size=5", "optim.warmup=1"]
+    adapt = ["adapt", str(base), *data, *little, "train.steps=2", "train.global_batch_size=6", "optim.warmup=1"]
+    adapt += ["model.block_length=16,1,4,64,16,0"]  # one of them comes up twice as often
     with pytest.MonkeyPatch.context() as patch:
         for line in ([*train, f"out={base}"], [*adapt, f"out={folder / 'run'}"]):
             patch.setattr(sys, "argv", ["adlm", *line])
@@ -65,6 +66,8 @@ def test_an_adapted_model_becomes_a_box(adapted, tmp_path, monkeypatch):
     card = (box / "README.md").read_text()
     assert f"{measured['K=4']['bits_per_byte']:.3f} on held-out text" in card
     assert all(f"{K}: {measured[f'K={K}']['bits_per_byte']:.3f}" in card for K in (1, 4, 16, 32))
+    licence = (box / "LICENSE").read_text()
+    assert "PSF-2.0" in licence and "three works" in licence and "wikipedia and pydocs" in card
     assert f"{make_box.BASE} (Apache-2.0)" in card and f"adlm adapt {make_box.BASE} " in card
     monkeypatch.setattr("adlm.io.load.BOX", box)
     assert default_checkpoint() == box
@@ -79,7 +82,7 @@ def test_an_adapted_model_becomes_a_box(adapted, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "order", "message"),
     [
-        ({}, "5,1,0", "5,1,0 is no order of the block lengths of .*, which are 16,1,4,64,0"),
+        ({}, "5,1,0", "5,1,0 is no order of the block lengths of .*, which are 16,1,4,64,16,0"),
         ({"command": ["adlm", "adapt", "another.gguf"]}, "", f"not made of {make_box.BASE}.* adlm adapt another.gguf"),
         (
             {"model": {"block_length": "16,4"}},
