@@ -47,8 +47,8 @@ It is made of three works:
 The model as it is here is available under CC BY-SA 4.0. What it has from {BASE} stays under Apache-2.0.
 You may share and adapt it, also commercially, if you give credit, say what you changed, and distribute what you make
 of it under the same licence. Credit: "the model of the adlm package, by the adlm authors, made of
-{BASE} by Hugging Face and trained on English Wikipedia and Python's documentation". The model is offered as it is, without
-warranties; the legal code has the terms.
+{BASE} by Hugging Face and trained on English Wikipedia and Python's
+documentation". The model is offered as it is, without warranties; the legal code has the terms.
 
 The code of adlm is under Apache-2.0.
 """

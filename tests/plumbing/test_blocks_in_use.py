@@ -87,6 +87,12 @@ def test_evaluations_are_counted_ahead(lm):
         request = Request([1, *[mask] * 20], SamplingConfig(**settings, block_length=4))
         (result,) = lm.engine(16).run([request])
         assert result.nfe <= most_evaluations(request, lm.model, lm.schedule) <= 6 * 100
+    for sampler in ("confidence", "entropy"):  # one token an evaluation if it is never sure, and no step is empty
+        settings = SamplingConfig(sampler=sampler, steps=100, threshold=2.0 * (sampler == "confidence"), block_length=4)
+        request = Request([1, *[mask] * 20], settings)
+        (result,) = lm.engine(16).run([request])
+        assert result.nfe <= most_evaluations(request, lm.model, lm.schedule) == 20
+        assert sampler == "entropy" or result.nfe == 20
     assert block_of(Request([1, mask], SamplingConfig()), lm.model) == 8
 
 

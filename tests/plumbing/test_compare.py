@@ -72,7 +72,7 @@ def test_arithmetic_is_that_of_the_rows_really_scored(compared):
     entries = {e["name"]: e for e in json.loads((compared / "run" / "table.json").read_text())["entries"]}
     D, V, length, blocks = 16, 260, 32, 2
     block = 2 * 12 * D * D
-    ar = 3 * (blocks * (block + 4 * D * length / 2) + 2 * D * V * 1.0)
+    ar = 3 * (blocks * (block + 4 * D * length / 2) + 2 * D * V * (length - 1) / length)
     assert entries["ar"]["flops_per_token"] == pytest.approx(ar, rel=1e-6)
     unread = 0.5 * 2 * 9 * D * D  # after the last attention
     mdlm = 3 * (blocks * (block + 4 * D * length) - unread + 2 * D * V * 0.5)
@@ -91,6 +91,10 @@ def test_the_anchor_head_counts_wherever_in_the_run_gamma_is_zero(gammas, counte
     cfg = ObjectiveConfig("anelbo", *gammas)
     scored, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), clean)
     assert 0.3 < scored < 0.7 and anchors == counted
+    given_BL = torch.arange(12) < 9  # prompts are read, and neither scored nor anchors
+    with_prompts = Sequences(tokens_BL, torch.arange(8), 8, given_BL=given_BL.expand(8, 12))
+    scored_answers, anchors = scored_fractions(make_objective(cfg, NoiseConfig(), 50, seed=0), with_prompts)
+    assert scored_answers == pytest.approx(scored / 4, rel=0.3) and anchors == counted / 4
 
 
 def test_equal_flops_give_cheaper_algorithms_more_steps(compared, tmp_path, capsys):

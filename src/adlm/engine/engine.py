@@ -325,7 +325,7 @@ def most_evaluations(request: Request, model: Network, schedule: Schedule) -> in
     holes = [list(request.tokens[a : a + size]).count(mask_id) for a in range(0, len(request.tokens), size)]
     if not sampler.steps_matter:
         each = holes
-    elif sampler.writes_once and not sampler.reads:  # a step that draws nothing costs nothing
+    elif sampler.writes_once and (sampler.always_keeps or not sampler.reads):  # a step that draws nothing costs nothing
         each = [min(steps, n) for n in holes]
     else:
         each = [steps * (n > 0) for n in holes]

@@ -67,6 +67,8 @@ class Sampler:
     """Field of `Prediction` that is needed after each event; empty: none, and the host never waits for the device."""
     writes_once: bool = True
     """A token that was drawn and kept is never masked again."""
+    always_keeps: bool = False
+    """Of the tokens drawn in an evaluation at least one is kept; only said by samplers that read predictions."""
     steps_matter: bool = True
     """sampling.steps changes what is drawn; False: one evaluation per hole, whatever it says."""
     causal: bool = False

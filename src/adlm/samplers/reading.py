@@ -88,6 +88,7 @@ class ScoreSampler(Analytic):
 class Ordered(Sampler):
     """Reveal the positions that rank best; never fewer than it takes to end within sampling.steps evaluations."""
 
+    always_keeps = True
     in_release = False
     usual_threshold = 0.0
     """What sampling.threshold=-1 stands for."""

@@ -226,7 +226,8 @@ def scored_fractions(objective: Objective, clean: Sequences) -> tuple[float, flo
     average over the steps that are not causal."""
     causal = causal_part(objective.cfg, objective.model)
     until = max(objective.cfg.gamma_until, causal)
-    scored, anchors = fractions_of(objective.corrupt(clean, 0, (causal + until) / 2))  # at both ends gamma may be 0
+    corrupted = objective.corrupt(clean, 0, (causal + until) / 2)  # at both ends gamma may be 0
+    scored, anchors = fractions_of(corrupted, clean.tokens_BL.numel())
     return scored, anchors * (until - causal) / (1 - causal)
 
 
@@ -235,12 +236,13 @@ def causal_part(cfg: ObjectiveConfig, model: ModelConfig) -> float:
     return 0.0 if model.causal else cfg.causal_until
 
 
-def fractions_of(corrupted: CorruptedBatch) -> tuple[float, float]:
-    """Fractions of the positions of a batch that go through the denoiser's and the anchor network's head."""
+def fractions_of(corrupted: CorruptedBatch, positions: int) -> tuple[float, float]:
+    """Fractions of the positions of a batch that go through the denoiser's and the anchor network's head. Prompts and
+    padding do not, but are read."""
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
         through[term.head] += len(term.positions_N)
-    return through["denoiser"] / corrupted.count, through["anchor"] / corrupted.count
+    return through["denoiser"] / positions, through["anchor"] / positions
 
 
 def text_like(shape: tuple[int, ...], vocab_size: int) -> torch.Tensor:
