@@ -2,11 +2,11 @@
 
     python benchmarks/infilling.py MODEL [MODEL ...] --texts held-out.jsonl --judge FOLDER [--sentences 200] [--hole 5]
 
-Up to two sentences of each document of `--texts`, in order, of 12 to 40 words. The hole is `--hole` tokens of the judge's
-tokenizer that are whole words, somewhere inside. A diffusion model reads what stands on both sides and is told how many
-of its own tokens are missing; it fills in the surest one first. A causal model continues the left side with as many
-tokens, and never sees the right one. All are greedy. The judge, a causal model, reads the whole sentences; so does it
-those that were not changed.
+Up to two sentences of each document of `--texts`, in order, of 12 to 40 words. The hole is `--hole` tokens of the
+judge's tokenizer that are whole words, somewhere inside. A diffusion model reads what stands on both sides and is told
+how many of its own tokens are missing; it fills in the surest one first. A causal model continues the left side with as
+many tokens, and never sees the right one. All are greedy. The judge, a causal model, reads the whole sentences; so does
+it those that were not changed.
 
 One line a model, and one JSON document at the end (`--out` writes it, with all fillings, to a file).
 """

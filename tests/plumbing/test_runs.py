@@ -168,6 +168,17 @@ def test_a_line_after_a_full_disk_is_whole(tmp_path, monkeypatch):
     assert [e["step"] for e in read_metrics(tmp_path)] == [1, 3]
 
 
+def test_lines_of_a_log_say_how_long_the_rest_takes(tmp_path, monkeypatch, capsys):
+    log, now = RunLog(tmp_path, run_config(tmp_path), 100, active=True), [1000.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    for step, seconds in ((110, 300.0), (120, 20.0), (140, 10.0), (3000, 7.0)):  # the compiler works before the first
+        now[0] += seconds
+        log.line(step, 3000, {"nelbo": 5.0})
+    first, *more, last = capsys.readouterr().err.splitlines()
+    assert first == "step 110/3000  nelbo 5" and last == "step 3000/3000  nelbo 5"
+    assert more == ["step 120/3000  nelbo 5  1:36:00 left", "step 140/3000  nelbo 5  0:23:50 left"]
+
+
 def test_a_picture_that_cannot_be_drawn_is_no_failure(again, monkeypatch, capsys):
     (Path(again.out) / "curves.png").unlink()
 

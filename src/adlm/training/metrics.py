@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class RunLog:
         self.console = Console(stderr=True)
         self.progress: Progress | None = None
         self.warned = self.is_cut = False
+        self.said_at: tuple[int, float] | None = None
+        """Step and time of the line before."""
         self.mirror: TensorBoard | WandB | None = None
         if not active:
             return
@@ -83,7 +86,15 @@ class RunLog:
         if self.progress:
             self.progress.update(self.task, completed=step, line=text)
         else:
-            self.say(f"step {step}/{steps}  {text}")
+            self.say(f"step {step}/{steps}  {text}{self.time_left(step, steps)}")
+
+    def time_left(self, step: int, steps: int) -> str:
+        """How long the rest takes if it goes on as since the line before, which the first one cannot know."""
+        before, self.said_at = self.said_at, (step, time.monotonic())
+        if before is None or not before[0] < step < steps:
+            return ""
+        seconds = (steps - step) * (self.said_at[1] - before[1]) / (step - before[0])
+        return f"  {timedelta(seconds=round(seconds))} left"
 
     def advance(self, step: int) -> None:
         """Move the progress bar."""
