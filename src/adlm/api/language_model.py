@@ -321,8 +321,7 @@ class LanguageModel:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of a sequence without its begin and end tokens; masks show by name."""
-        ends = {self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id}
-        return self.tokenizer.decode([t for t in tokens if t not in ends])
+        return self.tokenizer.decode([t for t in tokens if t not in self.tokenizer.silent_ids])
 
     # Reading predictions
 

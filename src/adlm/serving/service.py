@@ -121,12 +121,14 @@ class Served:
         """The bytes a token adds, perhaps a part of a character."""
         tok = self.lm.tokenizer
         name, decoder = tok.backend.id_to_token(token) or "", tok.backend.decoder
-        if token in tok.special_ids:
-            return name.encode() if token == tok.mask_id else b""
-        if isinstance(decoder, decoders.ByteLevel):
-            return self.spelled[token]
+        if token in tok.silent_ids:
+            return b""
         if isinstance(decoder, decoders.WordPiece):
             return (name.removeprefix("##") if name.startswith("##") else " " + name).encode()
+        if token in tok.special_ids:
+            return name.encode()
+        if isinstance(decoder, decoders.ByteLevel):
+            return self.spelled[token]
         byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # of a vocabulary that falls back to bytes
         return bytes.fromhex(byte[1]) if byte else tok.token(token).encode()
 
