@@ -252,6 +252,9 @@ def test_save_and_load_again(lm, tmp_path):
     with pytest.raises(ValueError, match=r"copy/model\.safetensors is corrupt: its sha256 is not"):
         adlm.load(tmp_path / "copy", device="cpu")
     info = json.loads((tmp_path / "copy" / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(info | {"mask_id": 5}))
+    with pytest.raises(ValueError, match=r"the mask is token 259 of tokenizer.json and 5 of config.json$"):
+        adlm.load(tmp_path / "copy", device="cpu")
     del info["weights_file_sha256"]  # as older versions wrote it
     (tmp_path / "copy" / "config.json").write_text(json.dumps(info))
     assert adlm.load(tmp_path / "copy", device="cpu").length == L
