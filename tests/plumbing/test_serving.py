@@ -308,6 +308,8 @@ def test_anchors_counts_and_guesses(http, lm):
     plain = ok(http.post("/v1/anchors", json={"text": "banana split aaaa"}))
     assert plain["count"][1] == 7 and plain["anchor"][1] is False and plain["anchor"][0] is True
     assert plain["guesses"] == []
+    meant = http.post("/v1/anchors", json={"text": "the [mask] sat"})
+    assert meant.status_code == 400 and "'[mask]' is no hole" in meant.json()["error"]["message"], "as the library says"
     holed = ok(http.post("/v1/anchors", json={"text": "the [MASK:2] sat", "top": 3}))
     assert [g["position"] for g in holed["guesses"]] == [i for i, t in enumerate(holed["tokens"]) if t is None]
     row = torch.tensor([lm.request("the [MASK:2] sat").tokens])

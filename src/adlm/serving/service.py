@@ -23,7 +23,7 @@ from adlm.api.scoring import Parts
 from adlm.config.keys import PER_REQUEST
 from adlm.constrain.automaton import token_bytes
 from adlm.engine import Request, block_of, most_evaluations
-from adlm.engine.request import HOLE, HOLES, Limit, check_canvas, parse_template
+from adlm.engine.request import HOLES, LIKE_A_HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig, ServeConfig
@@ -275,7 +275,7 @@ class Served:
     def anchor_tokens(self, body: AnchorsBody) -> list[int]:
         """The sequence that /v1/anchors is about: text or template, or tokens with null for holes."""
         require((body.text is None) != (body.tokens is None), "give text or tokens")
-        if body.text is not None and not HOLE.search(body.text):
+        if body.text is not None and not LIKE_A_HOLE.search(body.text):
             return self.text_tokens(body.text)
         return self.with_known_tokens(body.text, body.tokens)
 
