@@ -88,6 +88,14 @@ def test_words(lm):
     assert b"z"[0] not in [t for g in lm.generate(n=5, banned=["z"], steps=4) for t in g.tokens]
 
 
+def test_words_that_can_be_read_once_hold_for_every_text(lm):
+    asked = ["", "a", "b"]
+    for name, words in (("banned", ["a", "e"]), ("required", ["cat"]), ("choices", ["yes", "no"])):
+        plain = lm.generate(asked, steps=4, length=9, **{name: words})
+        for same in (iter(words), np.array(words)):
+            assert [g.text for g in lm.generate(asked, steps=4, length=9, **{name: same})] == [g.text for g in plain]
+
+
 def test_streams_end_with_what_generate_gives(lm):
     *partial, last = lm.stream(prompt="ab", length=10, steps=6, seed=5)
     assert isinstance(last, adlm.Generation)
@@ -244,6 +252,9 @@ def test_save_and_load_again(lm, tmp_path):
     with pytest.raises(ValueError, match=r"copy/model\.safetensors is corrupt: its sha256 is not"):
         adlm.load(tmp_path / "copy", device="cpu")
     info = json.loads((tmp_path / "copy" / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(info | {"mask_id": 5}))
+    with pytest.raises(ValueError, match=r"the mask is token 259 of tokenizer.json and 5 of config.json$"):
+        adlm.load(tmp_path / "copy", device="cpu")
     del info["weights_file_sha256"]  # as older versions wrote it
     (tmp_path / "copy" / "config.json").write_text(json.dumps(info))
     assert adlm.load(tmp_path / "copy", device="cpu").length == L
@@ -271,6 +282,7 @@ def test_save_and_load_again(lm, tmp_path):
         ({"steps": 0}, "^steps=0 must be at least 1$"),
         ({"seed": None}, "seed must be an integer"),
         ({"n": 0}, "n=0 must be at least 1"),
+        ({"n": 2, "prompt": "a", "seed": 2**63 - 1}, "^seed must be an integer"),
         ({"stepz": 3}, "did you mean 'steps'"),
         ({"length": 30}, r"^a sequence of 30 positions is longer than 24 \(model.length\); set stride to go beyond$"),
         ({"length": 999999999999999}, "longer than 24"),
@@ -281,7 +293,7 @@ def test_save_and_load_again(lm, tmp_path):
         ({"n": 1.5}, "n must be an integer, got 1.5"),
         ({"stop": "yes"}, "stop must be True or False, got 'yes'"),
         ({"stop": ["\n"]}, "stop must be True or False"),
-        ({"banned": [3]}, "a word of banned must be a text, got 3"),
+        ({"banned": [3]}, "a text of banned must be a text, got 3"),
         ({"banned": "the"}, "banned must be a list of texts, got 'the'"),
         ({"required": None}, "required must be a list of texts"),
         ({"required": ["is"], "banned": ["the", "is"]}, "required and banned both name 'is'$"),
@@ -292,7 +304,7 @@ def test_save_and_load_again(lm, tmp_path):
 )
 def test_bad_arguments_are_answered(lm, arguments, message):
     with pytest.raises(ValueError, match=message):
-        lm.generate(**arguments) if "seed" not in arguments else next(lm.stream(**arguments))
+        lm.generate(**arguments) if arguments.get("seed", 0) is not None else next(lm.stream(**arguments))
 
 
 def test_numbers_of_numpy_are_numbers(lm):

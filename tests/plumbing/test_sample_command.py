@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from pathlib import Path
 
 import pytest
 from exports import export
@@ -89,7 +90,7 @@ def test_a_file_of_other_settings_is_refused(folder, tmp_path):
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_drawn(folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("adlm.api.command.draw", lambda *args: pytest.fail("it was drawn and would be lost"))
-    for out in (tmp_path, tmp_path / "file" / "samples.jsonl"):
+    for out in (tmp_path, tmp_path / "file" / "samples.jsonl", Path(os.devnull)):
         with pytest.raises(ValueError, match=f"out='{out}' cannot be written"):
             run_sample(config(folder, out=str(out)))
 

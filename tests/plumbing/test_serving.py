@@ -111,6 +111,16 @@ def test_streamed_or_not_the_text_is_the_librarys(client, lm, sampler):
     assert "".join(parts) == expected
 
 
+@pytest.mark.parametrize("sampler", ["anchor-first", "confidence", "entropy", "mdlm"])
+def test_streamed_or_not_what_stands_behind_the_end_is_not_counted(http, sampler):
+    asked = {"prompt": "a", "max_tokens": 20, "seed": 3, "sampler": sampler, "steps": 9, "regex": "[a-z]{2}"}
+    whole = ok(http.post("/v1/completions", json=asked))
+    assert whole["usage"]["completion_tokens"] == 3, "two letters and the end of text"
+    streamed = http.post("/v1/completions", json=asked | {"stream": True, "stream_options": {"include_usage": True}})
+    told = [json.loads(line[6:]).get("usage") for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert told[-1] == whole["usage"]
+
+
 def test_a_sampler_that_keeps_what_it_drew_streams_early_and_one_that_remasks_does_not(client):
     def parts(sampler):
         asked = {"model": "tiny", "prompt": "a", "seed": 3, "max_tokens": 24, "stop": False}
@@ -298,6 +308,8 @@ def test_anchors_counts_and_guesses(http, lm):
     plain = ok(http.post("/v1/anchors", json={"text": "banana split aaaa"}))
     assert plain["count"][1] == 7 and plain["anchor"][1] is False and plain["anchor"][0] is True
     assert plain["guesses"] == []
+    meant = http.post("/v1/anchors", json={"text": "the [mask] sat"})
+    assert meant.status_code == 400 and "'[mask]' is no hole" in meant.json()["error"]["message"], "as the library says"
     holed = ok(http.post("/v1/anchors", json={"text": "the [MASK:2] sat", "top": 3}))
     assert [g["position"] for g in holed["guesses"]] == [i for i, t in enumerate(holed["tokens"]) if t is None]
     row = torch.tensor([lm.request("the [MASK:2] sat").tokens])

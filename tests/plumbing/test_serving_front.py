@@ -223,6 +223,18 @@ def test_metrics_of_workers_are_summed():
     assert "adlm_requests_total 3\n" in both and 'adlm_tokens_total{model="a"} 11\n' in both
 
 
+def test_all_that_is_said_of_a_metric_stands_together():
+    """The format asks for it. A worker may say what another one has had no reason to."""
+    rows = "# TYPE adlm_rows_total counter\n"
+    seconds = "# TYPE adlm_seconds histogram\n" + "adlm_seconds_sum 2\nadlm_seconds_count 1\n"
+    mine = "# TYPE adlm_workers gauge\nadlm_workers 2\n"
+    finished = 'adlm_rows_total{outcome="finished"} 2\n'
+    cancelled = 'adlm_rows_total{outcome="cancelled"} 1\n'
+    both = merged(rows + mine, [rows + finished + seconds, rows + finished + cancelled + seconds])
+    twice = seconds.replace(" 2", " 4").replace(" 1", " 2")
+    assert both == rows + finished.replace(" 2", " 4") + cancelled + mine + twice
+
+
 def test_a_request_is_not_sent_again_to_a_worker_that_lost_it(monkeypatch):
     """A process that is killed closes its connections before it counts as dead, and has the least to do by then."""
     dying, other = (

@@ -286,7 +286,9 @@ def test_an_answer_ends_with_the_mark_of_its_template(tmp_path):
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 4}
     with serving({"marked": lm}) as running:
         answer = ok(httpx.post(running.url + "/v1/chat/completions", json=asked, timeout=60))["choices"][0]
+        filled = ok(httpx.post(running.url + "/v1/infill", json={"template": "a[MASK]", "seed": 4}, timeout=60))
     assert (answer["message"]["content"], answer["finish_reason"]) == ("", "stop")
+    assert filled["choices"][0]["text"] == "".join(filled["choices"][0]["texts"]) == "a<|im_end|>"
 
 
 # ---- Small things

@@ -72,7 +72,10 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
         request = request_of(lm, c)
         if not cfg.out:
             return draw_missing(lm, request, c, None, watch, ranks)
-        path = writable_file("out", Path(cfg.out))
+        file = Path(cfg.out)
+        again = file.is_file() or file.is_dir() or not file.exists()
+        require(again, f"out={cfg.out!r} cannot be written: samples are read again, which a device or pipe cannot be")
+        path = writable_file("out", file)
         # two that read the file before either has written would both draw what is missing
         refusal = f"out={cfg.out!r} is being written by another process; wait for it, or use another"
         with claimed(path, lambda _: refusal) if ranks.is_main else nullcontext():

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from adlm import tables
 from adlm.api.scoring import Parts, Score, SlotReads, T, read_slots, score_tokens, whole
-from adlm.constrain import banned_and_required, make_constraint
+from adlm.constrain import banned_and_required, listed, make_constraint
 from adlm.data import remote
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.process import make_schedule, noise_level
@@ -214,16 +214,19 @@ class LanguageModel:
         """
         with python_words():
             n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])
-            listed = isinstance(text, Iterable) and not isinstance(text, bytes)
-            require(listed, f"text must be a text or a list of texts, got {text!r:.60}")
+            several = isinstance(text, Iterable) and not isinstance(text, bytes)
+            require(several, f"text must be a text or a list of texts, got {text!r:.60}")
             texts = [text] if isinstance(text, str) else text
+            for name in {"banned", "required", "choices"} & settings.keys():  # every text asks for them again
+                if settings[name] is not None:
+                    settings[name] = listed(f"sampling.{name}", settings[name])
             requests = [self.checked_request(one, **settings) for one in texts]
-        asked = (replace(request, seed=request.seed + i) for request in requests for i in range(n))
-        if not requests:
-            return []
-        results = self.engine(requests[0].settings.batch_size).run(asked)
-        # In the order asked: an engine numbers requests as it takes them.
-        return [self.finish(result) for result in sorted(results, key=lambda result: result.id)]
+            asked = (replace(request, seed=request.seed + i) for request in requests for i in range(n))
+            if not requests:
+                return []
+            results = self.engine(requests[0].settings.batch_size).run(asked)
+            # In the order asked: an engine numbers requests as it takes them.
+            return [self.finish(result) for result in sorted(results, key=lambda result: result.id)]
 
     def stream(self, text: str = "", **settings: Unpack[StreamSettings]) -> Iterator[Partial | Generation]:
         """Draw one text, with the arguments of `generate`: partial texts after each evaluation, then the Generation."""
@@ -318,8 +321,7 @@ class LanguageModel:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of a sequence without its begin and end tokens; masks show by name."""
-        ends = {self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.pad_id}
-        return self.tokenizer.decode([t for t in tokens if t not in ends])
+        return self.tokenizer.decode([t for t in tokens if t not in self.tokenizer.silent_ids])
 
     # Reading predictions
 

@@ -20,17 +20,19 @@ from adlm.rules import accept
 # Words as tokens: what must not appear, and what must.
 
 
+def listed(key: str, texts: Iterable[str]) -> list[str]:
+    """Texts that Python handed over: a generator, too, which can be read once."""
+    fits = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
+    require(fits, f"{key} must be a list of texts, got {texts!r:.60}")
+    return [accept(f"a text of {key}", text, str) for text in texts]
+
+
 def banned_and_required(
     tokenizer: Tokenizer, banned: Sequence[str], required: Sequence[str]
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Banned and required words as token sequences; a required one must not hold a banned one."""
-    for key, words in (("sampling.banned", banned), ("sampling.required", required)):
-        listed = isinstance(words, Iterable) and not isinstance(words, (str, bytes))
-        require(listed, f"{key} must be a list of texts, got {words!r:.60}")
-    avoided = [
-        (word, v) for word in banned for v in variants(tokenizer, accept("a word of sampling.banned", word, str))
-    ]
-    placed = [(word, variants(tokenizer, accept("a word of sampling.required", word, str))[-1]) for word in required]
+    avoided = [(word, v) for word in listed("sampling.banned", banned) for v in variants(tokenizer, word)]
+    placed = [(word, variants(tokenizer, word)[-1]) for word in listed("sampling.required", required)]
     for word, tokens in placed:
         for bad, part in avoided:
             held = any(tokens[at : at + len(part)] == part for at in range(len(tokens)))
@@ -63,8 +65,9 @@ def make_constraint(
 ) -> Constraint | None:
     """The constraint that is asked for, at most one of three; None if none is. The first use of one takes a moment, as
     its automaton is made; the last few are kept."""
-    given = {"regex": regex, "choices": choices, "response_format": response_format}
-    named = [name for name, value in given.items() if value not in ("", (), [], None)]
+    texts = [] if choices is None else listed("sampling.choices", choices)
+    given = {"regex": regex, "choices": texts, "response_format": response_format}
+    named = [name for name, value in given.items() if value not in ("", [], None)]
     require(len(named) <= 1, f"give only one of {' and '.join(f'sampling.{name}' for name in named)}")
     if not named:
         return None
@@ -77,9 +80,6 @@ def make_constraint(
             return None
         whole = schema_regex(schema)
     else:
-        listed = isinstance(choices, Iterable) and not isinstance(choices, (str, bytes))
-        require(listed, f"sampling.choices must be a list of texts, got {choices!r:.60}")
-        texts = [accept("a text of sampling.choices", text, str) for text in choices]
         require(all(texts), "sampling.choices holds an empty text")
         whole = "|".join(map(literal, texts))
     return Constraint(token_automaton(tokenizer, vocab_size, whole), f"sampling.{named[0]}")

@@ -82,10 +82,11 @@ class Tokenizer:
             f"data.tokenizer={name!r} has {len(known)} entries with ids up to {self.vocab_size - 1}: a model would have"
             " a row for each of these numbers",
         )
-        self.special_ids: frozenset[int] = frozenset(
-            {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-            | {i for i in (self.mask_id, self.eos_id, self.bos_id, self.pad_id) if i is not None}
-        )
+        self.silent_ids = frozenset(i for i in (self.eos_id, self.bos_id, self.pad_id) if i is not None)
+        """What adds nothing to a text; other special tokens show by name."""
+        self.special_ids: frozenset[int] = self.silent_ids | {
+            self.mask_id, *(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        }  # fmt: skip
         # "Encode special tokens as ordinary text"; not stored in the JSON, hence set on every construction.
         backend.encode_special_tokens = True
 

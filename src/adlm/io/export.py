@@ -166,6 +166,10 @@ def load_folder(
         tokenizer.vocab_size == info["vocab_size"] or (spare and tokenizer.vocab_size < info["vocab_size"]),
         f"{folder}: the tokenizer has {tokenizer.vocab_size} entries and the model {info['vocab_size']}",
     )
+    require(
+        tokenizer.mask_id == info["mask_id"],
+        f"{folder}: the mask is token {tokenizer.mask_id} of {TOKENIZER} and {info['mask_id']} of {CONFIG}",
+    )
     shapes = expanded_shapes(read_shapes(folder / WEIGHTS))
     check_shapes(shapes, cfg, info["vocab_size"], info["mask_id"], f"{folder / WEIGHTS} does not fit its {CONFIG}")
     check_digest(folder / WEIGHTS, info)

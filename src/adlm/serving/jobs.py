@@ -107,21 +107,25 @@ def escape(text: str) -> str:
 
 
 def merged(own: str, others: list[str]) -> str:
-    """The metrics of a front, and the sums of its workers' for what it does not count itself."""
-    known = {line.split()[2] for line in own.splitlines() if line.startswith("# TYPE")}
-    counted = {re.sub(r"[{ ].*", "", line) for line in own.splitlines() if line and not line.startswith("#")}
-    known = {name for name in known if any(sample.startswith(name) for sample in counted)}
-    sums: dict[str, float] = {}
-    for text in others:
-        for sample in text.splitlines():
-            name = sample.split()[2] if sample.startswith("#") else re.sub(r"(_bucket|_sum|_count)?[{ ].*", "", sample)
-            if name in known:
-                continue
-            key, value = (sample, 0.0) if sample.startswith("#") else sample.rsplit(" ", 1)
-            sums[key] = sums.get(key, 0.0) + float(value)
-    heads = {line for line in own.splitlines() if line.startswith("#")}
-    lines = [key if key.startswith("#") else f"{key} {value:.10g}" for key, value in sums.items()]
-    return own + "".join(f"{line}\n" for line in lines if line not in heads)
+    """The metrics of a front, and the sums of its workers' for what it does not count itself. All that is said of one
+    metric stands together, as the format asks."""
+    families: dict[str, tuple[dict[str, None], dict[str, float]]] = {}  # metric -> its lines of help, its samples
+    counted: set[str] = set()
+    for number, text in enumerate((own, *others)):
+        for line in text.splitlines():
+            name = line.split()[2] if line.startswith("#") else re.sub(r"(_bucket|_sum|_count)?[{ ].*", "", line)
+            heads, samples = families.setdefault(name, ({}, {}))
+            if line.startswith("#"):
+                heads[line] = None
+            elif name not in counted:
+                key, value = line.rsplit(" ", 1)
+                samples[key] = samples.get(key, 0.0) + float(value)
+        if number == 0:
+            counted = {name for name, (_, samples) in families.items() if samples}
+    lines: list[str] = []
+    for heads, samples in families.values():
+        lines += [*heads, *(f"{key} {value:.10g}" for key, value in samples.items())]
+    return "\n".join(lines) + "\n"
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------

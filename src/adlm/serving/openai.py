@@ -66,7 +66,7 @@ class CompletionText:
         """The certain text that was not returned before; all that is left, if the sequence is final. `settled`: what
         stands from there on may still change."""
         tokens = [*tokens[:settled], *[self.lm.model.mask_id] * (len(tokens) - settled)]
-        end = end_of_text(tokens, self.request.stop_id, self.first, min(len(tokens), self.after))
+        end = self.end(tokens)
         if not final and self.lm.model.mask_id in tokens[:end]:
             end = tokens.index(self.lm.model.mask_id)
         over = final or (end is not None and end < len(tokens) and tokens[end] == self.request.stop_id)
@@ -85,6 +85,15 @@ class CompletionText:
         new = text[self.sent :]
         self.sent += len(new)
         return Part(new, reason)
+
+    def end(self, tokens: list[int]) -> int | None:
+        """Position of its end-of-text token."""
+        return end_of_text(tokens, self.request.stop_id, self.first, min(len(tokens), self.after))
+
+    def drawn(self, tokens: list[int]) -> int:
+        """How many tokens were drawn; what stands behind its end-of-text token is no part of it."""
+        end = self.end(tokens)
+        return sum(t != self.lm.model.mask_id for t in tokens[self.first : self.after if end is None else end + 1])
 
     def held(self, text: str) -> int:
         """Characters at the end that may be the beginning of a stop."""
@@ -185,7 +194,7 @@ class Completion:
             if part.reason is not None:
                 job.open.discard(update.index)
                 self.served.worker.cancel(job, update.index)
-                self.drawn += sum(t != self.served.lm.model.mask_id for t in got.tokens[text.first : text.after])
+                self.drawn += text.drawn(got.tokens)
             yield part, update
 
     async def whole(self, job: Job) -> CompletionAnswer | ChatAnswer:

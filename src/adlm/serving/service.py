@@ -23,7 +23,7 @@ from adlm.api.scoring import Parts
 from adlm.config.keys import PER_REQUEST
 from adlm.constrain.automaton import token_bytes
 from adlm.engine import Request, block_of, most_evaluations
-from adlm.engine.request import HOLE, HOLES, Limit, check_canvas, parse_template
+from adlm.engine.request import HOLES, LIKE_A_HOLE, Limit, check_canvas, parse_template
 from adlm.errors import require
 from adlm.samplers.base import make_sampler
 from adlm.schema import SamplingConfig, ServeConfig
@@ -121,12 +121,14 @@ class Served:
         """The bytes a token adds, perhaps a part of a character."""
         tok = self.lm.tokenizer
         name, decoder = tok.backend.id_to_token(token) or "", tok.backend.decoder
-        if token in tok.special_ids:
-            return name.encode() if token == tok.mask_id else b""
-        if isinstance(decoder, decoders.ByteLevel):
-            return self.spelled[token]
+        if token in tok.silent_ids:
+            return b""
         if isinstance(decoder, decoders.WordPiece):
             return (name.removeprefix("##") if name.startswith("##") else " " + name).encode()
+        if token in tok.special_ids:
+            return name.encode()
+        if isinstance(decoder, decoders.ByteLevel):
+            return self.spelled[token]
         byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # of a vocabulary that falls back to bytes
         return bytes.fromhex(byte[1]) if byte else tok.token(token).encode()
 
@@ -273,7 +275,7 @@ class Served:
     def anchor_tokens(self, body: AnchorsBody) -> list[int]:
         """The sequence that /v1/anchors is about: text or template, or tokens with null for holes."""
         require((body.text is None) != (body.tokens is None), "give text or tokens")
-        if body.text is not None and not HOLE.search(body.text):
+        if body.text is not None and not LIKE_A_HOLE.search(body.text):
             return self.text_tokens(body.text)
         return self.with_known_tokens(body.text, body.tokens)
 
