@@ -37,11 +37,13 @@ def constraint_of(regex: str) -> Constraint:
     return Constraint(lift(byte_automaton(regex), SPELLED, EOS), "the constraint")
 
 
-def matches(regex: str, row, span: tuple[int, int]) -> bool:
-    """Whether a finished row matches: by Python's own regular expressions."""
+def matches(regex: str, row, span: tuple[int, int], given=()) -> bool:
+    """Whether a finished row matches, and does not end before what was given: by Python's own regular expressions."""
     first, last = span
     tokens = list(row[first:last])
     if last == len(row) and EOS in tokens:
+        if any(first + tokens.index(EOS) < l < last for l in given):
+            return False
         tokens = tokens[: tokens.index(EOS)]
     if any(t in (EOS, MASK) for t in tokens):
         return False
@@ -57,11 +59,12 @@ class ConstrainedWalk(Walk):
         self.regex, self.block, self.span = regex, block or len(start), (self.holes[0], self.holes[-1] + 1)
         self.possible = functools.cache(self.possible)
         self.all_holes = self.holes
+        self.given = [l for l, token in enumerate(start) if token != MASK]
 
     def possible(self, row) -> bool:
         """Whether the masks of a row can be filled so that it matches."""
         if MASK not in row:
-            return matches(self.regex, row, self.span)
+            return matches(self.regex, row, self.span, self.given)
         l = row.index(MASK)
         return any(self.possible((*row[:l], v, *row[l + 1 :])) for v in range(MASK))
 
@@ -169,7 +172,7 @@ def test_windows_leave_room_for_what_is_given_after_them():
     model, regex = ToyModel(vocab_size=5, length=4, seed=2), "b{6}[ab]*|a{6}[ab]*"
     found = drawn(model, (M, M, M, M, 0, 0, M, M), regex, settings_of("mdlm", 3, stride=2), 50)
     for row in found:
-        assert row[:6] == (0,) * 6 and matches(regex, row, (0, 8)), row
+        assert row[:6] == (0,) * 6 and matches(regex, row, (0, 8), (4, 5)), row
 
 
 @pytest.mark.parametrize("sampler", ["mdlm", "confidence", "remdm-conf", "entropy", "anchor-first", "dfm"])
@@ -312,8 +315,9 @@ def test_what_may_follow_on_other_canvases_is_every_fill(regex, closed):
             found = constraint.span(asked, asked, M, 0, 1).end([*banned, M])
             for state in range(len(a.accepting_S)):
                 ends = {state}
-                for tokens in later:
-                    ends = {a.follow(s, t) for s in ends for t in tokens} - {None}
+                for tokens, given in zip(later, after):  # a text that has ended would hide what is given behind it
+                    going = ends if given == M else ends - {a.end}
+                    ends = {a.follow(s, t) for s in going for t in tokens} - {None}
                 right = any(a.accepting_S[s] or (s == a.end and not closed) for s in ends)
                 assert (found[state] == 0) == right, (after, banned, state)
 

@@ -301,6 +301,11 @@ class TokenAutomaton:
         before that the end-of-text token's."""
         return int(self.letter_E.max())
 
+    @property
+    def ended(self) -> int:
+        """The letter of the end-of-text token."""
+        return int(self.letter_V[self.eos_id])
+
     @functools.cached_property
     def first_S(self) -> NDArray[np.int64]:
         """Where the edges of each state begin."""

@@ -129,8 +129,9 @@ class Constraint:
             assert after is not None
             state = after
         inside = slice(max(first, start) - start, max(0, min(last, stop) - start))
-        later = np.where(holes_L, a.every, a.letter_V[np.array(asked)])[stop:last]
-        return MatchedSpan(self, inside, state, tuple(later.tolist()), last == len(tokens))
+        letters_L = np.where(holes_L, a.every, a.letter_V[np.array(asked)])
+        own, later = tuple(letters_L[start:stop].tolist()), tuple(letters_L[stop:last].tolist())
+        return MatchedSpan(self, inside, state, own, later, last == len(tokens))
 
     def letters_left(self, banned: Sequence[int]) -> NDArray[np.bool_]:
         """Which letters have a token that is not banned."""
@@ -164,17 +165,20 @@ class MatchedSpan(NamedTuple):
     inside: slice
     """Its positions."""
     state: int
+    own: tuple[int, ...]
+    """Letters of what the request gave on this canvas; of a hole the one that stands for every token."""
     later: tuple[int, ...]
-    """Letters of the positions that follow on another canvas; of a hole the one that stands for every token."""
+    """Those of the positions that follow on another canvas."""
     open_end: bool
     """The text may end before its last position."""
 
     def mass(self, tokens: Sequence[int], masked: NDArray[np.int64], mass_NC: NDArray) -> NDArray[np.float64]:
-        """log m of every position: as given for the masked ones, one letter for the others."""
+        """log m of every position: as given for the masked ones, one letter for the others. What the request gave
+        stands in the text, so the text has not ended before it."""
         a = self.constraint.automaton
         mass_LC = np.full((len(tokens), a.every + 1), -np.inf)
         mass_LC[np.arange(len(tokens)), a.letter_V[np.array(tokens)]] = 0.0
-        mass_LC[:, a.every] = 0.0
+        mass_LC[np.isin(self.own, (a.every, a.ended)), a.every] = 0.0
         mass_LC[masked] = mass_NC
         return mass_LC[self.inside]
 
@@ -186,7 +190,8 @@ class MatchedSpan(NamedTuple):
             now, left_C = a.accepting_S.copy(), self.constraint.letters_left(banned)
             now[a.end], only_holes = self.open_end, set(self.later) <= {a.every}
             for letter in reversed(self.later):
-                may_C = left_C if letter == a.every else np.isin(np.arange(len(left_C)), (letter, a.every))
+                kept = (letter, a.every) if letter == a.ended else letter
+                may_C = left_C if letter == a.every else np.isin(np.arange(len(left_C)), kept)
                 before, now = now, np.logical_or.reduceat(may_C[a.letter_E] & now[a.target_E], a.first_S)
                 if only_holes and (now == before).all():  # and so it stays
                     break
