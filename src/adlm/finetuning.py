@@ -28,11 +28,11 @@ from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, w
 from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import bits_per_byte, measure
-from adlm.io.export import CONFIG, TOKENIZER, Loaded, describe, save_folder
+from adlm.io.export import CONFIG, TOKENIZER, Loaded, describe, load_folder, save_folder
 from adlm.io.load import is_released, load_checkpoint, locate
 from adlm.io.paths import pick_device, write_atomically
 from adlm.models import build_model
-from adlm.models.network import parameter_count
+from adlm.models.network import parameter_count, weights_digest
 from adlm.reporting import Html, columns, section, tag, tiles
 from adlm.schema import Config, ModelConfig
 from adlm.tables import GROUPS
@@ -152,6 +152,7 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     size, device = owntext.text_bytes(typed.data), pick_device(typed.train.device).type
     saved = config.begun(out)
     folder = saved.get("checkpoint.init_from") or str(exported(loaded, start, Path(out)))
+    check_start(Path(folder), loaded.model.state_dict(), start, out)
     chosen: dict[str, Any] = {"algo": loaded.info["algo"]} if loaded.info["algo"] in GROUPS["algo"] else {}
     for name, part in (("model", loaded.model.config), ("noise", loaded.noise), ("objective", loaded.objective)):
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
@@ -223,6 +224,17 @@ def exported(loaded: Loaded, start: Path, out: Path) -> Path:
             return folder.resolve()
     save_folder(out / "start", loaded.model.state_dict(), loaded.tokenizer, loaded.info)
     return (out / "start").resolve()
+
+
+def check_start(folder: Path, weights: dict[str, Tensor], named: Path, out: str) -> None:
+    """Refuse to go on in the folder of a run that began with another model than the one that is named."""
+    if folder.resolve() not in (named.resolve(), (named / "export").resolve()):
+        same = weights_digest(load_folder(folder).model.state_dict()) == weights_digest(weights)
+        require(
+            same,
+            f"out={out!r} began with other weights, those of {str(folder)!r}, than {str(named)!r} gives: name the model"
+            " it began with, or use another out=",
+        )
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -327,8 +339,10 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     words = [*([] if "algo" in given else ["algo=bd3lm"]), *(f"{key}={value}" for key, value in chosen.items())]
     places = [f"out={out}", f"data.tokenizer={start / TOKENIZER}", f"checkpoint.init_from={start}"]
     cfg = config.load([*words, *line, *places])
-    if not (start / CONFIG).is_file():
-        weights = adapted_weights(loaded, cfg.model)
+    weights = adapted_weights(loaded, cfg.model)
+    if (start / CONFIG).is_file():
+        check_start(start, weights, base, out)
+    else:
         info = describe(cfg, loaded.tokenizer, step=0, parameters=parameter_count(loaded.model))
         save_folder(start, weights, loaded.tokenizer, info)
     return cfg

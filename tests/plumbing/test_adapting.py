@@ -10,6 +10,7 @@ import yaml
 from tiny import random_tokens
 
 from adlm import cli
+from adlm.io.export import save_folder
 from adlm.io.load import load_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -80,6 +81,16 @@ def test_a_diffusion_model_is_refused(base, capsys):
     assert adapt(base, "any") == 0  # finished: nothing is trained again
     assert cli.main(["adapt", str(base / "any"), "data=file", *DATA, *LITTLE, f"out={base / 'twice'}"]) == 1
     assert "is a diffusion model already" in capsys.readouterr().err
+
+
+def test_another_base_in_the_folder_of_a_run_is_refused(base, capsys):
+    assert adapt(base, "first") == 0 and adapt(base, "first") == 0
+    other = load_checkpoint(base / "ar")
+    with torch.no_grad():
+        other.model.embedding.mul_(2)
+    save_folder(base / "other", other.model.state_dict(), other.tokenizer, other.info)
+    assert adapt(base, "first", f"checkpoint.init_from={base / 'other'}") == 1
+    assert "began with other weights" in capsys.readouterr().err
 
 
 def test_a_text_is_enough_and_the_rest_fits_it(base, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 
 import pytest
 from documents import Document
@@ -127,6 +128,19 @@ def test_a_start_that_is_no_export_is_exported_into_the_run_folder(tmp_path):
     folder = exported(loaded, tmp_path / "some.ckpt", tmp_path / "run")
     assert folder == (tmp_path / "run" / "start").resolve()
     assert load_checkpoint(folder).tokenizer.fingerprint == loaded.tokenizer.fingerprint
+
+
+def test_a_run_that_began_with_another_model_is_not_taken_for_one_of_this(tmp_path, line, capsys):
+    """Its report would compare it with a model that it never was; the same model may have moved."""
+    (tmp_path / "model").rename(tmp_path / "first")
+    export(tmp_path / "model", seed=7)
+    assert cli.main(["finetune", *line, f"init_from={tmp_path / 'first'}"]) == 0
+    report = (tmp_path / "run" / "report.html").read_bytes()
+    assert cli.main(["finetune", *line]) == 1
+    assert "began with other weights" in capsys.readouterr().err
+    assert (tmp_path / "run" / "report.html").read_bytes() == report
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    assert cli.main(["finetune", *line, f"init_from={tmp_path / 'copy'}"]) == 0
 
 
 def test_causal_models_learn_too(tmp_path, line):

@@ -89,6 +89,15 @@ def test_what_does_not_fit_is_refused(base, tmp_path, changes, message):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_start_named_after_the_run_has_begun_is_said_to_be_ignored(base, tmp_path, capsys):
+    loop.train(forked(base, tmp_path / "run"))
+    capsys.readouterr()
+    loop.train(forked(base, tmp_path / "run"))
+    assert "init_from" not in capsys.readouterr().err
+    loop.train(forked(base, tmp_path / "run", checkpoint__init_from=base / "run" / "export"))
+    assert "which is not read: the run has begun" in capsys.readouterr().err
+
+
 def test_a_corrupt_checkpoint_is_refused(base, tmp_path):
     copy = tmp_path / "copy" / STEP
     copy.mkdir(parents=True)
