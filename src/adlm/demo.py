@@ -7,6 +7,7 @@ rebuilds the report. finetuning.py builds its report from the same parts.
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
 
 HOW = "Every position starts as a mask; the sampler {sampler} reveals a few at each step, in any order."
+AT_MOST = ": variational bounds, the true values are at most this high"
+"""What is to be said of the perplexities of a model that is not causal."""
 # Held-out sequences that prompts are taken from.
 HELD_OUT_READ = 8
 Wishes = dict[str, dict[str, str]]
@@ -61,7 +64,8 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     valid = prepare(cfg.data, lm.tokenizer, cfg.model.length, "valid")
     path = run / "report.html"
     write_atomically(path, build_report(cfg, lm, valid, facts))
-    print(f"\nValidation perplexity {facts['first_ppl']:,.0f} -> {facts['last_ppl']:,.1f} (an upper bound)")
+    kind = "" if cfg.model.causal else " (an upper bound)"
+    print(f"\nValidation perplexity {facts['first_ppl']:,.0f} -> {facts['last_ppl']:,.1f}{kind}")
     print(f"Report: {path.resolve().as_uri()}\n\nTry next:")
     for command, what in next_commands(run):
         print(f"  {command}\n      {what}")
@@ -70,9 +74,10 @@ def run_demo(cfg: Config) -> dict[str, Any]:
 
 def next_commands(run: Path) -> list[tuple[str, str]]:
     """What to try after the demo: commands with what they do."""
+    model = shlex.quote(str(run))
     return [
-        (f"adlm sample {run}", "draw texts from the model you just trained"),
-        (f"adlm ppl {run} eval.draws=8", "its perplexity with a confidence interval"),
+        (f"adlm sample {model}", "draw texts from the model you just trained"),
+        (f"adlm ppl {model} eval.draws=8", "its perplexity with a confidence interval"),
         ("adlm serve", "a page that shows texts appear; with the model that comes with the package"),
         ("adlm finetune YOUR.txt", "the model that comes with the package, taught your own text, with a report"),
     ]
@@ -143,8 +148,8 @@ def report_page(
         section(
             "Learning",
             columns(*curves(read_metrics(Path(cfg.out)))),
-            lead="Loss of the training batches, and perplexity on text held out of training. Both come from the"
-            " variational bound: the true values are at most this high.",
+            lead="Loss of the training batches, and perplexity on text held out of"
+            f" training{AT_MOST * (not cfg.model.causal)}.",
         ),
         anchors_section(lm.loaded, valid) if lm.model.config.anchored and not lm.model.config.causal else "",
         configuration(cfg),

@@ -8,6 +8,7 @@ Below, too: `adlm adapt`, which begins with a causal model.
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from adlm.data.blocks import Blocks
 from adlm.data.pairs import padded_length
 from adlm.data.preparation import prepare
 from adlm.data.sources import resolve
-from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, wishes
+from adlm.demo import AT_MOST, HOW, player, report_page, run_tiles, summary, text_name, wishes
 from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import bits_per_byte, measure
@@ -111,7 +112,7 @@ def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
         path = run / "report.html"
         if ranks.is_main:
             write_atomically(path, build_report(cfg, before, after, valid, facts, bounds))
-            say(run, path, bounds)
+            say(run, path, bounds, exact=cfg.model.causal)
     return {**facts, **result._asdict(), "report": str(path)}
 
 
@@ -121,9 +122,10 @@ def bound_of(loaded: Loaded, valid: Blocks, cfg: Config, ranks: World) -> tuple[
     return found, bits_per_byte(found, valid, loaded.tokenizer)
 
 
-def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]]) -> None:
+def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]], exact: bool) -> None:
     (before, before_bits), (after, after_bits) = bounds
-    print(f"\nHeld-out text, bits per byte: {before_bits:.3f} -> {after_bits:.3f} (upper bounds)")
+    kind = "" if exact else " (upper bounds)"
+    print(f"\nHeld-out text, bits per byte: {before_bits:.3f} -> {after_bits:.3f}{kind}")
     print(f"Perplexity per token: {before.perplexity:.1f} -> {after.perplexity:.1f}")
     print(f"Report: {report.resolve().as_uri()}\n\nTry next:")
     for command, what in next_commands(run):
@@ -131,10 +133,11 @@ def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]]) -> None:
 
 
 def next_commands(run: Path) -> list[tuple[str, str]]:
+    model = shlex.quote(str(run))
     return [
-        (f"adlm sample {run} sampling.n=4 sampling.top_p=0.9", "draw texts from the fine-tuned model"),
-        (f"adlm serve {run}", "a page that shows texts appear"),
-        (f"adlm ppl {run}", "its perplexity on the held-out text, with an interval"),
+        (f"adlm sample {model} sampling.n=4 sampling.top_p=0.9", "draw texts from the fine-tuned model"),
+        (f"adlm serve {model}", "a page that shows texts appear"),
+        (f"adlm ppl {model}", "its perplexity on the held-out text, with an interval"),
     ]
 
 
@@ -268,7 +271,7 @@ def build_report(
     )
     return report_page(
         f"A language model, fine-tuned on {text_name(cfg)}",
-        "The bounds are of text that was held out of training; the true values are at most this high.",
+        f"Perplexity and bits per byte are of text that was held out of training{AT_MOST * (not cfg.model.causal)}.",
         tiles(head | run_tiles(facts, after)),
         samples,
         cfg,

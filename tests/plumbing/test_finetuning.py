@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 import shutil
 
 import pytest
@@ -143,7 +144,12 @@ def test_a_run_that_began_with_another_model_is_not_taken_for_one_of_this(tmp_pa
     assert cli.main(["finetune", *line, f"init_from={tmp_path / 'copy'}"]) == 0
 
 
-def test_causal_models_learn_too(tmp_path, line):
-    export(tmp_path / "model", causal=True, anchored=False, conditioning="none")
-    assert cli.main(["finetune", *line]) == 0
-    assert len(re.findall("after", Document((tmp_path / "run" / "report.html").read_text()).words)) >= 1
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_likelihood_is_not_called_a_bound_and_commands_can_be_pasted(tmp_path, line, capsys, causal):
+    """Causal models learn too, and theirs is exact; a folder may have a space in its name."""
+    export(tmp_path / "model", causal=causal, anchored=False, conditioning="none")
+    run = tmp_path / "my run"
+    assert cli.main(["finetune", *line, f"out={run}"]) == 0
+    out, words = capsys.readouterr().out, Document((run / "report.html").read_text()).words
+    assert ("upper bound" in out) != causal and ("at most this high" in words) != causal and "after" in words
+    assert [shlex.split(command)[2] for command in re.findall("^  adlm .*", out, re.M)] == 3 * [str(run)]
