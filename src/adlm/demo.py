@@ -16,6 +16,7 @@ from adlm.config import as_yaml
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import Tokenizer
+from adlm.errors import require
 from adlm.evaluation.anchors import anchors_section
 from adlm.io.paths import write_atomically
 from adlm.reporting import (
@@ -37,7 +38,7 @@ from adlm.reporting import (
 )
 from adlm.schema import Config
 from adlm.training.loop import train
-from adlm.training.metrics import read_metrics
+from adlm.training.metrics import METRICS, read_metrics
 
 HOW = "Every position starts as a mask; the sampler {sampler} reveals a few at each step, in any order."
 AT_MOST = ": variational bounds, the true values are at most this high"
@@ -87,6 +88,7 @@ def summary(cfg: Config, events: list[dict[str, Any]]) -> dict[str, float | int]
     """The run in numbers, from its metrics file; seconds are those of optimizer steps."""
     valid = [e for e in events if e["kind"] == "valid"]
     steps = [e for e in events if e["kind"] == "train"]
+    require(bool(valid and steps), f"{Path(cfg.out) / METRICS} holds no record of the training, of which the report is")
     seconds, before = 0.0, 0
     for event in steps:
         seconds += (event["step"] - before) * cfg.train.global_batch_size * cfg.model.length / event["tokens_per_s"]

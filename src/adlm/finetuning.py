@@ -159,8 +159,9 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     chosen: dict[str, Any] = {"algo": loaded.info["algo"]} if loaded.info["algo"] in GROUPS["algo"] else {}
     for name, part in (("model", loaded.model.config), ("noise", loaded.noise), ("objective", loaded.objective)):
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
-    # Training ended with the bound's own times, and goes on there.
+    # Training ended with masks at the bound's own times, and goes on there; earlier versions began causally once more.
     chosen |= {"objective.time_density": 1.0, "objective.gamma_warmup": 0.0}
+    chosen |= {"objective.causal_until": saved.get("objective.causal_until", 0.0)}
     most = most_tokens(parameter_count(loaded.model), device)
     rank = saved.get("lora.rank", typed.lora.rank if is_typed("lora.rank", line) else rank_for(loaded, device))
     chosen |= {"lora.rank": rank} | rates(loaded, low_rank=rank > 0)

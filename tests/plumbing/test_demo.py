@@ -65,6 +65,16 @@ def test_a_second_call_rebuilds_the_report_and_says_so(ran, capsys):
     assert [player_data(p) for p in players(report.read_text())] == [player_data(p) for p in players(before)]
 
 
+def test_a_run_without_its_record_is_answered_in_one_line(ran, capsys):
+    folder, _ = ran
+    record = folder / "run" / "metrics.jsonl"
+    kept = record.read_bytes()
+    record.unlink()
+    assert demo(folder) == 1
+    assert "metrics.jsonl holds no record of the training" in capsys.readouterr().err
+    record.write_bytes(kept)
+
+
 def players(text: str) -> list[str]:
     return re.findall(r'<script type="application/json">.*?</script>', text, re.DOTALL)
 

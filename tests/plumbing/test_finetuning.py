@@ -5,6 +5,7 @@ import random
 import re
 import shlex
 import shutil
+from dataclasses import replace
 
 import pytest
 from documents import Document
@@ -91,6 +92,13 @@ def test_what_is_typed_wins_and_schedules_follow(tmp_path, line):
     assert cfg.data.tokenizer == str((tmp_path / "model" / "tokenizer.json").resolve())
     assert (cfg.model.length, cfg.objective.time_density) == (L, 1.0)
     assert config.from_yaml(save(tmp_path, cfg)) == cfg
+
+
+def test_masks_begin_at_once_where_the_start_was_trained_causally_first(tmp_path, line):
+    loaded = load_checkpoint(tmp_path / "model")
+    begun = loaded._replace(objective=replace(loaded.objective, causal_until=0.2, gamma_until=0.4))
+    objective = settings_for(begun, tmp_path / "model", ["data=file", f"data.path={line[0]}", *line[1:]]).objective
+    assert (objective.causal_until, objective.gamma_until) == (0.0, 0.4)
 
 
 def test_a_large_model_trains_adapters_on_a_cpu(tmp_path, line, monkeypatch):
