@@ -53,6 +53,17 @@ def test_blocks_of_one_token_are_the_causal_model_before_training(base, capsys):
     torch.testing.assert_close(model.embedding[model.mask_id], model.embedding[others].mean(0))
 
 
+def test_only_a_number_without_noise_is_called_exact(base, capsys):
+    assert adapt(base, "any") == 0
+    data = ["data=file", f"data.path={GOLDEN / 'valid.txt'}", f"data.cache_dir={base / 'cache'}", "train.device=cpu"]
+    for estimator, kinds in (("both", ["upper bound", "exact"]), ("continuous", ["upper bound"])):
+        capsys.readouterr()
+        words = ["eval.block_length=1", f"eval.estimator={estimator}", "eval.draws=2", f"out={base / 'results'}"]
+        assert cli.main(["ppl", str(base / "any"), *data, *words]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
+        assert [line.rpartition(", ")[2] for line in lines] == kinds
+
+
 def test_an_anchored_model_has_the_same_blocks(base):
     assert adapt(base, "anchored", "algo=adlm") == 0
     causal, model = (load_checkpoint(base / name).model for name in ("ar", "anchored/start"))
