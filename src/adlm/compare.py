@@ -88,11 +88,11 @@ def with_equal_flops(runs: dict[str, Config], cfg: Config) -> dict[str, Config]:
     given = [name for name in runs if "train.steps=" in name]
     require(not given, f"compare.equal_flops=true counts the steps of every run: take train.steps out of {given}")
     for name, run in runs.items():
-        alike = run.objective.causal_until == 0 and run.objective.gamma_until in (0, 1)
+        alike = run.objective.causal_until == 0 and run.objective.gamma_until in (0, 1) and run.train.length_warmup == 1
         require(
             alike or not begin_of(run),
             f"{name} starts from a checkpoint, and compare.equal_flops=true cannot tell which of its kinds of steps are"
-            " still to come: set objective.causal_until=0 and objective.gamma_until=1 (or 0)",
+            " still to come: set objective.causal_until=0, objective.gamma_until=1 (or 0) and train.length_warmup=1",
         )
     first = next(iter(runs.values()))
     budget = (first.train.steps - begin_of(first)) * step_flops(first, cfg)

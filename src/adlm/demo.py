@@ -7,6 +7,7 @@ rebuilds the report. finetuning.py builds its report from the same parts.
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from adlm.config import as_yaml
 from adlm.data.blocks import Blocks
 from adlm.data.preparation import prepare
 from adlm.data.tokenizers import Tokenizer
+from adlm.errors import require
 from adlm.evaluation.anchors import anchors_section
 from adlm.io.paths import write_atomically
 from adlm.reporting import (
@@ -36,9 +38,11 @@ from adlm.reporting import (
 )
 from adlm.schema import Config
 from adlm.training.loop import train
-from adlm.training.metrics import read_metrics
+from adlm.training.metrics import METRICS, read_metrics
 
 HOW = "Every position starts as a mask; the sampler {sampler} reveals a few at each step, in any order."
+AT_MOST = ": variational bounds, the true values are at most this high"
+"""What is to be said of the perplexities of a model that is not causal."""
 # Held-out sequences that prompts are taken from.
 HELD_OUT_READ = 8
 Wishes = dict[str, dict[str, str]]
@@ -61,7 +65,8 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     valid = prepare(cfg.data, lm.tokenizer, cfg.model.length, "valid")
     path = run / "report.html"
     write_atomically(path, build_report(cfg, lm, valid, facts))
-    print(f"\nValidation perplexity {facts['first_ppl']:,.0f} -> {facts['last_ppl']:,.1f} (an upper bound)")
+    kind = "" if cfg.model.causal else " (an upper bound)"
+    print(f"\nValidation perplexity {facts['first_ppl']:,.0f} -> {facts['last_ppl']:,.1f}{kind}")
     print(f"Report: {path.resolve().as_uri()}\n\nTry next:")
     for command, what in next_commands(run):
         print(f"  {command}\n      {what}")
@@ -70,9 +75,10 @@ def run_demo(cfg: Config) -> dict[str, Any]:
 
 def next_commands(run: Path) -> list[tuple[str, str]]:
     """What to try after the demo: commands with what they do."""
+    model = shlex.quote(str(run))
     return [
-        (f"adlm sample {run}", "draw texts from the model you just trained"),
-        (f"adlm ppl {run} eval.draws=8", "its perplexity with a confidence interval"),
+        (f"adlm sample {model}", "draw texts from the model you just trained"),
+        (f"adlm ppl {model} eval.draws=8", "its perplexity with a confidence interval"),
         ("adlm serve", "a page that shows texts appear; with the model that comes with the package"),
         ("adlm finetune YOUR.txt", "the model that comes with the package, taught your own text, with a report"),
     ]
@@ -82,6 +88,7 @@ def summary(cfg: Config, events: list[dict[str, Any]]) -> dict[str, float | int]
     """The run in numbers, from its metrics file; seconds are those of optimizer steps."""
     valid = [e for e in events if e["kind"] == "valid"]
     steps = [e for e in events if e["kind"] == "train"]
+    require(bool(valid and steps), f"{Path(cfg.out) / METRICS} holds no record of the training, of which the report is")
     seconds, before = 0.0, 0
     for event in steps:
         seconds += (event["step"] - before) * cfg.train.global_batch_size * cfg.model.length / event["tokens_per_s"]
@@ -143,8 +150,8 @@ def report_page(
         section(
             "Learning",
             columns(*curves(read_metrics(Path(cfg.out)))),
-            lead="Loss of the training batches, and perplexity on text held out of training. Both come from the"
-            " variational bound: the true values are at most this high.",
+            lead="Loss of the training batches, and perplexity on text held out of"
+            f" training{AT_MOST * (not cfg.model.causal)}.",
         ),
         anchors_section(lm.loaded, valid) if lm.model.config.anchored and not lm.model.config.causal else "",
         configuration(cfg),

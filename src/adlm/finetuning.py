@@ -8,6 +8,7 @@ Below, too: `adlm adapt`, which begins with a causal model.
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,15 +25,15 @@ from adlm.data.blocks import Blocks
 from adlm.data.pairs import padded_length
 from adlm.data.preparation import prepare
 from adlm.data.sources import resolve
-from adlm.demo import HOW, player, report_page, run_tiles, summary, text_name, wishes
+from adlm.demo import AT_MOST, HOW, player, report_page, run_tiles, summary, text_name, wishes
 from adlm.errors import require
 from adlm.evaluation.intervals import Estimate
 from adlm.evaluation.perplexity import bits_per_byte, measure
-from adlm.io.export import CONFIG, TOKENIZER, Loaded, describe, save_folder
+from adlm.io.export import CONFIG, TOKENIZER, Loaded, describe, load_folder, save_folder
 from adlm.io.load import is_released, load_checkpoint, locate
 from adlm.io.paths import pick_device, write_atomically
 from adlm.models import build_model
-from adlm.models.network import parameter_count
+from adlm.models.network import parameter_count, weights_digest
 from adlm.reporting import Html, columns, section, tag, tiles
 from adlm.schema import Config, ModelConfig
 from adlm.tables import GROUPS
@@ -111,7 +112,7 @@ def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
         path = run / "report.html"
         if ranks.is_main:
             write_atomically(path, build_report(cfg, before, after, valid, facts, bounds))
-            say(run, path, bounds)
+            say(run, path, bounds, exact=cfg.model.causal)
     return {**facts, **result._asdict(), "report": str(path)}
 
 
@@ -121,9 +122,10 @@ def bound_of(loaded: Loaded, valid: Blocks, cfg: Config, ranks: World) -> tuple[
     return found, bits_per_byte(found, valid, loaded.tokenizer)
 
 
-def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]]) -> None:
+def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]], exact: bool) -> None:
     (before, before_bits), (after, after_bits) = bounds
-    print(f"\nHeld-out text, bits per byte: {before_bits:.3f} -> {after_bits:.3f} (upper bounds)")
+    kind = "" if exact else " (upper bounds)"
+    print(f"\nHeld-out text, bits per byte: {before_bits:.3f} -> {after_bits:.3f}{kind}")
     print(f"Perplexity per token: {before.perplexity:.1f} -> {after.perplexity:.1f}")
     print(f"Report: {report.resolve().as_uri()}\n\nTry next:")
     for command, what in next_commands(run):
@@ -131,10 +133,11 @@ def say(run: Path, report: Path, bounds: list[tuple[Estimate, float]]) -> None:
 
 
 def next_commands(run: Path) -> list[tuple[str, str]]:
+    model = shlex.quote(str(run))
     return [
-        (f"adlm sample {run} sampling.n=4 sampling.top_p=0.9", "draw texts from the fine-tuned model"),
-        (f"adlm serve {run}", "a page that shows texts appear"),
-        (f"adlm ppl {run}", "its perplexity on the held-out text, with an interval"),
+        (f"adlm sample {model} sampling.n=4 sampling.top_p=0.9", "draw texts from the fine-tuned model"),
+        (f"adlm serve {model}", "a page that shows texts appear"),
+        (f"adlm ppl {model}", "its perplexity on the held-out text, with an interval"),
     ]
 
 
@@ -152,11 +155,13 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     size, device = owntext.text_bytes(typed.data), pick_device(typed.train.device).type
     saved = config.begun(out)
     folder = saved.get("checkpoint.init_from") or str(exported(loaded, start, Path(out)))
+    check_start(Path(folder), loaded.model.state_dict(), start, out)
     chosen: dict[str, Any] = {"algo": loaded.info["algo"]} if loaded.info["algo"] in GROUPS["algo"] else {}
     for name, part in (("model", loaded.model.config), ("noise", loaded.noise), ("objective", loaded.objective)):
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
-    # Training ended with the bound's own times, and goes on there.
+    # Training ended with masks at the bound's own times, and goes on there; earlier versions began causally once more.
     chosen |= {"objective.time_density": 1.0, "objective.gamma_warmup": 0.0}
+    chosen |= {"objective.causal_until": saved.get("objective.causal_until", 0.0)}
     most = most_tokens(parameter_count(loaded.model), device)
     rank = saved.get("lora.rank", typed.lora.rank if is_typed("lora.rank", line) else rank_for(loaded, device))
     chosen |= {"lora.rank": rank} | rates(loaded, low_rank=rank > 0)
@@ -225,6 +230,17 @@ def exported(loaded: Loaded, start: Path, out: Path) -> Path:
     return (out / "start").resolve()
 
 
+def check_start(folder: Path, weights: dict[str, Tensor], named: Path, out: str) -> None:
+    """Refuse to go on in the folder of a run that began with another model than the one that is named."""
+    if folder.resolve() not in (named.resolve(), (named / "export").resolve()):
+        same = weights_digest(load_folder(folder).model.state_dict()) == weights_digest(weights)
+        require(
+            same,
+            f"out={out!r} began with other weights, those of {str(folder)!r}, than {str(named)!r} gives: name the model"
+            " it began with, or use another out=",
+        )
+
+
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +272,7 @@ def build_report(
     )
     return report_page(
         f"A language model, fine-tuned on {text_name(cfg)}",
-        "The bounds are of text that was held out of training; the true values are at most this high.",
+        f"Perplexity and bits per byte are of text that was held out of training{AT_MOST * (not cfg.model.causal)}.",
         tiles(head | run_tiles(facts, after)),
         samples,
         cfg,
@@ -327,8 +343,10 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     words = [*([] if "algo" in given else ["algo=bd3lm"]), *(f"{key}={value}" for key, value in chosen.items())]
     places = [f"out={out}", f"data.tokenizer={start / TOKENIZER}", f"checkpoint.init_from={start}"]
     cfg = config.load([*words, *line, *places])
-    if not (start / CONFIG).is_file():
-        weights = adapted_weights(loaded, cfg.model)
+    weights = adapted_weights(loaded, cfg.model)
+    if (start / CONFIG).is_file():
+        check_start(start, weights, base, out)
+    else:
         info = describe(cfg, loaded.tokenizer, step=0, parameters=parameter_count(loaded.model))
         save_folder(start, weights, loaded.tokenizer, info)
     return cfg

@@ -10,6 +10,7 @@ import yaml
 from tiny import random_tokens
 
 from adlm import cli
+from adlm.io.export import save_folder
 from adlm.io.load import load_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -52,6 +53,17 @@ def test_blocks_of_one_token_are_the_causal_model_before_training(base, capsys):
     torch.testing.assert_close(model.embedding[model.mask_id], model.embedding[others].mean(0))
 
 
+def test_only_a_number_without_noise_is_called_exact(base, capsys):
+    assert adapt(base, "any") == 0
+    data = ["data=file", f"data.path={GOLDEN / 'valid.txt'}", f"data.cache_dir={base / 'cache'}", "train.device=cpu"]
+    for estimator, kinds in (("both", ["upper bound", "exact"]), ("continuous", ["upper bound"])):
+        capsys.readouterr()
+        words = ["eval.block_length=1", f"eval.estimator={estimator}", "eval.draws=2", f"out={base / 'results'}"]
+        assert cli.main(["ppl", str(base / "any"), *data, *words]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
+        assert [line.rpartition(", ")[2] for line in lines] == kinds
+
+
 def test_an_anchored_model_has_the_same_blocks(base):
     assert adapt(base, "anchored", "algo=adlm") == 0
     causal, model = (load_checkpoint(base / name).model for name in ("ar", "anchored/start"))
@@ -80,6 +92,16 @@ def test_a_diffusion_model_is_refused(base, capsys):
     assert adapt(base, "any") == 0  # finished: nothing is trained again
     assert cli.main(["adapt", str(base / "any"), "data=file", *DATA, *LITTLE, f"out={base / 'twice'}"]) == 1
     assert "is a diffusion model already" in capsys.readouterr().err
+
+
+def test_another_base_in_the_folder_of_a_run_is_refused(base, capsys):
+    assert adapt(base, "first") == 0 and adapt(base, "first") == 0
+    other = load_checkpoint(base / "ar")
+    with torch.no_grad():
+        other.model.embedding.mul_(2)
+    save_folder(base / "other", other.model.state_dict(), other.tokenizer, other.info)
+    assert adapt(base, "first", f"checkpoint.init_from={base / 'other'}") == 1
+    assert "began with other weights" in capsys.readouterr().err
 
 
 def test_a_text_is_enough_and_the_rest_fits_it(base, tmp_path, monkeypatch, capsys):

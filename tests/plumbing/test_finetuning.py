@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import shlex
+import shutil
+from dataclasses import replace
 
 import pytest
 from documents import Document
@@ -91,6 +94,13 @@ def test_what_is_typed_wins_and_schedules_follow(tmp_path, line):
     assert config.from_yaml(save(tmp_path, cfg)) == cfg
 
 
+def test_masks_begin_at_once_where_the_start_was_trained_causally_first(tmp_path, line):
+    loaded = load_checkpoint(tmp_path / "model")
+    begun = loaded._replace(objective=replace(loaded.objective, causal_until=0.2, gamma_until=0.4))
+    objective = settings_for(begun, tmp_path / "model", ["data=file", f"data.path={line[0]}", *line[1:]]).objective
+    assert (objective.causal_until, objective.gamma_until) == (0.0, 0.4)
+
+
 def test_a_large_model_trains_adapters_on_a_cpu(tmp_path, line, monkeypatch):
     """In as much time: fewer tokens, in shorter sequences; the model keeps its length, and who types a rank gets it."""
     from adlm import finetuning
@@ -129,7 +139,25 @@ def test_a_start_that_is_no_export_is_exported_into_the_run_folder(tmp_path):
     assert load_checkpoint(folder).tokenizer.fingerprint == loaded.tokenizer.fingerprint
 
 
-def test_causal_models_learn_too(tmp_path, line):
-    export(tmp_path / "model", causal=True, anchored=False, conditioning="none")
-    assert cli.main(["finetune", *line]) == 0
-    assert len(re.findall("after", Document((tmp_path / "run" / "report.html").read_text()).words)) >= 1
+def test_a_run_that_began_with_another_model_is_not_taken_for_one_of_this(tmp_path, line, capsys):
+    """Its report would compare it with a model that it never was; the same model may have moved."""
+    (tmp_path / "model").rename(tmp_path / "first")
+    export(tmp_path / "model", seed=7)
+    assert cli.main(["finetune", *line, f"init_from={tmp_path / 'first'}"]) == 0
+    report = (tmp_path / "run" / "report.html").read_bytes()
+    assert cli.main(["finetune", *line]) == 1
+    assert "began with other weights" in capsys.readouterr().err
+    assert (tmp_path / "run" / "report.html").read_bytes() == report
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    assert cli.main(["finetune", *line, f"init_from={tmp_path / 'copy'}"]) == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_likelihood_is_not_called_a_bound_and_commands_can_be_pasted(tmp_path, line, capsys, causal):
+    """Causal models learn too, and theirs is exact; a folder may have a space in its name."""
+    export(tmp_path / "model", causal=causal, anchored=False, conditioning="none")
+    run = tmp_path / "my run"
+    assert cli.main(["finetune", *line, f"out={run}"]) == 0
+    out, words = capsys.readouterr().out, Document((run / "report.html").read_text()).words
+    assert ("upper bound" in out) != causal and ("at most this high" in words) != causal and "after" in words
+    assert [shlex.split(command)[2] for command in re.findall("^  adlm .*", out, re.M)] == 3 * [str(run)]

@@ -278,6 +278,17 @@ def test_missing_files_are_told_before_questions_are_made(monkeypatch, capsys):
     assert f"adlm reason data{message}" in capsys.readouterr().err
 
 
+def test_the_own_task_named_as_a_test_holds_nothing_that_was_trained_on_or_held_out():
+    """There are so few questions of two hops that a sixth of another draw would be among those of the training set."""
+    trained = ReasonConfig(task="prosqa-2hop", n_train=1500, n_valid=100, n_test=100)
+    splits = load_splits(trained, 1)
+    tests = load_tests(trained, DataConfig(), 100, "prosqa-2hop", 1)
+    assert tests["generated"] == splits.tests["generated"]
+    known = {PROSQA_2HOP.canonical(e) for e in (*splits.train, *splits.valid, *tests["generated"])}
+    assert len(tests["prosqa-2hop"]) == 100
+    assert known.isdisjoint(PROSQA_2HOP.canonical(e) for e in tests["prosqa-2hop"])
+
+
 def test_whoever_waits_for_questions_is_told(capsys, monkeypatch):
     monkeypatch.setattr(tasks, "SILENCE", -1.0)
     generate(PROSQA_2HOP, 2, seed=1)

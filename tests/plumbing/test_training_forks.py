@@ -89,6 +89,15 @@ def test_what_does_not_fit_is_refused(base, tmp_path, changes, message):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_start_named_after_the_run_has_begun_is_said_to_be_ignored(base, tmp_path, capsys):
+    loop.train(forked(base, tmp_path / "run"))
+    capsys.readouterr()
+    loop.train(forked(base, tmp_path / "run"))
+    assert "init_from" not in capsys.readouterr().err
+    loop.train(forked(base, tmp_path / "run", checkpoint__init_from=base / "run" / "export"))
+    assert "which is not read: the run has begun" in capsys.readouterr().err
+
+
 def test_a_corrupt_checkpoint_is_refused(base, tmp_path):
     copy = tmp_path / "copy" / STEP
     copy.mkdir(parents=True)
@@ -113,5 +122,6 @@ def test_forks_are_compared_at_equal_flops_of_what_they_add(base, tmp_path, caps
         for more in ({}, {"objective__anchor_rule": "none"})
     )
     assert steps == [12, 12, 4 + round(8 * cost / without)] and steps[2] > 12
-    assert cli.main(["compare", *keys, "compare.equal_flops=true", "objective.gamma_until=0.5", names[0]]) == 1
-    assert "set objective.causal_until=0 and objective.gamma_until=1" in capsys.readouterr().err
+    for uneven in ("objective.gamma_until=0.5", "train.length_warmup=2"):
+        assert cli.main(["compare", *keys, "compare.equal_flops=true", uneven, names[0]]) == 1
+        assert "objective.gamma_until=1 (or 0) and train.length_warmup=1" in capsys.readouterr().err

@@ -368,13 +368,14 @@ def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
     blocks, found, total = [], 0, 0
     for number, index in enumerate(readable_sequences(valid, loaded.tokenizer, EXAMPLES), start=1):
         tokens_L = torch.from_numpy(valid.rows(np.array([index]))[0])
-        anchors_L = anchors_of(cfg, tokens_L)
-        # special tokens (the ends of a text) count like others for the loss, but there is nothing to see in them
-        anchors_L &= torch.tensor([t not in loaded.tokenizer.special_ids for t in tokens_L.tolist()])
+        # special tokens (the ends of a text, padding) count for the loss, but there is nothing to see in them
+        text_L = torch.tensor([t not in loaded.tokenizer.special_ids for t in tokens_L.tolist()])
+        text_L[: 0 if valid.starts is None else valid.starts[index]] = False  # a prompt is given, and never hidden
+        anchors_L = anchors_of(cfg, tokens_L) & text_L
         hidden_L = hide(anchors_L, HIDDEN, seed=index)
         readings = read_hidden(loaded.model, make_schedule(loaded.noise), tokens_L, hidden_L)
         found += int(anchors_L.sum())
-        total += len(tokens_L)
+        total += int(text_L.sum())
         blocks += [
             tag("h3", f"Held-out text {number}"),
             passage(spans(loaded.tokenizer, tokens_L.tolist(), anchors_L.tolist(), hidden_L.tolist())),
@@ -385,15 +386,14 @@ def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
         legend({"anchor": "anchor", "masked": "anchor that was hidden from the model"}),
         *blocks,
         lead=f"Anchors are the tokens that make the rest easy: here {describe_rule(cfg)}"
-        f" ({found / total:.0%} of these texts)."
+        f" ({found / max(1, total):.0%} of these texts)."
         f" {HIDDEN:.0%} of them are replaced by masks; the anchor network predicts them, the denoiser decides.",
     )
 
 
 def hide(anchors_L: Tensor, fraction: float, seed: int) -> Tensor:
-    """A fraction of the anchors, chosen by seed and position, as a boolean [L]; at least one."""
+    """A fraction of the anchors, chosen by seed and position, as a boolean [L]; at least one where there are any."""
     positions = anchors_L.nonzero().squeeze(1)
-    require(len(positions) > 0, "the text holds no anchor to hide")
     u = uniforms(seed, Stream.MASK, positions)
     chosen = positions[u.argsort()[: max(1, round(fraction * len(positions)))]]
     hidden_L = torch.zeros_like(anchors_L)

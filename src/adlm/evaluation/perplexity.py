@@ -296,7 +296,7 @@ def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: s
     """The result as people read it."""
     lines = []
     for name, e in estimates.items():
-        kind = "exact" if name in ("exact", "K=1") else "upper bound"
+        kind = "exact" if e.monte_carlo_error == 0 else "upper bound"
         ends = e.perplexity_interval
         spread = "" if ends is None else f"  (95% over sequences: {ends[0]:.2f} - {ends[1]:.2f})"
         lines.append(f"{data}, {name}: perplexity {e.perplexity:.2f}{spread}, {kind}")

@@ -173,7 +173,7 @@ def load_held_out(
 ) -> tuple[list[Example], dict[str, list[Example]]]:
     """Generated validation examples (none if training examples come from a file), and the test sets by name, as far as
     they hold anything. No generated question is in `seen` (which is extended)."""
-    task = task_of(cfg)
+    task, seen = task_of(cfg), set() if seen is None else seen
     valid, tests = [], {}
     if task.generate is not None and not data.path:
         drawn = generate(task, cfg.n_valid + cfg.n_test, seed, seen)
@@ -202,10 +202,11 @@ def load_tests(
     trained: ReasonConfig, data: DataConfig, n_test: int, test_path: str, seed: int
 ) -> dict[str, list[Example]]:
     """Other test sets for a run than its own, by name. Its training set leaves out the questions that it held out and
-    no others: where more are asked for, those it was trained on are skipped."""
+    no others: where more are asked for, or its own task is named again, those it was trained on are skipped."""
     check_files(test_path)
     task, seen = task_of(trained), None
-    if n_test > trained.n_test and task.generate is not None and not data.path:
+    others = n_test > trained.n_test or trained.task in test_path.split(",")
+    if others and task.generate is not None and not data.path:
         seen = {task.canonical(example) for example in load_splits(trained, seed).train}
     return load_held_out(replace(trained, n_test=n_test, test_path=test_path), seed, data, seen)[1]
 

@@ -7,6 +7,7 @@ the order of sums. The host never waits for the device between log lines.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,10 +73,11 @@ def farewell(result: TrainResult, exact: bool) -> str:
     """Where the model is, how good it is, and what to do with it. `exact`: its perplexity is no bound."""
     at_most = "" if exact else " at most"
     ppl = "" if result.valid_ppl is None else f", validation perplexity{at_most} {result.valid_ppl:,.2f}"
+    model = shlex.quote(result.run)
     return (
         f"\nModel: {result.run}/export (step {result.step}{ppl})\n\nTry next:\n"
-        f"  adlm sample {result.run}\n      draw texts from it\n"
-        f"  adlm serve {result.run}\n      a page that shows texts appear"
+        f"  adlm sample {model}\n      draw texts from it\n"
+        f"  adlm serve {model}\n      a page that shows texts appear"
     )
 
 

@@ -122,7 +122,7 @@ class Run:
         elif info is not None:
             check_same_run(info, cfg, tokenizer, data, fixed, free)
             self.restore(info)
-            changed = "".join(f"; {change}" for change in changes(info, cfg))
+            changed = "".join(f"; {change}" for change in [*changes(info, cfg), *ignored_start(info, cfg)])
             if info.get("data", self.data).get("valid") != self.data.get("valid"):
                 changed += "; the validation data has changed: bounds before and after do not compare"
                 self.best, self.best_step = math.inf, None
@@ -385,6 +385,14 @@ def changes(info: dict[str, Any], cfg: Config, parts: Iterable[str] = ("data", "
         for key, value in before[part].items()
         if key in now[part] and now[part][key] != value
     ]
+
+
+def ignored_start(info: dict[str, Any], cfg: Config) -> list[str]:
+    """A word about checkpoint.init_from where it is not what the run that resumes has begun with."""
+    was, now = value_of(info["config"], "checkpoint.init_from", ""), cfg.checkpoint.init_from
+    if not now or path_of(was).absolute() == path_of(now).absolute():
+        return []
+    return [f"checkpoint.init_from was {was!r}, is {now!r}, which is not read: the run has begun"]
 
 
 class Fork(NamedTuple):

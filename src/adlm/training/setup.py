@@ -260,12 +260,17 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
 
 
 def average_flops(cfg: Config, objective: Objective, clean: Sequences, vocab_size: int) -> float:
-    """The same, judged by some sequences."""
+    """The same, judged by some sequences. Steps differ: the first may be causal, and may read shorter sequences."""
     length, causal = cfg.model.length, causal_part(cfg.objective, cfg.model)
-    by_masks = count_flops(cfg.model, vocab_size, length, *scored_fractions(objective, clean)).training_per_token
+    pieces, short = cfg.train.length_warmup, cfg.train.length_warmup_fraction if cfg.train.length_warmup > 1 else 0.0
     alike = replace(cfg.model, causal=True, block_length="")
-    causally = count_flops(alike, vocab_size, length, scored=1.0).training_per_token
-    return causal * causally + (1 - causal) * by_masks
+    kinds = ((0.0, causal, alike, (1.0,)), (causal, 1.0, cfg.model, scored_fractions(objective, clean)))
+    average = 0.0
+    for begin, end, model, scored in kinds:
+        early = max(0.0, min(short, end) - begin)
+        for part, L in ((early, length // pieces), (end - begin - early, length)):
+            average += part * count_flops(model, vocab_size, L, *scored).training_per_token
+    return average
 
 
 def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, Any]:
