@@ -149,7 +149,9 @@ def test_score_of_a_diffusion_model_is_the_bound(lm):
     # -E over orders: half of the time each position comes first
     exact = -0.5 * (none[1, x[0]] + first[2, x[1]] + none[2, x[1]] + second[1, x[0]]).item()
     score = lm.score("hi", draws=4_000)
-    assert score.nll * 2 == pytest.approx(exact, abs=5 * 2 * score.stderr)
+    assert score.stderr is not None and score.nll * 2 == pytest.approx(exact, abs=5 * 2 * score.stderr)
+    assert lm.score("hi", draws=1).stderr is None and lm.score("h", draws=1).stderr == 0, "one token is always masked"
+    assert lm.fill_distribution("h[MASK]", draws=1)[0].stderr is None
     assert sum(score.per_token) == pytest.approx(score.nll * 2)
     assert score.tokens == x
     assert lm.score("hi", draws=64) == lm.score(x, draws=64)

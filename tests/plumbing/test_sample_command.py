@@ -126,6 +126,9 @@ def test_conditions_come_from_the_configuration(folder):
     got = run_sample(config(folder, prompt="ab", length=10, banned="x, y", n=2))
     assert all(t.startswith("ab") for t in got["texts"])
     assert run_sample(config(folder, template="a [MASK:2] b", n=1))["texts"][0].endswith(" b")
+    for key in ("banned", "required", "choices"):  # nobody who types a comma wants texts without the condition
+        with pytest.raises(ValueError, match=f"sampling.{key} holds no text, only commas"):
+            run_sample(config(folder, length=10, **{key: " , "}))
 
 
 def test_watch_shows_the_reveal(folder, lm):

@@ -137,6 +137,8 @@ def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
     """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
     lists = ("banned", "required", "choices")
     words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in lists}
+    empty = [name for name in lists if getattr(c, name).strip() and not words[name]]
+    require(not empty, f"sampling.{''.join(empty[:1])} holds no text, only commas")
     settings: dict[str, Any] = asdict(c) | words
     if c.response_format and not c.response_format.lstrip().startswith("{") and c.response_format != "json_object":
         settings["response_format"] = read_json(path_of(c.response_format))

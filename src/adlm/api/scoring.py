@@ -48,8 +48,9 @@ class Score:
     """Nats per token."""
     ppl: float
     """exp(nll)."""
-    stderr: float
-    """Standard error of nll over the noise draws; 0 where it is exact. Strata make it an overestimate."""
+    stderr: float | None
+    """Standard error of nll over the noise draws; 0 where it is exact, None where one draw cannot tell. Strata make it
+    an overestimate."""
     per_token: list[float]
     """Each token's part of the bound, nats; they sum to nll * tokens."""
     tokens: list[int]
@@ -100,15 +101,18 @@ def score_tokens(
     exact = own_block(model) == 1
     draws = 1 if exact else draws
     bound = make_objective(objective, noise, model.mask_id, seed=0, model=model.config)
-    per_draw, per_token = np.zeros(draws), []
+    per_draw, per_token, varies = np.zeros(draws), [], False
     for part in split(tokens, context, bos_id, model.config.length):
         # a single token is masked in every draw: one draw is enough, unless the model is conditioned on its noise level
         alike = len(part.scored) == 1 and not model.config.is_time_conditioned and bound.subs
+        varies = varies or not (exact or alike)
         nats = yield from position_nats(model, part, bound, 1 if alike else draws)
         per_draw += nats.sum(1)
         per_token += nats.mean(0)[len(part.given) :].tolist()
     nll = float(per_draw.mean()) / len(tokens)
-    stderr = float(per_draw.std(ddof=1) / math.sqrt(draws) / len(tokens)) if draws > 1 else 0.0
+    stderr = None if varies else 0.0
+    if draws > 1:
+        stderr = float(per_draw.std(ddof=1) / math.sqrt(draws) / len(tokens))
     return Score(nll, math.exp(min(nll, 700)), stderr, per_token, list(tokens), exact)
 
 
@@ -213,7 +217,7 @@ class SlotRead:
     """The likeliest, most probable first."""
     probabilities: list[float]
     stderr: list[float] | None
-    """Of each of these probabilities, over draws of the other holes; None: not asked for."""
+    """Of each of these probabilities, over draws of the other holes; None: fewer than two were asked for."""
     entropy: float
     """Of the whole prediction, nats."""
 
@@ -239,7 +243,7 @@ def read_slots(
     best = log_p_NV.topk(min(top, model.vocab_size - 1))
     entropy_N = torch.special.entr(log_p_NV.exp()).sum(-1)
     errors_NK: Tensor | None = None
-    if draws:
+    if draws > 1:
         drawn_NK = []
         for k in range(draws):
             ids_V = torch.arange(model.vocab_size, device=holes.device)
@@ -248,8 +252,7 @@ def read_slots(
             filled_L[holes] = gumbel_argmax(log_p_NV, u_NV)
             again = yield from each_hole_again(model, tokens_L, filled_L, holes, noise_level)
             drawn_NK.append(again.exp().gather(1, best.indices).double())
-        sd_NK = torch.stack(drawn_NK).std(0) if draws > 1 else torch.zeros_like(drawn_NK[0])
-        errors_NK = sd_NK / draws**0.5
+        errors_NK = torch.stack(drawn_NK).std(0) / draws**0.5
     return [
         SlotRead(
             int(holes[i]),

@@ -100,7 +100,7 @@ class InfillAnswer(BaseModel):
 class ScoreAnswer(BaseModel):
     nll: float = Field(description="Nats per token: an upper bound, or exact.")
     ppl: float
-    stderr: float
+    stderr: float | None = Field(description="Of nll, over draws of noise; null: one draw cannot tell.")
     exact: bool
     tokens: Ids
     texts: list[str]
@@ -114,7 +114,7 @@ class Candidate(BaseModel):
 
 
 class SlotCandidate(Candidate):
-    stderr: float | None = Field(description="Of the probability, over draws of the other holes.")
+    stderr: float | None = Field(description="Of the probability, over two or more draws of the other holes.")
 
 
 class SlotAnswer(BaseModel):
