@@ -174,7 +174,10 @@ def test_flops_are_the_average_over_steps(anchored, gamma_until, short):
             carried = parts.pop("anchor", 0.0)
             every_step.append(count_flops(model.config, V, read, *parts.values(), carried).training_per_token)
     assert anchors == pytest.approx(0.5 * anchored, rel=0.1)  # of 100 steps that are not causal, 50 have anchors
-    assert average_flops(cfg, objective, clean, V) == pytest.approx(np.mean(every_step), rel=0.01)
+    whole = average_flops(cfg, objective, clean, V)
+    assert whole == pytest.approx(np.mean(every_step), rel=0.01)
+    frozen = replace(cfg, lora=replace(cfg.lora, rank=2))
+    assert average_flops(frozen, objective, clean, V) == pytest.approx(whole * 2 / 3), "no gradients of weights"
 
 
 @pytest.mark.parametrize("algo", ["sedd", "d3pm", "bd3lm", "ar", "a2r"])
