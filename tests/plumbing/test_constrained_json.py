@@ -95,6 +95,12 @@ def rooted(rng: random.Random) -> dict:
     return schema
 
 
+def test_a_reference_is_read_as_a_part_of_an_address():
+    """Characters that an address cannot hold are written as %20, / and ~ in a name as ~1 and ~0."""
+    schema = {"$defs": {"a b/c~d": {"const": 7}}, "$ref": "#/$defs/a%20b~1c~0d"}
+    assert re.fullmatch(schema_regex(schema), "7") and not re.fullmatch(schema_regex(schema), "8")
+
+
 def valid(schema, text: str) -> None:
     kind = jsonschema.Draft202012Validator  # whose `time` has an offset: that of the plain FormatChecker is draft 3's
     kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))

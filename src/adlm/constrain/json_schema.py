@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from adlm.constrain.automaton import (
     CHARACTER,
@@ -185,7 +186,7 @@ class SchemaTranslation:
     def resolve(self, name: Any) -> Any:
         found, name = self.root, str(name)
         for part in name.removeprefix("#/").split("/") if name.startswith("#/") else [None]:
-            part = part.replace("~1", "/").replace("~0", "~") if part is not None else None
+            part = unquote(part).replace("~1", "/").replace("~0", "~") if part is not None else None
             if not isinstance(found, Mapping) or part not in found:
                 raise refuse(f"$ref {name!r:.60} is not found in the schema")
             found = found[part]
