@@ -65,6 +65,12 @@ def test_what_cannot_be_a_default_of_requests_is_refused(tmp_path, monkeypatch, 
     assert says in err and err.count("\n") == 1
 
 
+def test_a_default_sampler_that_fits_no_model_is_refused(tmp_path, capsys):
+    folder = readable_model(tmp_path / "tiny")
+    assert cli.main(["serve", str(folder), "sampling.sampler=score", "port=0"]) == 1
+    assert "sampling.sampler='score' needs a model that learned a score (algo=sedd)" in capsys.readouterr().err
+
+
 def test_models_are_named_after_their_folders():
     paths = ["runs/demo", "x/demo/", "my/adlm-medium.ckpt", "runs/a/export", "runs/demo"]
     assert names(paths) == {

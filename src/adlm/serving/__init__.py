@@ -96,7 +96,7 @@ def serve_models(cfg: Config, paths: list[str], listener: socket.socket, said: s
     from adlm.api.language_model import load_any
     from adlm.serving.app import make_app
     from adlm.serving.server import make_server
-    from adlm.serving.service import Service
+    from adlm.serving.service import Service, check_sampler
 
     if cfg.train.num_threads:
         torch.set_num_threads(cfg.train.num_threads)
@@ -106,6 +106,7 @@ def serve_models(cfg: Config, paths: list[str], listener: socket.socket, said: s
         print(f"{name}: loading {path}", flush=True)
         models[name] = LanguageModel(load_any(path, *options))
         print(f"{name}: {models[name]!r} on {models[name].device}", flush=True)
+    check_sampler(cfg.sampling.sampler, models)
     service = Service(models, cfg.serve, cfg.sampling)
     server = make_server(make_app(service, api_key(cfg)), service)
     if said:

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -313,6 +313,15 @@ def check_defaults(c: SamplingConfig, max_steps: int) -> None:
         f"sampling.steps={c.steps} is more than serve.max_steps={max_steps}:"
         " every request without steps would be refused",
     )
+
+
+def check_sampler(sampler: str, models: Mapping[str, LanguageModel]) -> None:
+    """Refuse a default sampler that can draw from none of the models."""
+    if not sampler:
+        return
+    reasons = [SAMPLERS.load(sampler).misfit(lm.model.config, lm.objective.learns_score) for lm in models.values()]
+    wrong = f"sampling.sampler={sampler!r} {reasons[0]}: every request that names no sampler would be refused"
+    require("" in reasons, wrong)
 
 
 class Reader:
