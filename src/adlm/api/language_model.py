@@ -264,7 +264,7 @@ class LanguageModel:
         c = with_sampler(SamplingConfig(**given), self.loaded.objective)
         constraint = make_constraint(self.tokenizer, self.model.vocab_size, c.regex, choices, form)
         c = c if constraint is None else replace(c, stop=True)
-        misfit = tables.SAMPLERS.load(c.sampler).misfit(self.model.config, self.objective.learns_score)
+        misfit = self.misfit(c.sampler)
         require(not misfit, f"sampling.sampler={c.sampler!r} {misfit}")
         tokens = self.canvas(c, new)
         avoided, placed = banned_and_required(self.tokenizer, banned, required)
@@ -295,6 +295,10 @@ class LanguageModel:
     def sampler_of(self, configured: str) -> str:
         """The sampler of that name, or without one the model's own."""
         return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
+
+    def misfit(self, sampler: str) -> str:
+        """Why a sampler cannot draw from this model; empty if it can."""
+        return tables.SAMPLERS.load(sampler).misfit(self.model.config, self.objective.learns_score)
 
     def engine(self, slots: int) -> Engine:
         """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another

@@ -31,7 +31,7 @@ from adlm.serving.answers import Defaults, ModelCard, Pieces, characters
 from adlm.serving.bodies import SETTINGS, AnchorsBody, CanvasBody, CompletionBody, Problem, SlotsBody
 from adlm.serving.jobs import Job, ServerMetrics, within
 from adlm.serving.worker import MATCHED, Worker, matching_work
-from adlm.tables import OBJECTIVES, SAMPLERS
+from adlm.tables import SAMPLERS
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
@@ -80,9 +80,8 @@ class Served:
 
     def can_use(self, sampler: str) -> bool:
         """Whether a sampler can draw from this model; one of another package that cannot be loaded is left out."""
-        learns_score = OBJECTIVES.load(self.lm.loaded.objective.name).learns_score
         try:
-            return not SAMPLERS.load(sampler).misfit(self.lm.model.config, learns_score)
+            return not self.lm.misfit(sampler)
         except ValueError as problem:
             log.warning("%s: the sampler %s is left out: %s", self.id, sampler, problem)
             return False
@@ -319,7 +318,7 @@ def check_sampler(sampler: str, models: Mapping[str, LanguageModel]) -> None:
     """Refuse a default sampler that can draw from none of the models."""
     if not sampler:
         return
-    reasons = [SAMPLERS.load(sampler).misfit(lm.model.config, lm.objective.learns_score) for lm in models.values()]
+    reasons = [lm.misfit(sampler) for lm in models.values()]
     wrong = f"sampling.sampler={sampler!r} {reasons[0]}: every request that names no sampler would be refused"
     require("" in reasons, wrong)
 

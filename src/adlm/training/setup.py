@@ -265,12 +265,13 @@ def average_flops(cfg: Config, objective: Objective, clean: Sequences, vocab_siz
     pieces, short = cfg.train.length_warmup, cfg.train.length_warmup_fraction if cfg.train.length_warmup > 1 else 0.0
     alike = replace(cfg.model, causal=True, block_length="")
     kinds = ((0.0, causal, alike, (1.0,)), (causal, 1.0, cfg.model, scored_fractions(objective, clean)))
-    passes = 2 if cfg.lora.rank else 3  # frozen weights have no gradients; those of adapters cost next to nothing
     average = 0.0
     for begin, end, model, scored in kinds:
         early = max(0.0, min(short, end) - begin)
         for part, L in ((early, length // pieces), (end - begin - early, length)):
-            average += part * passes * count_flops(model, vocab_size, L, *scored).forward_per_token
+            flops = count_flops(model, vocab_size, L, *scored)
+            # gradients of weights cost as much as the forward pass; frozen ones have none, adapters next to nothing
+            average += part * (flops.training_per_token - bool(cfg.lora.rank) * flops.forward_per_token)
     return average
 
 
