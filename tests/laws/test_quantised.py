@@ -59,6 +59,13 @@ def test_a_file_has_four_and_a_half_bits_a_value_and_comes_back():
     assert torch.equal(zeros["z"], torch.zeros(2, 32))
 
 
+def test_weights_of_another_device_than_the_cpu_stay_there():
+    """The device without memory stands for a GPU here: what mixes devices fails on both."""
+    small = shrink({"w": torch.empty(8, 2 * GROUP, device="meta")})
+    assert {value.device.type for value in small.values()} == {"meta"}
+    assert expand(small)["w"].device.type == "meta"
+
+
 def test_shapes_that_do_not_fit_keep_their_names():
     shapes = {"a.codes": (4, 16), "a.scale": (4, 2)}
     assert expanded_shapes(shapes) == shapes

@@ -29,14 +29,14 @@ ROWS = 4096
 
 def nearest(x_GN: Tensor, scale_G: Tensor) -> Tensor:
     """The level nearest to each value."""
-    levels = torch.tensor(LEVELS, dtype=x_GN.dtype)
+    levels = torch.tensor(LEVELS, dtype=x_GN.dtype, device=x_GN.device)
     middles = (levels[1:] + levels[:-1]) / 2
     return torch.bucketize(x_GN / scale_G[:, None], middles)
 
 
 def fit(x_GN: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale of groups, by the candidate with the smallest squared error."""
-    levels = torch.tensor(LEVELS, dtype=x_GN.dtype)
+    levels = torch.tensor(LEVELS, dtype=x_GN.dtype, device=x_GN.device)
     largest_G = x_GN.abs().amax(1).clamp(min=1e-8)
     best, scale_G, codes_GN = torch.full_like(largest_G, torch.inf), largest_G, nearest(x_GN, largest_G)
     for candidate in CANDIDATES:
