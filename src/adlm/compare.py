@@ -45,6 +45,8 @@ from adlm.training.parallel import Interruption, World, world
 from adlm.training.run import Fork
 
 ENTRY, LOG = "compared.json", "log.txt"
+BUDGET = ("optim.", "train.steps", "train.global_batch_size", "train.length_warmup")
+"""How these keys begin decides what a run of so many steps learns."""
 
 
 def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> dict[str, Any]:
@@ -71,6 +73,8 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
         runs = with_equal_flops(runs, cfg)
     entries = {name: entry for name, run in runs.items() if (entry := read_entry(run)) is not None}
     missing = {name: run for name, run in runs.items() if name not in entries}
+    for name, run in missing.items():
+        check_budget(name, run)
     say(f"{len(entries)} of {len(runs)} are done")
     failed, stopped, jobs = list[str](), list[int](), cfg.compare.jobs
     for entry in one_by_one(missing, cfg, stopped) if jobs == 1 else side_by_side(missing, jobs, failed, stopped):
@@ -80,6 +84,15 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
     document = show(list(entries.values()), cfg, folder, tell=True) if entries else {}
     require(not failed, "; ".join(failed))
     return document | {"stopped_by": stopped[0] if stopped else 0}
+
+
+def check_budget(name: str, run: Config) -> None:
+    """Refuse to go on where a run began with another budget or optimizer: its rate has fallen for the end it had then,
+    so what comes of it is not what these settings give."""
+    begun, now = config.begun(run.out), config.flatten(run)
+    for key in (key for key in now if key.startswith(BUDGET)):
+        was = begun.get(key, now[key])
+        require(was == now[key], f"{run.out} holds a run of {name} with {key}={was}, not {now[key]}: give another out=")
 
 
 def with_equal_flops(runs: dict[str, Config], cfg: Config) -> dict[str, Config]:

@@ -51,6 +51,7 @@ LARGE = 50_000_000
 """Parameters from which on a CPU trains adapters alone, unless lora.rank says otherwise: training all weights would
 take gigabytes of memory and disk, and twice the time."""
 RANK = 16
+START = "checkpoint.init_from"
 
 
 class FineTuned(NamedTuple):
@@ -80,7 +81,7 @@ def finetune(
     """
     require(not isinstance(settings, str), f"settings must be a list of texts, got {settings!r:.60}")
     line = ["data=file", f"data.path={path_given('path', path)}", f"train.device={device}"]
-    line += [f"checkpoint.init_from={os.fspath(start)}"] if start else []
+    line += [f"{START}={os.fspath(start)}"] if start else []
     line += [f"out={os.fspath(out)}"] if out else []
     line += [f"train.steps={steps}"] if steps else []
     line += settings
@@ -94,8 +95,8 @@ def finetune(
 def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
     """`adlm finetune TEXT`: train, measure before and after, write report.html, say what to try next."""
     start = locate(cfg.checkpoint.init_from)
-    require(start.exists(), f"checkpoint.init_from={str(start)!r} does not exist")
-    loaded = load_checkpoint(start, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
+    require(start.exists(), f"{START}={str(start)!r} does not exist")
+    loaded = load_checkpoint(start, tokenizer=cfg.data.tokenizer, root=cfg.data.root, key=START)
     cfg = settings_for(loaded, start, line)
     what = f"low-rank adapters (lora.rank={cfg.lora.rank}) of {start}" if cfg.lora.rank else str(start)
     print(f"Fine-tuning {what} on {text_name(cfg)}: {cfg.train.steps} steps on this machine")
@@ -154,7 +155,7 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     out = typed.out or owntext.run_folder(typed.data.path) + "-finetuned"
     size, device = owntext.text_bytes(typed.data), pick_device(typed.train.device).type
     saved = config.begun(out)
-    folder = saved.get("checkpoint.init_from") or str(exported(loaded, start, Path(out)))
+    folder = saved.get(START) or str(exported(loaded, start, Path(out)))
     check_start(Path(folder), loaded.model.state_dict(), start, out)
     chosen: dict[str, Any] = {"algo": loaded.info["algo"]} if loaded.info["algo"] in GROUPS["algo"] else {}
     for name, part in (("model", loaded.model.config), ("noise", loaded.noise), ("objective", loaded.objective)):
@@ -179,8 +180,8 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     chosen |= {"eval.sequences": max(32, round(256 * part)), "train.valid_sequences": max(12, round(96 * part))}
     chosen |= {"sampling.steps": 64, "sampling.length": min(96, loaded.model.config.length), "sampling.top_p": 0.9}
     # Paths last: a string of the line may hold anything, also what a group is called.
-    fixed = ["data=file", f"out={out}", f"data.tokenizer={Path(folder) / TOKENIZER}", f"checkpoint.init_from={folder}"]
-    line = [word for word in line if not word.lstrip("+").startswith("checkpoint.init_from=")]
+    fixed = ["data=file", f"out={out}", f"data.tokenizer={Path(folder) / TOKENIZER}", f"{START}={folder}"]
+    line = [word for word in line if not word.lstrip("+").startswith(f"{START}=")]
 
     def answer(more: dict[str, Any]) -> Config:
         chosen.update({key: saved.get(key, value) for key, value in more.items()})
@@ -312,8 +313,8 @@ OPTIMIZER: dict[str, Any] = {
 def run_adapt(cfg: Config, line: Sequence[str]) -> dict[str, Any]:
     """`adlm adapt BASE`."""
     base = locate(cfg.checkpoint.init_from)
-    require(base.exists(), f"checkpoint.init_from={str(base)!r} does not exist: give the causal model to adapt")
-    loaded = load_checkpoint(base, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
+    require(base.exists(), f"{START}={str(base)!r} does not exist: give the causal model to adapt")
+    loaded = load_checkpoint(base, tokenizer=cfg.data.tokenizer, root=cfg.data.root, key=START)
     cfg = adapted_settings(loaded, base, line)
     result = train(cfg)
     if result.finished:
@@ -323,7 +324,7 @@ def run_adapt(cfg: Config, line: Sequence[str]) -> dict[str, Any]:
 
 def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     """The settings of the run: network and tokenizer of the base, blocks and rates that fit. What was typed wins."""
-    line = [word for word in line if not word.lstrip("+").startswith("checkpoint.init_from=")]
+    line = [word for word in line if not word.lstrip("+").startswith(f"{START}=")]
     given = {word.lstrip("+").partition("=")[0] for word in line}
     fixed = sorted(given & {"model", "recipe", "experiment", "model.causal"})
     require(not fixed, f"{', '.join(fixed)} cannot be set here: adlm adapt keeps the network of its base")
@@ -341,7 +342,7 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     out = typed.out or f"runs/{base.stem}-adapted{kind}"
     start = Path(out).absolute() / "start"
     words = [*([] if "algo" in given else ["algo=bd3lm"]), *(f"{key}={value}" for key, value in chosen.items())]
-    places = [f"out={out}", f"data.tokenizer={start / TOKENIZER}", f"checkpoint.init_from={start}"]
+    places = [f"out={out}", f"data.tokenizer={start / TOKENIZER}", f"{START}={start}"]
     cfg = config.load([*words, *line, *places])
     weights = adapted_weights(loaded, cfg.model)
     if (start / CONFIG).is_file():

@@ -137,6 +137,14 @@ def test_what_is_finished_is_not_trained_again(compared, monkeypatch, capsys):
         cli.main([*line(compared, "eval.draws=3"), "mdlm"])  # other settings: another number
 
 
+def test_a_run_with_another_budget_is_not_trained_on(compared, capsys):
+    """Its rate has fallen for the end that it had, and more steps after that are no longer run."""
+    assert cli.main([*line(compared, "train.steps=5"), "mdlm"]) == 1
+    problem = capsys.readouterr().err
+    assert "holds a run of mdlm with train.steps=3, not 5: give another out=" in problem
+    assert cli.main([*line(compared, "optim.lr=0.5"), "mdlm"]) == 1 and "optim.lr=" in capsys.readouterr().err
+
+
 def test_a_signal_stops_the_whole_and_a_rerun_goes_on(compared, monkeypatch):
     stopped = type("Result", (), {"finished": False, "stopped_by": signal.SIGTERM})
     monkeypatch.setattr(compare, "train", lambda cfg: stopped)

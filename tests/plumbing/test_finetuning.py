@@ -75,10 +75,12 @@ def test_finetuning_from_python(tmp_path, line):
         ([], "data.name=file needs data.path"),
         (["no.txt"], "data.path='no.txt' does not exist"),
         (["no.txt", "init_from=nowhere"], "checkpoint.init_from='nowhere' does not exist"),
+        (["no.txt", "init_from=."], "checkpoint.init_from='.' is neither a run folder nor an exported folder"),
         (["no.txt", "model=tiny"], "model=...: `adlm finetune` does not read this group"),
     ],
 )
 def test_bad_input_is_answered_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("adlm.io.load.default_checkpoint", lambda: export(tmp_path / "model"))
     assert cli.main(["finetune", *words]) == 1
     assert message in capsys.readouterr().err

@@ -38,6 +38,8 @@ def test_limits_that_could_never_be_met_and_ports_in_use(tmp_path, capsys):
     folder = readable_model(tmp_path / "tiny")
     assert cli.main(["serve", str(folder), "sampling.batch_size=1", "queue=1", "max_n=3"]) == 1
     assert "serve.max_n=3 texts could never be accepted" in capsys.readouterr().err
+    assert cli.main(["serve", str(folder), "max_length=1"]) == 1
+    assert "serve.max_length=1 has room for the begin token alone" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["serve", str(folder), f"port={port}"]) == 1

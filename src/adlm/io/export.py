@@ -153,6 +153,8 @@ def load_folder(
         info["format"] == FORMAT, f"{folder / CONFIG} has format {info['format']!r:.20}; this version reads {FORMAT}"
     )
     check_object(info, REQUIRED, FACTS, str(folder / CONFIG))
+    new = info.get("new_tokens")
+    require(new is None or new >= 0, f"{folder / CONFIG}: new_tokens must be at least 0, got {new}")
     for name in (weights_file(info), TOKENIZER):
         require((folder / name).is_file(), f"{folder} is not an exported model: {name} is missing")
     if info.get("adapter"):

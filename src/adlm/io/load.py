@@ -225,12 +225,14 @@ def load_checkpoint(
     tokenizer: str = "",
     root: str = "",
     revision: str = "",
+    key: str = "eval.checkpoint",
 ) -> Loaded:
     """Load a model for inference: ours in float32, a released one in the precision of its file.
 
     A run folder gives its export, or its newest valid checkpoint where that is newer (it may still be training);
     `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help
     a checkpoint of another project that does not carry its own; `revision` is a branch, tag or commit of a hub name.
+    `key`: the setting that named the model, for messages.
     """
     name, path = str(path), locate(path)
     repository, _, at = name.partition("@")
@@ -240,7 +242,7 @@ def load_checkpoint(
         advice = "give a run folder, an exported folder or a .ckpt file"
         path = remote.fetch_model(repository, revision or at, f"model {name!r}", advice)
     others = f"; {path.parent} has {', '.join(runs[:8])}{', ...' * (len(runs) > 8)}" if runs else ""
-    require(path.exists(), f"eval.checkpoint={str(path)!r} does not exist{others}")
+    require(path.exists(), f"{key}={str(path)!r} does not exist{others}")
     if is_released(path):
         return load_released(path, device, tokenizer, root)
     require(
@@ -266,7 +268,7 @@ def load_checkpoint(
     require(is_enough or not (path / "checkpoints").is_dir(), f"{path} holds no checkpoint yet")
     require(
         (exported / CONFIG).is_file(),
-        f"eval.checkpoint={str(path)!r} is neither a run folder nor an exported folder: it holds no {CONFIG},"
+        f"{key}={str(path)!r} is neither a run folder nor an exported folder: it holds no {CONFIG},"
         " no export/ and no checkpoints/",
     )
     return load_folder(exported, device)

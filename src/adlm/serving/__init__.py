@@ -40,6 +40,10 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         cfg.serve.max_n <= room,
         f"serve.max_n={cfg.serve.max_n} texts could never be accepted: sampling.batch_size + serve.queue is {room}",
     )
+    require(
+        cfg.serve.max_length != 1,
+        "serve.max_length=1 has room for the begin token alone: give at least 2, or 0 for the model's length",
+    )
     print("adlm serve: loading PyTorch", flush=True)
     # here and below: seconds, in which somebody looks at the terminal
     from adlm.io.load import BOX_NAME

@@ -57,6 +57,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an objective that is a list": lambda config: config.update(objective=[]),
     "a vocabulary of 10^12": lambda config: config.update(vocab_size=10**12),
     "vocab_size true": lambda config: config.update(vocab_size=True),
+    "new_tokens -5": lambda config: config.update(new_tokens=-5),
     "mask_id -1": lambda config: config.update(mask_id=-1),
     "mask_id 1.5": lambda config: config.update(mask_id=1.5),
     "a width of 40,000": setting("model", "hidden_size", 40_000),
