@@ -308,6 +308,11 @@ OPTIMIZER: dict[str, Any] = {
     "optim.ema": 0.0, "train.global_batch_size": 40, "train.steps": 1600,
 }  # fmt: skip
 """Steps of 40 sequences have 8 of each block length, so that compiled passes meet few shapes."""
+LEFT_TO = {
+    "optim": ("optim.name", "optim.lr", "optim.beta2"),
+    "lr_scheduler": ("optim.schedule", "optim.warmup", "optim.min_lr_ratio"),
+}
+"""Settings that a typed group (optim=muon) decides."""
 
 
 def run_adapt(cfg: Config, line: Sequence[str]) -> dict[str, Any]:
@@ -334,7 +339,10 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     chosen = {f"model.{key}": value for key, value in asdict(model).items()}
     objective = {"name": "anelbo", **ANCHORED} if anchored else {"name": "nelbo", "gamma": 0.0}
     chosen |= {f"objective.{key}": value for key, value in objective.items()} | OPTIMIZER
-    if is_typed("train.steps", line):
+    for group in given & LEFT_TO.keys():
+        for key in LEFT_TO[group]:
+            chosen.pop(key, None)
+    if is_typed("train.steps", line) and "optim.warmup" in chosen:
         chosen["optim.warmup"] = min(OPTIMIZER["optim.warmup"], max(1, typed.train.steps // 20))
     if typed.data.name == "file" and typed.data.path:
         chosen["data.valid_fraction"] = owntext.held_out_fraction(owntext.text_bytes(typed.data))

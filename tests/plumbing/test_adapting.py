@@ -10,6 +10,7 @@ import yaml
 from tiny import random_tokens
 
 from adlm import cli
+from adlm.finetuning import adapted_settings
 from adlm.io.export import save_folder
 from adlm.io.load import load_checkpoint
 
@@ -114,3 +115,12 @@ def test_a_text_is_enough_and_the_rest_fits_it(base, tmp_path, monkeypatch, caps
         assert settings["data"]["name"] == "file" and settings["data"]["valid_fraction"] == 0.1
         assert (settings["optim"]["warmup"], settings["train"]["steps"]) == (1, 3)
     assert "warning: optim.warmup" not in capsys.readouterr().err
+
+
+def test_a_typed_group_decides_what_it_sets(base):
+    loaded = load_checkpoint(base / "ar")
+    words = ["data=file", *DATA, f"data.cache_dir={base / 'cache'}", f"out={base / 'groups'}"]
+    plain = adapted_settings(loaded, base / "ar", words).optim
+    typed = adapted_settings(loaded, base / "ar", [*words, "optim=muon", "lr_scheduler=cosine"]).optim
+    assert (plain.name, plain.lr, plain.schedule) == ("adamw", 5e-4, "linear")
+    assert (typed.name, typed.lr, typed.schedule, typed.ema) == ("muon", 6e-4, "cosine", plain.ema)
