@@ -104,7 +104,7 @@ COMMANDS: dict[str, Command] = {
     "adapt": Command(
         "adlm.finetuning:run_adapt",
         "make a block-diffusion model of a causal one (a GGUF file, a Llama-type folder, a run of algo=ar): adlm adapt"
-        " BASE my.txt, or data=NAME; anchored with algo=adlm",
+        " BASE my.txt, or data=NAME; anchored with algo=adlm. A model that was adapted before is trained on",
         words=("checkpoint.init_from", "data.path"),
         required=1,
         line=True,

@@ -334,8 +334,9 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     fixed = sorted(given & {"model", "recipe", "experiment", "model.causal"})
     require(not fixed, f"{', '.join(fixed)} cannot be set here: adlm adapt keeps the network of its base")
     typed = config.load(line, run_folder=False)
-    anchored = typed.model.anchored if given & {"algo", "model.anchored"} else False
-    model = adapted_config(loaded.model.config, anchored)
+    was = loaded.model.config
+    anchored = typed.model.anchored if given & {"algo", "model.anchored"} else was.anchored and not was.causal
+    model = adapted_config(was, anchored)
     chosen = {f"model.{key}": value for key, value in asdict(model).items()}
     objective = {"name": "anelbo", **ANCHORED} if anchored else {"name": "nelbo", "gamma": 0.0}
     chosen |= {f"objective.{key}": value for key, value in objective.items()} | OPTIMIZER
@@ -362,7 +363,11 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
 
 
 def adapted_config(base: ModelConfig, anchored: bool) -> ModelConfig:
-    """The network of a causal one, for blocks."""
+    """The network of a causal one, for blocks; that of an adapted one as it is."""
+    if base.block_lengths and not base.causal:
+        kind = "has anchors" if base.anchored else "has no anchors"
+        require(anchored == base.anchored, f"this model {kind}, and adlm adapt cannot change that a second time")
+        return replace(base, dropout=0.0)
     require(base.causal, "adlm adapt makes a block-diffusion model of a causal one; this is a diffusion model already")
     require(not base.anchored, "adlm adapt needs a causal model of one stack; this one has anchors (a2r)")
     length = min(base.length, LONGEST)
@@ -377,6 +382,8 @@ def adapted_config(base: ModelConfig, anchored: bool) -> ModelConfig:
 def adapted_weights(loaded: Loaded, cfg: ModelConfig) -> dict[str, Tensor]:
     """The base's weights by the names of the adapted network."""
     base = {name: value.detach().float() for name, value in loaded.model.state_dict().items()}
+    if not loaded.model.config.causal:
+        return base
     mask = loaded.model.mask_id
     for name in [name for name in ("embedding", "head.weight", "head.bias") if name in base]:
         others = torch.arange(len(base[name]), device=base[name].device) != mask

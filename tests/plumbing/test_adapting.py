@@ -22,10 +22,14 @@ LITTLE = ("train.device=cpu", "train.num_threads=1", "train.valid_every=0", "tra
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapting")
-    line = ["train", "data=file", *DATA, *LITTLE, "data.tokenizer=text8", "recipe=published", "algo=ar"]
-    line += ["model.hidden_size=16", "model.n_heads=2", "model.n_blocks=3", "model.length=32", "train.steps=2"]
-    assert cli.main([*line, f"data.cache_dir={folder / 'cache'}", f"out={folder / 'ar'}"]) == 0
+    assert pretrain(folder, "ar") == 0
     return folder
+
+
+def pretrain(folder, algo):
+    line = ["train", "data=file", *DATA, *LITTLE, "data.tokenizer=text8", "recipe=published", f"algo={algo}"]
+    line += ["model.hidden_size=16", "model.n_heads=2", "model.n_blocks=3", "model.length=32", "train.steps=2"]
+    return cli.main([*line, f"data.cache_dir={folder / 'cache'}", f"out={folder / algo}"])
 
 
 def adapt(base, name, *more):
@@ -90,8 +94,8 @@ def test_what_cannot_be_adapted_is_said_in_one_line(base, capsys, more, said):
 
 
 def test_a_diffusion_model_is_refused(base, capsys):
-    assert adapt(base, "any") == 0  # finished: nothing is trained again
-    assert cli.main(["adapt", str(base / "any"), "data=file", *DATA, *LITTLE, f"out={base / 'twice'}"]) == 1
+    assert pretrain(base, "mdlm") == 0
+    assert adapt(base, "no", f"checkpoint.init_from={base / 'mdlm'}") == 1
     assert "is a diffusion model already" in capsys.readouterr().err
 
 
@@ -124,3 +128,16 @@ def test_a_typed_group_decides_what_it_sets(base):
     typed = adapted_settings(loaded, base / "ar", [*words, "optim=muon", "lr_scheduler=cosine"]).optim
     assert (plain.name, plain.lr, plain.schedule) == ("adamw", 5e-4, "linear")
     assert (typed.name, typed.lr, typed.schedule, typed.ema) == ("muon", 6e-4, "cosine", plain.ema)
+
+
+def test_an_adapted_model_is_trained_on(base, capsys):
+    """With the weights and block lengths it has, from the same bound."""
+    assert adapt(base, "once", "model.block_length=4,1") == 0
+    first, before = base / "once" / "export", measured(base, base / "once", capsys, "eval.block_length=4")
+    assert adapt(base, "twice", f"checkpoint.init_from={first}") == 0
+    again = load_checkpoint(base / "twice")
+    assert again.model.config == load_checkpoint(first).model.config and again.model.config.block_length == "4,1"
+    assert measured(base, base / "twice/start", capsys, "eval.block_length=4")["K=4"] == before["K=4"]
+    assert measured(base, base / "twice", capsys, "eval.block_length=4")["K=4"] != before["K=4"]
+    assert adapt(base, "third", f"checkpoint.init_from={first}", "algo=adlm") == 1
+    assert "has no anchors, and adlm adapt cannot change that" in capsys.readouterr().err
