@@ -4,7 +4,7 @@ with random weights.
 train   Network, loss, gradients, clipping, update and EMA. Ours is the step of `adlm train` with the same settings. The
         reference has the same weights and noise, forms the anchor logits and projects them back, sends every position
         through both heads, and is neither compiled nor chunked. A time is the median of `bench.steps` steps, since one
-        hiccup of the host is worth several of them; the mean stands beside it.
+        delay of the host can take as long as several of them; the mean is reported, too.
 sample  Ours is the engine: positions first, head and draw only there, steps that reveal nothing skipped. The reference
         does what a step-by-step loop does, at every position and every step. A step is one of the T steps of the
         sampler: ours has fewer network evaluations than steps (`nfe`), and its time per step is the time of a whole
@@ -53,13 +53,13 @@ from adlm.training.optim import Ema, GradientGuard, Updater
 from adlm.training.parallel import Step, World, parallelise, world
 from adlm.training.setup import corrupted_batches, on_device, text_like
 
-BATCHES = 8  # different ones, in turn
-# Steps (train) or network evaluations (sample) before the clock starts, and steps of the reference that are timed.
+BATCHES = 8  # different batches, in turn
+# Steps (train) or network evaluations (sample) before the clock starts, and timed steps of the reference.
 WARM_UP, REFERENCE_STEPS = 5, 3
 
 
 def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
-    """Time training steps; `which`: ours or dense. In a process of its own: peak memory is a property of a process."""
+    """Time training steps; `which`: ours or dense. Runs alone, since peak memory belongs to a process."""
     with world(cfg.train) as ranks:
         data = text_like((BATCHES, batch, cfg.model.length), vocabulary_size(cfg.data.tokenizer))
         steps = cfg.bench.steps if which == "ours" else REFERENCE_STEPS
@@ -70,8 +70,8 @@ def measure_train(cfg: Config, batch: int, which: str) -> dict[str, Any]:
 def time_training(
     cfg: Config, which: str, ranks: World, data: Tensor, steps: tuple[int, int], warmup: int = 0
 ) -> dict[str, Any]:
-    """`data`: batches of sequences, taken in turn. `steps`: untimed and timed ones. `warmup`: steps over which the
-    learning rate rises, for a reader of the losses."""
+    """Time training steps. `data`: batches of sequences, taken in turn. `steps`: numbers of untimed and timed steps.
+    `warmup`: steps over which the learning rate rises, for callers that use the losses."""
     torch.manual_seed(cfg.seed)
     device, V, (_, batch, L) = ranks.device, vocabulary_size(cfg.data.tokenizer), data.shape
     cfg.train.global_batch_size = cfg.train.batch_size = batch
@@ -83,7 +83,7 @@ def time_training(
     ema, guard = Ema(step_module, cfg.optim.ema), GradientGuard(device)
     update = Updater(cfg.optim, step_module, ema, guard)
     host = [Batch(rows.numpy(), None, np.arange(batch)) for rows in data]
-    # the end of a run: gamma is no longer rising
+    # as at the end of a run, where gamma no longer rises
     tasks = corrupted_batches(objective, itertools.cycle(host), cfg.train.steps, cfg, ranks)
 
     def step(i: int) -> Tensor:
@@ -145,16 +145,16 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
     V = vocabulary_size(cfg.data.tokenizer)
     model = build_model(cfg.model, V, V - 1)
     for weight in (p for n, p in model.named_parameters() if ".modulation." in n):
-        torch.nn.init.normal_(weight, std=0.02)  # a model at its start is the identity, and some kernels know zeros
-    # logits with a spread of 4: as peaked as a trained model's, so that a nucleus is a small part of the vocabulary
+        torch.nn.init.normal_(weight, std=0.02)  # a fresh model is the identity, and some kernels treat zeros specially
+    # logits with a standard deviation of 4, as peaked as a trained model's: a nucleus is a small part of the vocabulary
     torch.nn.init.normal_(model.head.weight, std=4 / cfg.model.hidden_size**0.5)
     model = model.to(device).eval().requires_grad_(False)
     return (engine_steps if which == "ours" else reference_steps)(cfg, model, batch, device)
 
 
 def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
-    """Time bench.steps network evaluations of a batch; to its end, where the sampler reads predictions and decides by
-    them how many there are."""
+    """Time bench.steps network evaluations of a batch. If the sampler reads predictions, they decide the number of
+    evaluations, so the batch is run to its end."""
     s, schedule = with_sampler(cfg.sampling, cfg.objective), make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
@@ -194,7 +194,7 @@ def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) 
 
 @torch.inference_mode()
 def reference_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
-    """Time steps of the reference from the middle of the process."""
+    """Time steps of the reference implementation, from the middle of the process."""
     s, schedule = with_sampler(cfg.sampling, cfg.objective), make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     require(
@@ -232,8 +232,8 @@ def peak_gib(device: torch.device) -> dict[str, float]:
 
 
 class Clock:
-    """A stopwatch: seconds between laps. On a GPU the device notes the time when it gets there, and the host does not
-    wait: a step is then timed as it runs in training, with the next one queued behind it."""
+    """Measures seconds between laps. On a GPU the device records the time when it gets there, and the host does not
+    wait: a step is timed as it runs in training, with the next one already queued."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -276,7 +276,7 @@ def dense_logits(model: Network, tokens_BL: Tensor, sigma_B: Tensor | None = Non
 
 
 def dense_loss(model: Network, task: CorruptedBatch) -> Tensor:
-    """The loss of a corrupted batch from all logits; weights are zero where there is no loss."""
+    """The loss of a corrupted batch, from all logits; weights are zero where nothing is scored."""
     z, V = task.tokens_BL, model.vocab_size
     logits, anchor_logits = dense_logits(model, z, task.sigma_B)
     total = torch.zeros((), device=z.device)
@@ -317,9 +317,8 @@ def dense_step(
     noise: Tensor,
     sigma_B: Tensor | None = None,
 ) -> Tensor:
-    """One step of Eq. 6 as a loop takes it: distribution, nucleus filter and float64 noise at every position of every
-    sequence. `sigma` is Eq. 6's probability of masking again, sigma_B the noise level that a time-conditioned model is
-    conditioned on."""
+    """One step of Eq. 6 in a simple loop: distribution, nucleus filter and float64 noise at every position of every
+    sequence. `sigma` is Eq. 6's probability of masking again, sigma_B the noise level for a time-conditioned model."""
     logits, _ = dense_logits(model, z_BL, sigma_B)
     logits = logits.float()
     logits[..., model.mask_id] = -1e6
@@ -329,7 +328,7 @@ def dense_step(
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-# `adlm bench train | sample`: how fast this machine trains and samples, beside a reference implementation.
+# `adlm bench train | sample`: how fast this machine trains and samples, compared with a reference implementation.
 #
 # A table for people, one JSON line for programs.
 
@@ -339,7 +338,7 @@ SPEED = {"train": "ms", "sample": "ms_per_step"}
 
 def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
     """`adlm bench train | sample`: the table goes to stderr, one JSON line to stdout. The file `out` gets a line for
-    each batch size as soon as that is measured, so that what ends early loses nothing."""
+    each batch size as soon as it is measured, so that nothing is lost if the command ends early."""
     require(len(args) == 1, f"adlm bench wants one word, train or sample; got {' '.join(args) or 'none'}")
     name = choose("benchmark", args[0], tuple(BENCHMARKS))
     device = pick_device(cfg.train.device)
@@ -367,16 +366,16 @@ def run_bench(cfg: Config, args: list[str]) -> dict[str, Any]:
 
 
 def read_size(word: str) -> int:
-    """A number of sequences."""
+    """Parse a number of sequences."""
     fits = word.strip().isdigit() and int(word) > 0
     require(fits, f"bench.batches wants numbers of sequences like 1,16,64; got {word!r}")
     return int(word)
 
 
 def alone(name: str, cfg: Config, batch: int, which: str) -> dict[str, Any]:
-    """Measure with nothing of an earlier measurement left in memory. Out of memory is a result.
+    """Measure with nothing of an earlier measurement in memory. Running out of memory is a result, not an error.
 
-    On a GPU that takes emptying its memory, whose peak can be reset; on a CPU, where it cannot, a fresh process.
+    On a GPU, memory is emptied and its peak reset. On a CPU the peak cannot be reset, so a fresh process measures.
     """
     if pick_device(cfg.train.device).type == "cuda":
         try:
@@ -396,7 +395,7 @@ def alone(name: str, cfg: Config, batch: int, which: str) -> dict[str, Any]:
 
 
 def table(name: str, on: str, results: dict[str, Any]) -> Table:
-    """The results as people read them."""
+    """The results as a table."""
     rate = "tokens_per_s" if name == "train" else "sequences_per_s"
     out = Table(title=f"{name}, {on}")
     figures = (SPEED[name].replace("_", " "), rate.replace("_per_", " / "), "peak GiB", "speedup")

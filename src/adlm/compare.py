@@ -1,17 +1,17 @@
 """`adlm compare [algo[+key=value...] ...]`: train algorithms, and variants of them, on one corpus with one budget, and
-set them side by side (evaluation/comparison.py).
+compare them in a table (evaluation/comparison.py).
 
-Each is a run folder of its own below `out`, composed from the same command line with another `algo=`, so
-that any of them can be looked at, sampled from or trained further. What is finished is not done again: a rerun trains
-what is missing, resumes what was interrupted, and rebuilds the table, which is written after every run.
+Each has its own run folder below `out`, composed from the same command line with another `algo=`, so any of them can be
+inspected, sampled from or trained further. Finished runs are not repeated: a rerun trains what is missing, resumes what
+was interrupted, and rebuilds the table, which is written after every run.
 
-With `compare.jobs` several runs train at once, each in a process of its own: on a GPU that one small model does not
-fill (under CUDA's MPS daemon), or on the cores of a CPU. What they say goes to log.txt in their folders.
+With `compare.jobs` several runs train at once, each in its own process: on a GPU that one small model does not fill
+(under CUDA's MPS daemon), or on the cores of a CPU. Their output goes to log.txt in their folders.
 
-The budget is a number of steps, or with `compare.equal_flops` the training FLOPs of the first algorithm named: the
-others get as many steps as cost the same.
+The budget is a number of steps or, with `compare.equal_flops`, the training FLOPs of the first algorithm named: the
+others then get the number of steps that costs the same.
 
-Below, too: `adlm speedrun`, one run against the clock.
+The module also has `adlm speedrun`, one run against the clock.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ from adlm.training.run import Fork
 
 ENTRY, LOG = "compared.json", "log.txt"
 BUDGET = ("optim.", "train.steps", "train.global_batch_size", "train.length_warmup")
-"""How these keys begin decides what a run of so many steps learns."""
+"""Prefixes of the keys that define the budget and how it is spent."""
 
 
 def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> dict[str, Any]:
-    """`adlm compare`: the table is printed, written and returned.
+    """`adlm compare`: print, write and return the table.
 
     `line`: the overrides of the command line, from which each algorithm's settings are composed.
     """
@@ -60,8 +60,8 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
         if asked.count(name) > 1:
             say(f"{name} is named {asked.count(name)} times, and is one run; +seed=2 makes another")
     folder = Path(cfg.out)
-    # all of them before the first is trained: a mistake must not wait for hours
-    each = [*line, "compare.jobs=1"]  # how many train at once changes no run
+    # check all settings before the first run: a mistake should not show after hours
+    each = [*line, "compare.jobs=1"]  # the number of parallel runs does not change a run
     runs = {name: config.load([*each, *variant(name), f"out={folder / name.replace('/', '_')}"]) for name in names}
     require(
         cfg.eval.estimator in ("auto", "continuous"),
@@ -87,8 +87,8 @@ def run_compare(cfg: Config, line: Sequence[str], args: Sequence[str] = ()) -> d
 
 
 def check_budget(name: str, run: Config) -> None:
-    """Refuse to go on where a run began with another budget or optimizer: its rate has fallen for the end it had then,
-    so what comes of it is not what these settings give."""
+    """Refuse to resume a run that began with another budget or optimizer: its learning rate has decayed towards another
+    end, so the result is not that of these settings."""
     begun, now = config.begun(run.out), config.flatten(run)
     for key in (key for key in now if key.startswith(BUDGET)):
         was = begun.get(key, now[key])
@@ -96,8 +96,8 @@ def check_budget(name: str, run: Config) -> None:
 
 
 def with_equal_flops(runs: dict[str, Config], cfg: Config) -> dict[str, Config]:
-    """Give every run as many steps as cost the training FLOPs of the first one, counted by `setup.training_flops`.
-    What stands before the checkpoint that a run starts from is not counted."""
+    """Give every run the number of steps that costs the training FLOPs of the first one, counted by
+    `setup.training_flops`. Steps before the checkpoint that a run starts from are not counted."""
     given = [name for name in runs if "train.steps=" in name]
     require(not given, f"compare.equal_flops=true counts the steps of every run: take train.steps out of {given}")
     for name, run in runs.items():
@@ -118,12 +118,12 @@ def with_equal_flops(runs: dict[str, Config], cfg: Config) -> dict[str, Config]:
 
 
 def begin_of(run: Config) -> int:
-    """The step at which a run begins: that of the checkpoint it starts from, if it does."""
+    """The step at which a run begins: that of the checkpoint it starts from, else 0."""
     return Fork.of(run.checkpoint.init_from).step if Fork.named(run.checkpoint.init_from) else 0
 
 
 def step_flops(run: Config, cfg: Config) -> float:
-    """Training FLOPs of one step. The seed is that of the whole comparison, so that seeds of one variant are alike."""
+    """Training FLOPs of one step, with the seed of the comparison, so that all seeds of a variant get equal steps."""
     run = replace(run, seed=cfg.seed)
     with world(replace(run.train, device="cpu")) as ranks:
         data = setup.prepare_data(run, ranks)
@@ -132,7 +132,7 @@ def step_flops(run: Config, cfg: Config) -> float:
 
 
 def one_by_one(runs: dict[str, Config], cfg: Config, stopped: list[int]) -> Iterator[Entry]:
-    """Train and measure, up to the first that a signal stops, which is added to `stopped`."""
+    """Train and measure one run after another, until a signal stops one; that signal is added to `stopped`."""
     with world(cfg.train):  # ranks meet once for all runs
         for name, run in runs.items():
             entry = finish(name, run, stopped)
@@ -142,7 +142,7 @@ def one_by_one(runs: dict[str, Config], cfg: Config, stopped: list[int]) -> Iter
 
 
 def finish(name: str, run: Config, stopped: list[int]) -> Entry | None:
-    """Train, measure and note one run; None if a signal stopped it, which is added to `stopped`."""
+    """Train, measure and record one run; None if a signal stopped it, and the signal is added to `stopped`."""
     result = train(run)
     if not result.finished:
         stopped.append(result.stopped_by)
@@ -157,8 +157,8 @@ def finish(name: str, run: Config, stopped: list[int]) -> Entry | None:
 def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str], stopped: list[int]) -> Iterator[Entry]:
     """Train and measure `jobs` runs at a time, in the order in which they end.
 
-    A run that fails does not stop the others: what it said last is added to `failed`. A signal is passed on, so that
-    all of them save and stop, and added to `stopped`.
+    A run that fails does not stop the others: its last message is added to `failed`. A signal is passed on, so that all
+    of them save and stop, and is added to `stopped`.
     """
     waiting, running, stopping = list(runs), dict[Any, tuple[str, Any]](), False
     spawn = multiprocessing.get_context("spawn")  # a fork would share the state of a GPU
@@ -182,7 +182,7 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str], stopped:
                 if (entry := read_entry(runs[name])) is not None:
                     yield entry
                 elif process.exitcode and not stopping:
-                    killed = process.exitcode < 0  # by a full memory, say, and then it had no last word
+                    killed = process.exitcode < 0  # for example, out of memory; then it left no message
                     why = f"killed by signal {-process.exitcode}" if killed else last_line(Path(runs[name].out) / LOG)
                     failed.append(f"{name} failed: {why}")
                     say(failed[-1])
@@ -191,7 +191,7 @@ def side_by_side(runs: dict[str, Config], jobs: int, failed: list[str], stopped:
 
 
 def finish_quietly(name: str, run: Config) -> None:
-    """Finish a run as a process of `side_by_side`: whatever is said goes to a file."""
+    """Finish a run as a process of `side_by_side`, with its output in a file."""
     folder = writable_folder("out", Path(run.out))
     with open(folder / LOG, "a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
@@ -204,7 +204,7 @@ def finish_quietly(name: str, run: Config) -> None:
 
 @contextlib.contextmanager
 def shared_cores(jobs: int) -> Iterator[None]:
-    """Processes started here get their part of the cores, unless the user has said how many threads one may use."""
+    """Give processes started here an equal part of the cores, unless the user has set the number of threads."""
     ours = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     os.environ.update(ours)
     try:
@@ -239,7 +239,7 @@ def each_seed(name: str) -> list[str]:
 
 
 def variant(name: str) -> list[str]:
-    """`adlm+seed=2+recipe=fast` -> the overrides it stands for."""
+    """`adlm+seed=2+recipe=fast` -> the overrides it means."""
     algo, *changes = name.split("+")
     choose("algo", algo, group_choices("algo"))
     require(all("=" in change for change in changes), f"{name!r}: after the algorithm, +key=value for each change")
@@ -247,7 +247,7 @@ def variant(name: str) -> list[str]:
 
 
 def show(entries: list[Entry], cfg: Config, folder: Path, tell: bool = False) -> dict[str, Any]:
-    """Write table.md and table.json; print the table if it is the last."""
+    """Write table.md, table.json and report.html; `tell`: also print the table."""
     reference = REFERENCE if any(e.name == REFERENCE for e in entries) else entries[0].name
     comparison = Comparison(entries, reference, cfg)
     document = {"command": command_line(), **comparison.as_dict()}
@@ -265,7 +265,7 @@ def show(entries: list[Entry], cfg: Config, folder: Path, tell: bool = False) ->
 
 
 def read_entry(cfg: Config) -> Entry | None:
-    """Read what an earlier call found for exactly these settings."""
+    """Read the result of an earlier call with exactly these settings, if there is one."""
     try:
         entry = Entry(**json.loads((Path(cfg.out) / ENTRY).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -277,7 +277,7 @@ def read_entry(cfg: Config) -> Entry | None:
 
 
 def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
-    """Measure a finished run: its EMA weights on the validation split it was trained beside."""
+    """Measure a finished run: its EMA weights on the validation split of its own data."""
     run = Path(cfg.out)
     data = setup.prepare_data(cfg, ranks)
     loaded = load_checkpoint(run, cfg.eval.ema, ranks.device)
@@ -305,21 +305,20 @@ def measure_run(name: str, cfg: Config, ranks: World) -> Entry:
 # ---- adlm speedrun ---------------------------------------------------------------------------------------------------
 # `adlm speedrun`: how soon does a model reach the bound that the public release has after 36M tokens?
 #
-# A run is trained, its validations are read, and the first that is at or below the target counts. The clock starts
-# with the first step. Compiling is reported apart from the steps: a log window in which something was compiled (the
-# first one, and the first after sequences get their full length) counts at the speed of the window after it.
-# docs/speedrun.md has the rules and the records.
+# The first validation of a run that is at or below the target counts. The clock starts with the first step. Compiling
+# is reported separately: a log window in which something was compiled (the first one, and the first after sequences get
+# their full length) counts at the speed of the next window. docs/speedrun.md has the rules and the records.
 
 TARGET = 6.726
 """Nats per token on held-out Wikipedia: the release's recipe, 768 wide, after 36M tokens (docs/results.md)."""
 RULES = {"data.name": "wikipedia", "data.tokenizer": "gpt2", "model.length": 1024, "model.causal": False}
 LEAST_SEQUENCES = 512
-"""Held-out sequences of a validation."""
+"""Fewest held-out sequences of a validation."""
 RECORD = "record.json"
 
 
 def run_speedrun(cfg: Config) -> dict[str, Any]:
-    """`adlm speedrun`: train by the rules, print and write the record."""
+    """`adlm speedrun`: train by the rules, and print and write the record."""
     check_rules(cfg)
     result = train(cfg)
     if not result.finished:
@@ -337,7 +336,7 @@ def run_speedrun(cfg: Config) -> dict[str, Any]:
 
 
 def check_rules(cfg: Config) -> None:
-    """Refuse what could not be compared with other records."""
+    """Refuse settings that cannot be compared with other records."""
     for key, value in RULES.items():
         section, _, name = key.partition(".")
         given = getattr(getattr(cfg, section), name)
@@ -356,7 +355,7 @@ def parameters(cfg: Config, data: setup.Data) -> int:
 
 
 def read_record(events: list[dict[str, Any]], cfg: Config) -> dict[str, Any]:
-    """When the target was reached: tokens, seconds of steps, seconds with everything. None of these if it was not."""
+    """When the target was reached: tokens, seconds of steps, seconds in all. Without these if it was not reached."""
     valid = [event for event in events if event["kind"] == "valid"]
     reached = next((event for event in valid if event["nll"] <= TARGET), None)
     best = min(event["nll"] for event in valid)
@@ -378,7 +377,7 @@ def read_record(events: list[dict[str, Any]], cfg: Config) -> dict[str, Any]:
 
 
 def step_seconds(windows: list[dict[str, Any]], cfg: Config) -> float:
-    """Seconds that the steps of these log windows took, without compiling."""
+    """Seconds taken by the steps of these log windows, without compiling."""
     changes = {0}  # steps before which something is compiled
     if cfg.train.length_warmup > 1:
         changes.add(int(cfg.train.steps * cfg.train.length_warmup_fraction))

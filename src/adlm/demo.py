@@ -1,6 +1,6 @@
 """`adlm demo`: the whole package in a few minutes on a CPU, with nothing downloaded.
 
-Trains a nano ADLM on the documentation inside Python (experiment/demo.yaml) or on a text of the user's
+Trains a nano ADLM on Python's own documentation (experiment/demo.yaml) or on the user's own text
 (`adlm demo my.txt`), validates it, and writes a report that opens in a browser. A second call finds the run folder and
 rebuilds the report. finetuning.py builds its report from the same parts.
 """
@@ -42,15 +42,15 @@ from adlm.training.metrics import METRICS, read_metrics
 
 HOW = "Every position starts as a mask; the sampler {sampler} reveals a few at each step, in any order."
 AT_MOST = ": variational bounds, the true values are at most this high"
-"""What is to be said of the perplexities of a model that is not causal."""
+"""Added to the perplexities of a model that is not causal."""
 # Held-out sequences that prompts are taken from.
 HELD_OUT_READ = 8
 Wishes = dict[str, dict[str, str]]
-"""What a report shows being written: label -> prompt or template. [MASK:3] are three holes."""
+"""The texts that a report shows being written: label -> prompt or template. [MASK:3] is three holes."""
 
 
 def run_demo(cfg: Config) -> dict[str, Any]:
-    """Train (or find the trained run), write report.html, say what to try next."""
+    """Train (or find the trained run), write report.html, and print what to try next."""
     run = Path(cfg.out)
     trained = any(e["kind"] == "train" and e["step"] >= cfg.train.steps for e in read_metrics(run))
     if trained:
@@ -85,7 +85,7 @@ def next_commands(run: Path) -> list[tuple[str, str]]:
 
 
 def summary(cfg: Config, events: list[dict[str, Any]]) -> dict[str, float | int]:
-    """The run in numbers, from its metrics file; seconds are those of optimizer steps."""
+    """The run in numbers, from its metrics file; seconds count optimizer steps only."""
     valid = [e for e in events if e["kind"] == "valid"]
     steps = [e for e in events if e["kind"] == "train"]
     require(bool(valid and steps), f"{Path(cfg.out) / METRICS} holds no record of the training, of which the report is")
@@ -142,7 +142,7 @@ def report_page(
     valid: Blocks,
     commands: list[tuple[str, str]],
 ) -> str:
-    """A page about a run of training: numbers, samples, curves, anchors, settings, what to try next."""
+    """A page about a training run: numbers, samples, curves, anchors, settings, what to try next."""
     return page(
         title,
         head,
@@ -162,12 +162,12 @@ def report_page(
 
 
 def text_name(cfg: Config) -> str:
-    """The corpus as a reader knows it: the name of the file, or of the corpus."""
+    """The name of the text for a reader: that of the file, or of the corpus."""
     return Path(cfg.data.path).name if cfg.data.name == "file" else cfg.data.name
 
 
 def run_tiles(facts: dict[str, Any], lm: LanguageModel) -> dict[str, Html]:
-    """What every run has: time, speed and size."""
+    """The tiles of every report: time, speed and size."""
     minutes, seconds = divmod(round(facts["training_seconds"]), 60)
     return {
         "Training time": Html(f"{minutes} min {seconds:02d} s<br><small>{facts['steps']:,} steps</small>"),
@@ -177,8 +177,8 @@ def run_tiles(facts: dict[str, Any], lm: LanguageModel) -> dict[str, Html]:
 
 
 def wishes(tokenizer: Tokenizer, valid: Blocks) -> Wishes:
-    """What to write: something from nothing, the beginning of a held-out sentence, and another one with a hole; or the
-    answers to held-out prompts."""
+    """The texts to write: one from nothing, one from the beginning of a held-out sentence, and one that fills a hole in
+    another; for prompts with answers, the answers to held-out prompts."""
     if valid.starts is not None:
         asked = [valid[i][1:start] for i, start in enumerate(valid.starts[:HELD_OUT_READ].tolist())]
         prompts = [tokenizer.decode(tokens, skip_special=True) for tokens in sorted(asked, key=len)[:3]]
@@ -198,7 +198,7 @@ def wishes(tokenizer: Tokenizer, valid: Blocks) -> Wishes:
 
 
 def player(cfg: Config, lm: LanguageModel, label: str, wish: dict[str, str]) -> list[Html]:
-    """One text being written, step by step, under its label."""
+    """Show one text being written, step by step, under its label."""
     s = cfg.sampling
     chosen: dict[str, Any] = {
         "sampler": lm.sampler_of(s.sampler), "steps": s.steps, "temperature": s.temperature, "top_p": s.top_p,
@@ -206,7 +206,7 @@ def player(cfg: Config, lm: LanguageModel, label: str, wish: dict[str, str]) -> 
     }  # fmt: skip
     try:
         snapshots, text = watch(lm, lm.request(**wish, **chosen))
-    except ValueError as problem:  # settings of the reader's own, such as sequences too short for the template
+    except ValueError as problem:  # the user's settings do not fit, such as sequences too short for the template
         return [tag("h3", label), paragraph(f"Left out: {problem}")]
     facts = f"{text.nfe} network evaluations, {text.seconds:.1f} s, seed {text.seed}"
     return [tag("h3", label), reveal(snapshots, label), paragraph(tag("small", facts))]
@@ -228,7 +228,7 @@ def curves(events: list[dict[str, Any]]) -> list[Html]:
 
 
 def configuration(cfg: Config) -> Html:
-    """The settings in four lines, and all of them to unfold."""
+    """The settings in four lines, and a full list that unfolds."""
     m, o, t = cfg.model, cfg.objective, cfg.train
     blocks = f"{m.n_blocks} + {m.n_denoiser_blocks}" if m.anchored else f"{m.n_blocks}"
     rows = [

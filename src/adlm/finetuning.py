@@ -1,10 +1,10 @@
-"""`adlm finetune my.txt`: teach a trained model a text of one's own, in minutes on a CPU.
+"""`adlm finetune my.txt`: fine-tune a trained model on the user's own text, in minutes on a CPU.
 
-Starts from the model in the box, or from any model that `adlm.load` reads (checkpoint.init_from), and keeps its
-network, tokenizer and objective. Rates and length of the run fit the size of the text. The result is an ordinary run
-folder, which resumes and is exported, with a report: bound and samples before and after.
+Starts from the model that comes with the package, or from any model that `adlm.load` reads (checkpoint.init_from), and
+keeps its network, tokenizer and objective. Learning rates and the length of the run fit the size of the text. The
+result is an ordinary run folder, which resumes and is exported, with a report: bound and samples before and after.
 
-Below, too: `adlm adapt`, which begins with a causal model.
+The module also has `adlm adapt`, which starts from a causal model.
 """
 
 import os
@@ -42,20 +42,21 @@ from adlm.training.metrics import read_metrics
 from adlm.training.parallel import World, world
 
 EPOCHS = 8
-"""Most times that the text is read: later ones are learned by heart."""
+"""Most epochs: with more, the model memorises the text."""
 TOKENS = {"cpu": 130_000, "cuda": 20_000_000}
-"""Most tokens that a run reads: minutes."""
+"""Most tokens that a run reads, which takes minutes."""
 SMALL = 20_000_000
-"""Parameters of a model that reads so many on a CPU in minutes; larger ones read fewer, and work as long."""
+"""Up to this many parameters a model reads that many tokens on a CPU in minutes; larger ones read fewer, and take as
+long."""
 LARGE = 50_000_000
-"""Parameters from which on a CPU trains adapters alone, unless lora.rank says otherwise: training all weights would
-take gigabytes of memory and disk, and twice the time."""
+"""With more parameters, a CPU trains adapters only, unless lora.rank is set: training all weights would take gigabytes
+of memory and disk, and twice the time."""
 RANK = 16
 START = "checkpoint.init_from"
 
 
 class FineTuned(NamedTuple):
-    """A fine-tuned model, where it is, and bounds on the held-out text before and after, in bits per byte."""
+    """A fine-tuned model, its run folder and report, and bounds on held-out text before and after, in bits per byte."""
 
     lm: LanguageModel
     run: str
@@ -76,8 +77,8 @@ def finetune(
     """Fine-tune a model on the text, jsonl, csv or parquet file or folder `path`.
 
     `start`: a run folder, an exported folder or a release .ckpt; by default the model in the box. `out`: the run folder
-    (default runs/NAME-finetuned). `steps`: optimizer steps (0: what fits the text). `settings`: further overrides as
-    they are typed on the command line, such as "optim.lr=1e-4".
+    (default runs/NAME-finetuned). `steps`: optimizer steps (0: chosen to fit the text). `settings`: further overrides,
+    as on the command line, such as "optim.lr=1e-4".
     """
     require(not isinstance(settings, str), f"settings must be a list of texts, got {settings!r:.60}")
     line = ["data=file", f"data.path={path_given('path', path)}", f"train.device={device}"]
@@ -93,7 +94,7 @@ def finetune(
 
 
 def run_finetune(cfg: Config, line: list[str]) -> dict[str, Any]:
-    """`adlm finetune TEXT`: train, measure before and after, write report.html, say what to try next."""
+    """`adlm finetune TEXT`: train, measure before and after, write report.html, and print what to try next."""
     start = locate(cfg.checkpoint.init_from)
     require(start.exists(), f"{START}={str(start)!r} does not exist")
     loaded = load_checkpoint(start, tokenizer=cfg.data.tokenizer, root=cfg.data.root, key=START)
@@ -146,8 +147,8 @@ def next_commands(run: Path) -> list[tuple[str, str]]:
 
 
 def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
-    """The settings of the run: network, noise, objective and tokenizer of the start, the rest as it fits the text and
-    the machine. What was typed wins; a run that has begun keeps what was chosen then."""
+    """The settings of the run: network, noise, objective and tokenizer of the starting model, and values that fit the
+    text and the machine. Typed settings win; a run that has begun keeps the values chosen then."""
     for group in ("model", "noise", "algo", "recipe", "experiment"):
         said = f"{group}= cannot be set here: adlm finetune keeps network and objective of its start"
         require(not is_typed(group, line), said)
@@ -160,14 +161,14 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     chosen: dict[str, Any] = {"algo": loaded.info["algo"]} if loaded.info["algo"] in GROUPS["algo"] else {}
     for name, part in (("model", loaded.model.config), ("noise", loaded.noise), ("objective", loaded.objective)):
         chosen |= {f"{name}.{key}": value for key, value in asdict(part).items()}
-    # Training ended with masks at the bound's own times, and goes on there; earlier versions began causally once more.
+    # Training ended with masks at the bound's own times, and continues so; earlier versions began causally again.
     chosen |= {"objective.time_density": 1.0, "objective.gamma_warmup": 0.0}
     chosen |= {"objective.causal_until": saved.get("objective.causal_until", 0.0)}
     most = most_tokens(parameter_count(loaded.model), device)
     rank = saved.get("lora.rank", typed.lora.rank if is_typed("lora.rank", line) else rank_for(loaded, device))
     chosen |= {"lora.rank": rank} | rates(loaded, low_rank=rank > 0)
     source, length, most_at_once = resolve(typed.data, "train"), loaded.model.config.length, 8
-    if source.holds_pairs:  # one a sequence, which may be short
+    if source.holds_pairs:  # one pair per sequence, which may be short
         length = padded_length(source.every_pair(), loaded.tokenizer, length)
         sequences, most_at_once = float(sum(1 for _ in source.every_pair())), max(8, min(32, 2048 // length))
     else:
@@ -179,7 +180,7 @@ def settings_for(loaded: Loaded, start: Path, line: Sequence[str]) -> Config:
     part = most / most_tokens(0, device)
     chosen |= {"eval.sequences": max(32, round(256 * part)), "train.valid_sequences": max(12, round(96 * part))}
     chosen |= {"sampling.steps": 64, "sampling.length": min(96, loaded.model.config.length), "sampling.top_p": 0.9}
-    # Paths last: a string of the line may hold anything, also what a group is called.
+    # Paths last: a string of the line may hold anything, even the name of a group.
     fixed = ["data=file", f"out={out}", f"data.tokenizer={Path(folder) / TOKENIZER}", f"{START}={folder}"]
     line = [word for word in line if not word.lstrip("+").startswith(f"{START}=")]
 
@@ -198,20 +199,20 @@ def is_typed(key: str, line: Sequence[str]) -> bool:
 
 
 def most_tokens(parameters: int, device: str) -> float:
-    """The most tokens that a run reads."""
+    """The largest number of tokens that a run reads."""
     if device == "cuda":
         return TOKENS["cuda"]
     return TOKENS["cpu"] * min(1.0, SMALL / max(1, parameters))
 
 
 def rank_for(loaded: Loaded, device: str) -> int:
-    """The rank of the adapters, where nobody says what is to be trained; 0: all weights."""
+    """The default rank of the adapters; 0: train all weights."""
     return RANK if device != "cuda" and parameter_count(loaded.model) > LARGE else 0
 
 
 def rates(loaded: Loaded, low_rank: bool) -> dict[str, Any]:
-    """Optimizer and peak rates: those of the recipes for long runs. The published block was trained with AdamW; so are
-    adapters, at a higher rate, since they start at zero."""
+    """Optimizer and peak rates: those of the recipes for long runs. Models with the published block use AdamW, with
+    which it was trained. Adapters use it, too, at a higher rate, since they start at zero."""
     modern = loaded.model.config.norm == "rmsnorm"
     shared = {"optim.schedule": "linear", "optim.weight_decay": 0.0}
     if low_rank:
@@ -222,8 +223,8 @@ def rates(loaded: Loaded, low_rank: bool) -> dict[str, Any]:
 
 
 def exported(loaded: Loaded, start: Path, out: Path) -> Path:
-    """An exported folder of the model to start from: itself, the one of its run, or one written into the run folder
-    (of a model of another project, or of a run that has not finished)."""
+    """An exported folder of the starting model: `start` itself, its `export`, or one written into the run folder (for a
+    model of another project, or a run that has not finished)."""
     for folder in (start, start / "export"):
         if (folder / CONFIG).is_file() and not is_released(folder):
             return folder.resolve()
@@ -232,7 +233,7 @@ def exported(loaded: Loaded, start: Path, out: Path) -> Path:
 
 
 def check_start(folder: Path, weights: dict[str, Tensor], named: Path, out: str) -> None:
-    """Refuse to go on in the folder of a run that began with another model than the one that is named."""
+    """Refuse to continue in the folder of a run that began with another model than the one named."""
     if folder.resolve() not in (named.resolve(), (named / "export").resolve()):
         same = weights_digest(load_folder(folder).model.state_dict()) == weights_digest(weights)
         require(
@@ -253,7 +254,7 @@ def build_report(
     facts: dict[str, Any],
     bounds: list[tuple[Estimate, float]],
 ) -> str:
-    """The page: bounds and samples before and after, then what every run shows."""
+    """The page: bounds and samples before and after, then the parts that all reports share."""
     (old, old_bits), (new, new_bits) = bounds
     head = {
         "Bits per byte": Html(f"{new_bits:.3f}<br><small>from {old_bits:.3f}</small>"),
@@ -284,25 +285,26 @@ def build_report(
 
 
 # ---- adlm adapt ------------------------------------------------------------------------------------------------------
-# `adlm adapt BASE data=...`: a causal model becomes a block-diffusion model, anchored or not.
+# `adlm adapt BASE data=...`: turn a causal model into a block-diffusion model, anchored or not.
 #
-# The weights stay; attention opens inside blocks, and a mask embedding (the mean of all) is new. Predictions stay
-# shifted by one position, so that blocks of one token are the causal model itself, before any training. With
-# `algo=adlm` the last third of the blocks is the denoiser, the others are the anchor network, whose head is the
-# model's own.
+# The weights stay the same. Attention becomes bidirectional inside blocks, and a mask embedding (the mean of all) is
+# added. Predictions stay shifted by one position, so with blocks of one token the model is the causal model itself,
+# before any training. With `algo=adlm` the last third of the blocks is the denoiser, the others are the anchor network,
+# whose head starts as the model's own.
 #
-# The start is written to `out`/start, an exported folder; from there on it is a run like any other.
+# The starting weights are written to `out`/start, an exported folder; after that it is a run like any other.
 
 BLOCK_LENGTH = "16,1,4,64,0"
-"""One model for all block lengths, 16 its own."""
+"""One model for all these block lengths, with 16 as the default."""
 LONGEST = 1024
-"""Tokens of a sequence, unless model.length says otherwise: much of what a causal model can read is not trained."""
+"""Most tokens of a sequence, unless model.length is set; a longer context of the base is not trained."""
 ANCHORED = {
     "gamma": 0.1, "gamma_warmup": 0.0, "anchor_rule": "all", "anchor_fraction": 0.25, "anchor_positions": "masked",
 }  # fmt: skip
 """The anchor loss of the recipe `fast`."""
 QUIET = 0.1
-"""The anchor network's first predictions are nearly uniform: its norm starts at this part of the base's last one."""
+"""The anchor network's norm starts at this fraction of the base's final norm, so that its first predictions are nearly
+uniform."""
 OPTIMIZER: dict[str, Any] = {
     "optim.name": "adamw", "optim.lr": 5e-4, "optim.beta2": 0.95, "optim.schedule": "linear", "optim.warmup": 50,
     "optim.ema": 0.0, "train.global_batch_size": 40, "train.steps": 1600,
@@ -328,7 +330,7 @@ def run_adapt(cfg: Config, line: Sequence[str]) -> dict[str, Any]:
 
 
 def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
-    """The settings of the run: network and tokenizer of the base, blocks and rates that fit. What was typed wins."""
+    """The settings of the run: network and tokenizer of the base, with default blocks and rates. Typed settings win."""
     line = [word for word in line if not word.lstrip("+").startswith(f"{START}=")]
     given = {word.lstrip("+").partition("=")[0] for word in line}
     fixed = sorted(given & {"model", "recipe", "experiment", "model.causal"})
@@ -363,7 +365,7 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
 
 
 def adapted_config(base: ModelConfig, anchored: bool) -> ModelConfig:
-    """The network of a causal one, for blocks; that of an adapted one as it is."""
+    """The block-diffusion network made from a causal one; that of an adapted model stays as it is."""
     if base.block_lengths and not base.causal:
         kind = "has anchors" if base.anchored else "has no anchors"
         require(anchored == base.anchored, f"this model {kind}, and adlm adapt cannot change that a second time")
@@ -380,7 +382,7 @@ def adapted_config(base: ModelConfig, anchored: bool) -> ModelConfig:
 
 @torch.no_grad()
 def adapted_weights(loaded: Loaded, cfg: ModelConfig) -> dict[str, Tensor]:
-    """The base's weights by the names of the adapted network."""
+    """The base's weights under the names of the adapted network."""
     base = {name: value.detach().float() for name, value in loaded.model.state_dict().items()}
     if not loaded.model.config.causal:
         return base
@@ -400,8 +402,9 @@ def adapted_weights(loaded: Loaded, cfg: ModelConfig) -> dict[str, Tensor]:
 
 
 def in_two_stacks(base: dict[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
-    """Weights of one stack as those of anchor network and denoiser. Both end in a norm and a head. The anchor network's
-    are copies, the norm a small one: in the middle of a model they say nothing yet, and should not say it loudly."""
+    """Split the weights of one stack into anchor network and denoiser. Both end in a norm and a head. The anchor
+    network's are copies, with the norm scaled by QUIET: in the middle of a model they predict nothing useful yet, so
+    their predictions should be nearly uniform."""
     found: dict[str, Tensor] = {}
     for name, value in base.items():
         stack, _, rest = name.partition(".blocks.")

@@ -17,11 +17,11 @@ from adlm.errors import require
 from adlm.rules import accept
 
 # ---- words -----------------------------------------------------------------------------------------------------------
-# Words as tokens: what must not appear, and what must.
+# Words that must or must not appear, as tokens.
 
 
 def listed(key: str, texts: Iterable[str]) -> list[str]:
-    """Texts that Python handed over: a generator, too, which can be read once."""
+    """Texts given in Python as a list; an iterator, which can be read only once, is accepted, too."""
     fits = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
     require(fits, f"{key} must be a list of texts, got {texts!r:.60}")
     return [accept(f"a text of {key}", text, str) for text in texts]
@@ -30,7 +30,7 @@ def listed(key: str, texts: Iterable[str]) -> list[str]:
 def banned_and_required(
     tokenizer: Tokenizer, banned: Sequence[str], required: Sequence[str]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Banned and required words as token sequences; a required one must not hold a banned one."""
+    """Banned and required words as token sequences; a required word must not contain a banned one."""
     avoided = [(word, v) for word in listed("sampling.banned", banned) for v in variants(tokenizer, word)]
     placed = [(word, variants(tokenizer, word)[-1]) for word in listed("sampling.required", required)]
     for word, tokens in placed:
@@ -42,7 +42,7 @@ def banned_and_required(
 
 
 def variants(tokenizer: Tokenizer, word: str) -> list[list[int]]:
-    """A word as tokens, at the start of a text and after a space (the same in some vocabularies)."""
+    """A word as tokens, at the start of a text and after a space (identical in some vocabularies)."""
     require(bool(word.strip()), "a banned or required word is empty")
     found = []
     for text in (word, " " + word):
@@ -63,8 +63,8 @@ __all__ = ["Constraint", "make_constraint"]
 def make_constraint(
     tokenizer: Tokenizer, vocab_size: int, regex: str = "", choices: Sequence[str] = (), response_format: Any = ""
 ) -> Constraint | None:
-    """The constraint that is asked for, at most one of three; None if none is. The first use of one takes a moment, as
-    its automaton is made; the last few are kept."""
+    """The requested constraint, at most one of three; None if there is none. The first use of a constraint takes a
+    moment to build its automaton; the last few automata are cached."""
     texts = [] if choices is None else listed("sampling.choices", choices)
     given = {"regex": regex, "choices": texts, "response_format": response_format}
     named = [name for name, value in given.items() if value not in ("", [], None)]

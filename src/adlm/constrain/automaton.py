@@ -1,16 +1,16 @@
-"""The token automaton of a regular expression: which tokens may stand where, for a vocabulary of any size.
+"""The token automaton of a regular expression: which tokens are allowed where, for a vocabulary of any size.
 
-`outlines-core` makes the automaton over bytes. Here its edges become tokens: from each state every token is spelled
-byte by byte. Tokens that the automaton cannot tell apart (from every state they lead to the same one) are one
-*letter*: there are far fewer letters than tokens, and everything downstream counts letters.
+`outlines-core` builds the automaton over bytes. Here its edges become tokens: from each state every token is spelled
+byte by byte. Tokens that the automaton cannot distinguish (from every state they lead to the same one) are one
+*letter*. There are far fewer letters than tokens, and all later code works with letters.
 
-A text may end before its sequence does. So there is one more state, END, that an accepting state enters by the
-end-of-text token, and that every token keeps: what stands after the end of a text is dropped, and not constrained.
+A text may end before its sequence does. So there is one more state, END. An accepting state enters it by the
+end-of-text token, and every token stays in it: what follows the end of a text is dropped, so it is not constrained.
 
-A regular expression can have an automaton of any size (a{1000}{1000}), and the library has no limit. It runs in a
-process of its own, with a limit on time and memory.
+A regular expression can have an automaton of any size (a{1000}{1000}), and the library sets no limit. So it runs in a
+separate process, with a limit on time and memory.
 
-Below, too: the pieces of regular expressions that JSON is made of.
+The module starts with the pieces of regular expressions from which JSON is built.
 """
 
 import functools
@@ -30,10 +30,10 @@ from adlm.data.tokenizers import Tokenizer, byte_characters
 from adlm.errors import missing_extra, require
 
 # ---- pieces of regular expressions -----------------------------------------------------------------------------------
-# Pieces of regular expressions for JSON: texts, numbers between bounds, patterns inside of quotes.
+# Pieces of regular expressions for JSON: texts, numbers between bounds, patterns inside quotes.
 
 CHARACTER = r'(?:[^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
-"""One character of a string, written as it is or by a short escape."""
+"""One character of a string, literal or as a short escape."""
 NATURAL = "(?:0|[1-9][0-9]*)"
 NUMBER = rf"-?{NATURAL}(?:\.[0-9]{{1,15}})?(?:[eE][+-]?[0-9]{{1,2}})?"
 FRACTION = r"\.[0-9]{1,6}"
@@ -42,7 +42,7 @@ ZERO_FRACTION = r"\.0{1,6}"
 
 
 LONGEST = 100_000
-"""Characters of a regular expression."""
+"""Most characters of a regular expression."""
 
 
 def refuse(what: str) -> ValueError:
@@ -73,7 +73,7 @@ def integers(low: int | None, high: int | None) -> str:
 
 
 def naturals(low: int, high: int | None) -> str:
-    """All numbers from low to high, without leading zeros: by their number of digits, and digit by digit."""
+    """All numbers from low to high, without leading zeros: grouped by number of digits, then digit by digit."""
     options = []
     for digits in range(len(str(low)), (len(str(high)) if high is not None else len(str(low))) + 1):
         first, last = max(low, 10 ** (digits - 1) if digits > 1 else 0), 10**digits - 1
@@ -84,7 +84,7 @@ def naturals(low: int, high: int | None) -> str:
 
 
 def same_length(low: str, high: str) -> Iterator[str]:
-    """Patterns of the numbers from low to high, which have as many digits."""
+    """Patterns of the numbers from low to high, which have the same number of digits."""
     if low == high:
         yield low
     elif set(low[1:]) <= {"0"} and set(high[1:]) <= {"9"}:
@@ -100,7 +100,7 @@ def same_length(low: str, high: str) -> Iterator[str]:
 
 
 def number_between(low: float | None, above: bool, high: float | None, below: bool, place: str) -> str:
-    """Decimal numbers between whole bounds."""
+    """Decimal numbers between bounds that are whole numbers."""
     for bound in (low, high):
         if bound is not None and bound != int(bound):
             raise refuse(f"{place + '.' if place else ''}a bound of {bound} is not supported: whole numbers are")
@@ -135,7 +135,7 @@ def magnitudes(low: int, above: bool, high: int | None, below: bool) -> list[str
 
 NOT_INSIDE = r'"\\\x00-\x1F\x7F-\x9F'
 CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": " "}
-"""What is written for them; a class that leaves out spaces leaves out all of JSON Schema's, and `.` their line ends."""
+"""What the classes expand to. A class that excludes spaces excludes all of SPACES, and `.` excludes LINES."""
 LINES = "\u2028\u2029"
 SPACES = f" \u00a0\u1680\u2000-\u200a{LINES}\u202f\u205f\u3000\ufeff"
 PATTERN = re.compile(
@@ -146,8 +146,8 @@ PATTERN = re.compile(
 
 
 def string_pattern(pattern: Any, place: str) -> str:
-    """A `pattern` as it may stand between quotes: no quote, backslash or control character comes out of it. One that
-    is not anchored may have anything before and after."""
+    """A `pattern` for use between quotes: it matches no quote, backslash or control character. Without anchors,
+    anything may come before and after."""
     if not isinstance(pattern, str):
         raise refuse(f"{place}.pattern must be a text")
     begun, ended = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
@@ -166,8 +166,8 @@ def string_pattern(pattern: Any, place: str) -> str:
 
 
 def plain_set(inside: str, spaces: str) -> str | None:
-    """The inside of [...] with classes written out; None if it holds what we do not read. A hyphen makes a range only
-    between two single characters; every other sign is escaped, since Rust's sets have more of them (`&&`, `--`)."""
+    """The inside of [...] with classes expanded; None if it holds something unsupported. A hyphen makes a range only
+    between two single characters; any other sign is escaped, since Rust's sets have more operators (`&&`, `--`)."""
     parts = re.findall(r"\\(.)|(.)", inside, re.DOTALL)
     if any(escaped and not (escaped in CLASSES or escaped in r"][.+*?(){}|^$/-\&~") for escaped, _ in parts):
         return None
@@ -186,7 +186,7 @@ def plain_set(inside: str, spaces: str) -> str | None:
 
 
 def in_set(character: str) -> str:
-    """A character as Rust's [...] reads it as itself."""
+    """A character escaped so that Rust's [...] reads it literally."""
     return "\\" + character if character in r"^-&~[]" else character
 
 
@@ -208,10 +208,10 @@ def translated(part: re.Match[str], inside: str) -> str:
 # ---- the automaton ---------------------------------------------------------------------------------------------------
 
 SECONDS, MEMORY = 10, 1 << 29
-"""Most of an automaton that is being made. Memory is what stops a large one, on every machine at the same size; the
-seconds leave a slow or busy machine room: JSON of any kind takes 1.5 s of CPU time and 290 MB."""
+"""Limits while an automaton is built. The memory limit stops a large one, at the same size on every machine; the time
+limit leaves room for a slow or busy machine. JSON of any kind takes 1.5 s of CPU time and 290 MB."""
 MOST_WORK = 1_000_000_000
-"""States times bytes of the vocabulary."""
+"""Limit of states times bytes of the vocabulary."""
 MOST_EDGES = 3_000_000
 PROGRAM = f"""
 import json, sys
@@ -235,7 +235,7 @@ else:
 
 @dataclass(frozen=True)
 class ByteAutomaton:
-    """Over bytes: the next state by state and byte; the last row is where nothing leads to a match any more."""
+    """An automaton over bytes: the next state by state and byte. The last state is dead: no match is possible there."""
 
     next_SB: NDArray[np.int32]
     start: int
@@ -251,9 +251,9 @@ def byte_automaton(regex: str) -> ByteAutomaton:
     except ModuleNotFoundError as error:
         raise ValueError(missing_extra(error) or str(error)) from None
     command = [sys.executable, "-I", "-c", PROGRAM]
-    # The end is told: else the first alternative that matches hides longer ones, and a|ab is a. The library cannot tell
-    # it of a text that may be empty, so that one character stands before. It is a line break, which `.` does not match:
-    # the library also looks for matches that begin later, and .{40} could hold the beginnings of 2^40 sets of them.
+    # Anchor the end: otherwise the first alternative that matches hides longer ones, and a|ab is a. The library cannot
+    # anchor a text that may be empty, so one character comes first. It is a line break, which `.` does not match: the
+    # library also looks for matches that begin later, and in .{40} those could begin in 2^40 sets of places.
     anchored = f"\\n(?:{regex})\\z"
     try:
         done = subprocess.run(command, input=json.dumps(anchored), capture_output=True, text=True, timeout=4 * SECONDS)
@@ -270,7 +270,7 @@ def byte_automaton(regex: str) -> ByteAutomaton:
     next_SB = np.full((dead + 1, 256), dead, dtype=np.int32)
     for name, leaving in edges.items():
         for byte, target in leaving:
-            if byte < 256:  # the library marks the end of a text by one more
+            if byte < 256:  # the library uses one more symbol for the end of a text
                 next_SB[names[int(name)], byte] = names[target]
     accepting_S = np.zeros(dead + 1, dtype=bool)
     accepting_S[[names[name] for name in final]] = True
@@ -279,16 +279,16 @@ def byte_automaton(regex: str) -> ByteAutomaton:
 
 @dataclass(frozen=True, eq=False)
 class TokenAutomaton:
-    """Edges (source, letter, target), sorted by source; every state has at least one, and leads to a match."""
+    """Edges (source, letter, target), sorted by source. Every state has at least one edge, and can reach a match."""
 
     start: int
     accepting_S: NDArray[np.bool_]
-    """The last state is END, which is not among them: there a text has ended."""
+    """False for the last state, END, where a text has ended."""
     source_E: NDArray[np.int64]
     letter_E: NDArray[np.int64]
     target_E: NDArray[np.int64]
     letter_V: NDArray[np.int64]
-    """Letter of each token. Tokens that lead nowhere have the last but one."""
+    """Letter of each token. Tokens that lead nowhere have the last but one letter."""
     eos_id: int
 
     @property
@@ -297,8 +297,8 @@ class TokenAutomaton:
 
     @functools.cached_property
     def every(self) -> int:
-        """The last letter, which stands for every token and keeps END; before it the one of tokens that lead nowhere,
-        before that the end-of-text token's."""
+        """The last letter, which stands for every token and stays in END. Before it come the letter of tokens that lead
+        nowhere and, before that, the end-of-text token's."""
         return int(self.letter_E.max())
 
     @property
@@ -308,7 +308,7 @@ class TokenAutomaton:
 
     @functools.cached_property
     def first_S(self) -> NDArray[np.int64]:
-        """Where the edges of each state begin."""
+        """Index of the first edge of each state."""
         return np.searchsorted(self.source_E, np.arange(len(self.accepting_S)))
 
     @functools.cached_property
@@ -317,7 +317,7 @@ class TokenAutomaton:
         return np.argsort(self.letter_V, kind="stable")
 
     def follow(self, state: int, token: int) -> int | None:
-        """The state after a token; None where it leads nowhere."""
+        """The state after a token; None if it leads nowhere."""
         if state == self.end:
             return state
         a, b = np.searchsorted(self.source_E, [state, state + 1])
@@ -326,8 +326,8 @@ class TokenAutomaton:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """What each token adds to a text, empty for those that add nothing. A vocabulary whose tokens change with their
-    neighbours is refused."""
+    """The bytes that each token adds to a text, empty if none. Refuses a vocabulary whose tokens change with their
+    neighbours."""
     backend, found = tokenizer.backend, [b""] * tokenizer.vocab_size
     decoder, vocab = backend.decoder, backend.get_vocab(with_added_tokens=False)
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
@@ -355,7 +355,7 @@ def lift(byte: ByteAutomaton, spelled: Sequence[bytes], eos_id: int) -> TokenAut
     require(S * int(lengths.sum()) <= MOST_WORK, f"the constraint is too large for this vocabulary ({S} states)")
     tokens = np.flatnonzero(lengths > 0)
     targets = spell(byte, [spelled[v] for v in tokens.tolist()])
-    # Tokens with the same targets everywhere are one letter: told apart by random sums of 64 bits.
+    # Tokens with the same targets from all states are one letter; random sums of 64 bits tell letters apart.
     random_S = np.random.default_rng(0).integers(0, 1 << 64, size=S, dtype=np.uint64)
     key = np.zeros(len(tokens), dtype=np.uint64)
     for s in range(S):
@@ -367,7 +367,7 @@ def lift(byte: ByteAutomaton, spelled: Sequence[bytes], eos_id: int) -> TokenAut
 
 
 def spell(byte: ByteAutomaton, spelled: Sequence[bytes]) -> Callable[[int], NDArray[np.int32]]:
-    """A function of a state: where each text leads from there."""
+    """A function that maps a state to the states that each text leads to."""
     dead, lengths = len(byte.next_SB) - 1, np.array([len(b) for b in spelled])
     order = np.argsort(-lengths, kind="stable")
     columns = [
@@ -379,7 +379,7 @@ def spell(byte: ByteAutomaton, spelled: Sequence[bytes]) -> Callable[[int], NDAr
         found = np.full(len(spelled), dead, dtype=np.int32)
         alive, now = np.arange(len(spelled)), np.full(len(spelled), state, dtype=np.int32)
         for byte_n in columns:
-            going = np.searchsorted(alive, len(byte_n))  # the others have been spelled to their end
+            going = np.searchsorted(alive, len(byte_n))  # the others are fully spelled
             found[order[alive[going:]]] = now[going:]
             alive = alive[:going]
             now = byte.next_SB[now[:going], byte_n[alive]]
@@ -393,7 +393,7 @@ def spell(byte: ByteAutomaton, spelled: Sequence[bytes]) -> Callable[[int], NDAr
 def assemble(
     next_SC: NDArray[np.int32], byte: ByteAutomaton, letter: NDArray, tokens: NDArray, vocab_size: int, eos_id: int
 ) -> TokenAutomaton:
-    """Keep what is reached from the start and leads to a match by whole tokens; number it anew."""
+    """Keep the states that whole tokens reach from the start and that lead to a match, and renumber them."""
     S, C = next_SC.shape
     source, by = np.nonzero(next_SC < S)
     target = next_SC[source, by]

@@ -1,8 +1,8 @@
 """JSON schemas as regular expressions: every text that matches is JSON that the schema accepts.
 
-The other way round it need not hold. Of the texts a schema accepts, these are written: properties in the order of the
-schema and no others, one optional space after `,` and `:`, no exponents where a number is bounded. A keyword that a
-regular expression cannot express (uniqueItems, recursion, ...) is refused by name: nothing is ignored in silence.
+The converse need not hold. Of the texts that a schema accepts, the expression matches those with properties in the
+order of the schema and no others, at most one space after `,` and `:`, and no exponents in bounded numbers. A keyword
+that a regular expression cannot express (uniqueItems, recursion, ...) is refused by name, never silently ignored.
 """
 
 import itertools
@@ -50,12 +50,12 @@ ANNOTATIONS = {
 }  # fmt: skip
 DEPTH = 32
 ANY_DEPTH = 2
-"""How deep values are nested where a schema does not say what they are."""
+"""How deep values may be nested where a schema does not specify them."""
 
 
 def schema_of(given: Any) -> Any:
-    """The schema in what a caller gave: OpenAI's {"type": "json_schema", ...} or {"type": "json_object"}, a schema, or
-    either as JSON text. None: {"type": "text"}, no constraint."""
+    """The schema from a caller's argument: OpenAI's {"type": "json_schema", ...} or {"type": "json_object"}, a schema,
+    or either as JSON text. None for {"type": "text"}, no constraint."""
     if isinstance(given, str):
         try:
             given = {"type": given} if given in ("json_object", "text") else json.loads(given)
@@ -84,17 +84,18 @@ def schema_regex(schema: Any) -> str:
 
 
 class SchemaTranslation:
-    """One schema on its way to a regular expression; `root` is what $ref looks into."""
+    """Translates one schema to a regular expression; $ref is resolved in `root`."""
 
     def __init__(self, root: Any):
         self.root, self.open = root, []
         self.referred: dict[str, str] = {}
-        """$ref -> its regular expression: definitions that name each other twice would double at each level."""
+        """$ref -> its regular expression. Without it, definitions that name each other twice would double the work at
+        each level."""
         self.written = 0
-        """Characters of all values, those inside of others included."""
+        """Characters of all values, nested ones included."""
 
     def value(self, schema: Any, place: str) -> str:
-        """Of any schema. `place`: where it stands, for messages."""
+        """The regular expression of any schema. `place`: its location, for messages."""
         found = self.written_out(schema, place)
         self.written += len(found)
         check_size(max(len(found), self.written // DEPTH))
@@ -126,10 +127,10 @@ class SchemaTranslation:
             if word not in known:
                 raise refuse(f"{place + '.' if place else ''}{word} is not supported here")
 
-    # What stands for a whole schema
+    # Keywords that define a whole schema
 
     def values(self, schema: Mapping[str, Any], place: str) -> str:
-        """const and enum."""
+        """Translate const and enum."""
         self.only(schema, ANNOTATIONS | {"type", "const", "enum"}, place)
         found = listed_values(schema, place)
         kinds = schema.get("type")
@@ -161,7 +162,7 @@ class SchemaTranslation:
         return either([self.value(option, f"{place}.{word}[{i}]") for i, option in enumerate(options)])
 
     def kinds_of(self, schema: Any) -> "Kinds":
-        """What a schema may accept. One that names no type accepts every type that its keywords do not speak of."""
+        """What a schema may accept; without `type` that includes every type that its keywords do not apply to."""
         if isinstance(schema, Mapping) and "$ref" in schema:
             schema = self.resolve(schema["$ref"])
         if isinstance(schema, Mapping) and ("const" in schema or "enum" in schema):
@@ -215,7 +216,7 @@ class SchemaTranslation:
         return r"\{" + in_order([(text, name in required) for text, name in members]) + r"\}"
 
     def map(self, schema: Mapping[str, Any], more: Any, place: str) -> str:
-        """An object of any names, which may occur twice: the last one counts, so that only one is sure."""
+        """An object with any names. A name may occur twice, and then the last one counts, so only one is certain."""
         low, high = bounds(schema, "minProperties", "maxProperties", place)
         if low > 1:
             raise refuse(f"{place + '.' if place else ''}minProperties above 1 is not supported")
@@ -250,7 +251,7 @@ class SchemaTranslation:
         tail, top = "", None if high is None else high - len(given)
         if top != 0:
             tail = f"(?:{COMMA}{item}){repeat(max(0, low - len(given)), top)}"
-        for i in range(len(given) - 1, -1, -1):  # from the last: each may be the last one, once there are enough
+        for i in range(len(given) - 1, -1, -1):  # backwards: the array may end after any item, once there are enough
             joined = given[i] + tail
             tail = (COMMA if i else "") + joined
             tail = f"(?:{tail})?" if i >= low else tail
@@ -291,13 +292,13 @@ class SchemaTranslation:
 
 
 class Kinds(NamedTuple):
-    """Types, numbers of both kinds as one, or values."""
+    """Types (integers and numbers count as one), or values."""
 
     types: set[str]
     values: Sequence[Any]
 
     def meets(self, other: "Kinds") -> bool:
-        """Whether a value may be of both."""
+        """Whether a value may belong to both."""
         pairs = [(self.types, other.values), (other.types, self.values)]
         of_type = any(
             JSON_TYPES[kind](v) for types, values in pairs for kind in types & JSON_TYPES.keys() for v in values
@@ -320,7 +321,7 @@ TYPES: dict[str, tuple[Translate, tuple[str, ...]]] = {
     "boolean": (SchemaTranslation.boolean, ()),
     "null": (SchemaTranslation.null, ()),
 }
-"""Type -> how it is written, and the keywords that say more about it."""
+"""Type -> its translation, and the keywords that apply to it."""
 SPECIAL: dict[str, Translate] = {
     "$ref": SchemaTranslation.reference, "const": SchemaTranslation.values, "enum": SchemaTranslation.values,
     "anyOf": SchemaTranslation.any_of, "oneOf": SchemaTranslation.any_of, "allOf": SchemaTranslation.any_of,
@@ -345,7 +346,7 @@ def check_size(characters: int) -> None:
 
 
 def listed_values(schema: Mapping[str, Any], place: str) -> list[Any]:
-    """The values that const or enum allow."""
+    """The values that const or enum allows."""
     found = [schema["const"]] if "const" in schema else schema["enum"]
     if not isinstance(found, list) or not found:
         raise refuse(f"{place + '.' if place else ''}enum must be a list of values")
@@ -353,7 +354,7 @@ def listed_values(schema: Mapping[str, Any], place: str) -> list[Any]:
 
 
 def implied_types(schema: Any) -> list[str]:
-    """Without a type: those that its keywords speak of. (Values of other types would be allowed, too.)"""
+    """The types that the keywords of a schema without `type` apply to. (It would allow values of other types, too.)"""
     return [kind for kind, (_, words) in TYPES.items() if kind != "integer" and any(word in schema for word in words)]
 
 
@@ -373,7 +374,7 @@ def repeat(low: int, high: int | None) -> str:
 
 
 def several(one: str, low: int, high: int | None) -> str:
-    """From low to high of `one`, separated by commas."""
+    """Between low and high repetitions of `one`, separated by commas."""
     if high == 0:
         return ""
     some = f"{one}(?:{COMMA}{one}){repeat(max(0, low - 1), None if high is None else high - 1)}"
@@ -381,7 +382,7 @@ def several(one: str, low: int, high: int | None) -> str:
 
 
 def in_order(members: Sequence[tuple[str, bool]]) -> str:
-    """Members in their order, separated by commas; (text, whether it must be there)."""
+    """Members in their order, separated by commas; each is (text, whether it is required)."""
     first = next((i for i, (_, needed) in enumerate(members) if needed), None)
     if first is None:
         check_size(sum((i + 1) * len(text) for i, (text, _) in enumerate(members)))
@@ -410,7 +411,7 @@ def limited(schema: Mapping[str, Any]) -> bool:
 
 
 def limits(schema: Mapping[str, Any], place: str) -> tuple[float | None, bool, float | None, bool]:
-    """(low, whether it is left out, high, whether it is left out)."""
+    """(low, whether it is excluded, high, whether it is excluded)."""
     for word in BOUNDS:
         value = schema.get(word, 0)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 10**15:

@@ -2,31 +2,31 @@
 
 A step of a sampler has fixed positions F, positions D that it draws now, and positions M that stay masked. The network
 has read the canvas once, and its predictions p_l at D and M are independent. Filling D and M from them would finish
-the text now; what we want is this step's draw, given that the text which it would finish matches:
+the text now. We want this step's draw, given that the text finished in this way matches:
 
     P(x_D)  proportional to  prod_{l in D} p_l(x_l)  *  P(x_F, x_D, X_M matches),   X_l ~ p_l independently for l in M
 
-Rejection sampling says the same: draw all masked positions by the step's predictions, start again unless the text
-matches, keep D and mask M again. The automaton makes it exact without a rejection. With m_l(c) the probability of
-letter c at position l (1 for the letter of a fixed token), and b_l(s) the probability that what follows position l
-leads from state s to a match,
+Rejection sampling would do this: draw all masked positions by the step's predictions, start again unless the text
+matches, keep D and mask M again. The automaton does it exactly, without rejections. With m_l(c) the probability of
+letter c at position l (1 for the letter of a fixed token), and b_l(s) the probability that the positions from l on lead
+from state s to a match,
 
     b_n(s) = 1 if s accepts, else 0          b_l(s) = sum over edges (s, c, s') of m_l(c) b_{l+1}(s')
 
-From the start, position after position, edge (s, c, s') is taken with probability m_l(c) b_{l+1}(s') / b_l(s): a path
-of the whole text given that it matches. A drawn position then takes a token of its letter by p_l. The path at M is
-forgotten, which is what a sum over X_M means. All in logarithms: a text that the model finds absurd has a probability
-far below the smallest double, and may be the only one allowed.
+From the start, position after position, edge (s, c, s') is taken with probability m_l(c) b_{l+1}(s') / b_l(s). This
+draws a path of the whole text given that it matches. A drawn position then takes a token of its letter by p_l. The path
+at M is dropped, which sums over X_M. Everything is in logarithms: a text that the model finds very unlikely has a
+probability far below the smallest double, and may be the only one allowed.
 
-Since b is positive only where a match remains possible, every step leaves a canvas that can be completed; masking
-again (remdm) removes tokens from a text that can be, so it can still be. Fixed positions never change.
+Since b is positive only where a match remains possible, every step leaves a canvas that can be completed. Masking again
+(remdm) removes tokens from such a canvas, so it can still be completed. Fixed positions never change.
 
 Temperature acts on p_l first. At temperature 0 the limit of this distribution is the most probable text that matches:
-sums become maxima. Filters (top_k, top_p, min_p) act next. Where no text of kept tokens matches, as few as possible of
-the others are taken, by their own probabilities: the limit of a filter that leaves them a vanishing weight.
+sums become maxima. Filters (top_k, top_p, min_p) act next. If no text of kept tokens matches, as few filtered tokens as
+possible are used, by their own probabilities: the limit of a filter that leaves them a vanishing weight.
 
-Where predictions of later positions do not exist - a causal model, the windows or blocks after this one - b says only
-whether a match remains possible in the positions that are left, with the tokens that are given there.
+If there are no predictions for later positions (in a causal model, or for the windows or blocks after this one), b only
+says whether a match remains possible in the positions that are left, with the tokens that are given there.
 """
 
 from collections.abc import Sequence
@@ -43,11 +43,11 @@ from adlm.diffusion.random import Stream, uniforms
 from adlm.errors import require
 
 FILTERED = 1e6
-"""Nats that a filtered token costs: fewer of them always weigh more."""
+"""Cost of a filtered token in nats: a text with fewer of them always has more weight."""
 
 
 def indicator(allowed: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Log of 1 where allowed, of 0 elsewhere."""
+    """Log of 1 where allowed, log of 0 elsewhere."""
     return np.where(allowed, 0.0, -np.inf)
 
 
@@ -72,7 +72,7 @@ def backward(
 def sample_letters(
     a: TokenAutomaton, mass_LC: NDArray[np.float64], log_b: NDArray[np.float64], state: int, u_L: NDArray, greedy: bool
 ) -> list[int]:
-    """The letters of a path that matches, by one uniform a position; `greedy`: of the best one."""
+    """Draw the letters of a path that matches, with one uniform per position; `greedy`: those of the best path."""
     require(np.isfinite(log_b[0, state]), "no text that matches the constraint is left")
     ends, found = np.append(a.first_S, len(a.source_E)), []
     for l, u in enumerate(u_L.tolist()):
@@ -89,7 +89,7 @@ def sample_letters(
 
 
 def letter_mass(log_p_NV: Tensor, letter_V: Tensor, letters: int, greedy: bool) -> Tensor:
-    """Log-probability of each letter [N, C] (of its best token, if greedy); of the last, which is every token, all."""
+    """Log-probability of each letter [N, C] (of its best token if greedy). The last letter stands for every token."""
     index_NV, shape = letter_V.expand_as(log_p_NV), (len(log_p_NV), letters)
     top_NC = log_p_NV.new_full(shape, -torch.inf).scatter_reduce_(1, index_NV, log_p_NV, "amax")
     best_N = top_NC.amax(-1)
@@ -107,19 +107,19 @@ def letter_mass(log_p_NV: Tensor, letter_V: Tensor, letters: int, greedy: bool) 
 
 @dataclass(frozen=True, eq=False)
 class Constraint:
-    """What stands between the first and the last hole of a request must match; at the end of a sequence it may end
-    before, by an end-of-text token."""
+    """The text between the first and the last hole of a request must match. If the last hole ends the sequence, an
+    end-of-text token may end the text earlier."""
 
     automaton: TokenAutomaton
     said: str = "the constraint"
-    """How messages name it."""
+    """Its name in messages."""
     ends: dict[tuple, NDArray[np.float64]] = field(default_factory=dict, repr=False)
-    """Of spans that were asked for, log b after their last position."""
+    """Cache of log b after the last position of a span."""
 
     def span(self, tokens: Sequence[int], asked: Sequence[int], mask_id: int, start: int, stop: int) -> "MatchedSpan":
-        """What of the positions from `start` to before `stop` must match. `tokens` is the sequence as it stands,
-        everything before `start` filled; `asked`: as the request had it, with all its holes. So the state of the
-        automaton goes from window to window and from block to block, by the text between them."""
+        """The part of the positions from `start` to before `stop` that must match. `tokens` is the current sequence,
+        filled before `start`; `asked` is that of the request, with all its holes. The text before `start` gives the
+        state of the automaton, which thus passes from window to window and from block to block."""
         a, holes_L = self.automaton, np.array(asked) == mask_id
         holes = np.flatnonzero(holes_L)
         (first, last), state = (int(holes[0]), int(holes[-1]) + 1), a.start
@@ -143,7 +143,7 @@ class Constraint:
         return found
 
     def check(self, tokens: Sequence[int], mask_id: int, banned: Sequence[int]) -> None:
-        """Refuse a sequence whose holes no text can fill so that it matches."""
+        """Refuse a sequence if no text in its holes can match."""
         masked = np.flatnonzero(np.array(tokens) == mask_id)
         span = self.span(tokens, tokens, mask_id, 0, len(tokens))
         left_C = self.letters_left([*banned, mask_id])
@@ -166,15 +166,15 @@ class MatchedSpan(NamedTuple):
     """Its positions."""
     state: int
     own: tuple[int, ...]
-    """Letters of what the request gave on this canvas; of a hole the one that stands for every token."""
+    """Letters of the request's tokens on this canvas; a hole has the letter that stands for every token."""
     later: tuple[int, ...]
-    """Those of the positions that follow on another canvas."""
+    """Letters of the positions that follow on another canvas."""
     open_end: bool
     """The text may end before its last position."""
 
     def mass(self, tokens: Sequence[int], masked: NDArray[np.int64], mass_NC: NDArray) -> NDArray[np.float64]:
-        """log m of every position: as given for the masked ones, one letter for the others. What the request gave
-        stands in the text, so the text has not ended before it."""
+        """log m of every position: `mass_NC` at masked ones, a single letter at the others. A token that the request
+        gave is part of the text, so the text has not ended before it."""
         a = self.constraint.automaton
         mass_LC = np.full((len(tokens), a.every + 1), -np.inf)
         mass_LC[np.arange(len(tokens)), a.letter_V[np.array(tokens)]] = 0.0
@@ -183,8 +183,8 @@ class MatchedSpan(NamedTuple):
         return mass_LC[self.inside]
 
     def end(self, banned: Sequence[int]) -> NDArray[np.float64]:
-        """log b after the last position: whether a match remains possible in the positions of `later` without these
-        tokens."""
+        """log b after the last position: whether a match remains possible in the positions of `later` without the
+        banned tokens."""
         a, known, key = self.constraint.automaton, self.constraint.ends, (self.later, self.open_end, tuple(banned))
         if key not in known:
             now, left_C = a.accepting_S.copy(), self.constraint.letters_left(banned)
@@ -193,7 +193,7 @@ class MatchedSpan(NamedTuple):
                 kept = (letter, a.every) if letter == a.ended else letter
                 may_C = left_C if letter == a.every else np.isin(np.arange(len(left_C)), kept)
                 before, now = now, np.logical_or.reduceat(may_C[a.letter_E] & now[a.target_E], a.first_S)
-                if only_holes and (now == before).all():  # and so it stays
+                if only_holes and (now == before).all():  # it no longer changes
                     break
             known[key] = indicator(now)
         return known[key]
@@ -204,7 +204,7 @@ class Match(NamedTuple):
 
     span: MatchedSpan
     tokens: Sequence[int]
-    """What stands there, masks included."""
+    """The tokens there, masks included."""
     masked: NDArray[np.int64]
     """Positions of the masks, in ascending order."""
     drawn: NDArray[np.bool_]
@@ -213,11 +213,11 @@ class Match(NamedTuple):
     def letters(
         self, mass_NC: NDArray[np.float64], banned: Sequence[int], seed: int, step: int, greedy: bool
     ) -> NDArray[np.int64]:
-        """Letters of the masked positions, drawn together, given their log-probabilities."""
+        """Draw the letters of all masked positions jointly, given their log-probabilities."""
         a, inside = self.span.constraint.automaton, self.span.inside
         mass_LC = self.span.mass(self.tokens, self.masked, mass_NC)
         log_b = backward(a, mass_LC, self.span.end(banned), greedy)
-        # counted from the first: the position in the sequence would do as well
+        # positions count from the start of the span; positions in the sequence would work as well
         u_L = uniforms(seed, Stream.LETTER, step, len(self.span.later), torch.arange(inside.start, inside.stop)).numpy()
         found = sample_letters(a, mass_LC, log_b, self.span.state, u_L, greedy)
         return np.array(found, dtype=np.int64)[self.masked - inside.start]

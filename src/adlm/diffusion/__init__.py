@@ -9,9 +9,9 @@ from torch import Tensor
 
 from adlm.errors import require
 
-# Value checks at public borders that never make a GPU wait. Looking at values costs a host sync on a device and a graph
-# break under torch.compile, so these look only at CPU tensors outside compilation; shapes and types are checked
-# everywhere (they are known without looking).
+# Value checks at public entry points. Reading values costs a host sync on a device and a graph break under
+# torch.compile, so these checks read only CPU tensors outside compilation. Shapes and dtypes are checked everywhere:
+# they are known without reading.
 
 
 def visible(x: Tensor) -> bool:
@@ -25,7 +25,7 @@ def check_range(name: str, x: Tensor, low: float, high: float) -> None:
 
 
 def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
-    """Token ids are integers in [0, vocab_size)."""
+    """Check that token ids are integers in [0, vocab_size)."""
     require(
         not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool),
         f"{name} must hold integer token ids, got dtype {tokens.dtype}",
@@ -39,6 +39,6 @@ def check_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
 
 
 def check_not_nan(name: str, x: Tensor) -> None:
-    # the maximum of numbers and a NaN is NaN: one pass, no temporary
+    # amax propagates NaN: one pass, no temporary
     if visible(x) and x.numel() and bool(x.amax().isnan()):
         require(False, f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} entries; expected numbers")

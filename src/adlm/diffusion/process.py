@@ -22,12 +22,12 @@ from adlm.schema import NoiseConfig
 # Time runs from t=0 (data) to t=1 (all masks) and s < t throughout the package; alpha falls from 1 to about 0. Each
 # schedule gives alpha, the noise level sigma(t) = -log alpha(t), and the loss weight of the bound
 # w(t) = -alpha'(t) / (1 - alpha(t)) in a closed form that does not cancel as t -> 0. Functions are elementwise on
-# tensors; a Python float is taken as float64.
+# tensors; a Python float is treated as float64.
 #
-# Below them: the noise level of a canvas, the times of a batch, and the times of a sampler's steps.
+# After the schedules: the noise level of a canvas, the times of a batch, and the times of a sampler's steps.
 
 LEAST_VISIBLE = 1e-9
-"""alpha below which noise levels no longer grow: a schedule may end at 0, whose level is infinite."""
+"""Smallest alpha of a noise level: a schedule may end at alpha = 0, where sigma is infinite."""
 MOST_NOISE = -math.log(LEAST_VISIBLE)
 RELEASE_LAST_TIME = 1e-5
 """The public release's samplers stop at this time and fill what is left by argmax."""
@@ -53,7 +53,7 @@ class Schedule:
 
     @functools.cached_property
     def masked_at_1(self) -> float:
-        """Fraction of masks at t = 1: the most that the network has seen."""
+        """Fraction of masks at t = 1, the most that the network sees in training."""
         return 1 - float(self.alpha(1.0))
 
 
@@ -142,17 +142,18 @@ Fractions = TypeVar("Fractions", Tensor, NDArray[np.float64])
 
 
 def noise_level(fraction: Fractions, schedule: Schedule) -> Fractions:
-    """The sigma that a network is conditioned on, for a canvas with a fraction of masks, 1 being the schedule's end:
-    -log alpha, with 1 - alpha in proportion to the fraction. At the time that `mask_fraction` comes from it is the
-    schedule's own sigma."""
-    if isinstance(fraction, np.ndarray):  # the engine's, at every step: tensors this small cost ten times as much
+    """The sigma that a network is conditioned on, for a canvas with this fraction of masks (1: the schedule's end).
+
+    It is -log alpha, with 1 - alpha proportional to the fraction. For `mask_fraction(t)` it is the schedule's sigma(t).
+    """
+    if isinstance(fraction, np.ndarray):  # called by the engine at every step: small tensors cost ten times as much
         return -np.log1p(-np.minimum(schedule.masked_at_1 * fraction, 1 - LEAST_VISIBLE))
-    masked = (schedule.masked_at_1 * fraction.double()).clamp(max=1 - LEAST_VISIBLE)  # which float32 rounds to 1
+    masked = (schedule.masked_at_1 * fraction.double()).clamp(max=1 - LEAST_VISIBLE)  # float32 would round this to 1
     return -torch.log1p(-masked).to(fraction.dtype)
 
 
 def mask_fraction(t: Tensor, schedule: Schedule) -> Tensor:
-    """1 - alpha(t), as a fraction of what it is at the schedule's end (t itself if log-linear)."""
+    """1 - alpha(t), relative to its value at the schedule's end (t itself if log-linear)."""
     return (1 - schedule.alpha(t)) / schedule.masked_at_1
 
 
@@ -174,18 +175,18 @@ def draw_times(seed: int, counter: int, example_B: Tensor, total: int) -> Tensor
 
 
 def strata(total: int, device: torch.device | str) -> Tensor:
-    """A permutation of 0..total-1: the ranks of frac(i * golden ratio), whose every stretch is evenly spread."""
+    """A permutation of 0..total-1: the ranks of frac(i * golden ratio). Every run of it is evenly spread."""
     keys = torch.arange(total, dtype=torch.float64, device=device) * GOLDEN_RATIO % 1.0
     return keys.argsort().argsort()
 
 
 def beta_quantile(u: Tensor, a: float, resolution: int = 8192) -> Tensor:
-    """Inverse distribution function of Beta(a, a), by trapezoids on a fine grid (error below 1e-3 for a >= 1)."""
+    """Inverse distribution function of Beta(a, a): trapezoidal rule on a fine grid (error below 1e-3 for a >= 1)."""
     if a == 1.0:
         return u
     x = torch.linspace(0, 1, resolution + 1, dtype=torch.float64, device=u.device)
     log_density = torch.xlogy(a - 1, x) + torch.xlogy(a - 1, 1 - x)
-    density = (log_density - log_density.max()).exp()  # a narrow one has no float64 for its own height
+    density = (log_density - log_density.max()).exp()  # relative to the peak: for large a it underflows float64
     mass = torch.cat((density.new_zeros(1), ((density[1:] + density[:-1]) / 2).cumsum(0)))
     mass = mass / mass[-1]
     right = torch.searchsorted(mass, u.double().clamp(0, 1)).clamp(1, resolution)
@@ -198,22 +199,22 @@ def beta_quantile(u: Tensor, a: float, resolution: int = 8192) -> Tensor:
 
 
 def uniform_grid(T: int) -> Tensor:
-    """T+1 float64 times 1, (T-1)/T, ..., 0: step i goes from grid[i] to grid[i+1]. Quotients of integers, so that a
-    time such as 1/20 is the number that a setting of 0.05 is."""
+    """T+1 float64 times 1, (T-1)/T, ..., 0: step i goes from grid[i] to grid[i+1]. They are quotients of integers, so
+    that the time 1/20 equals a setting of 0.05 exactly."""
     return torch.arange(T, -1, -1, dtype=torch.float64) / T
 
 
 def release_grid(T: int) -> Tensor:
-    """The public release's times: linspace(1, 1e-5, T+1), after which what is still masked is filled by argmax."""
+    """The public release's times: linspace(1, 1e-5, T+1). Positions that are still masked are then filled by argmax."""
     return torch.linspace(1.0, RELEASE_LAST_TIME, T + 1, dtype=torch.float64)
 
 
 # ---- the absorbing process -------------------------------------------------------------------------------------------
 # The absorbing (masking) process and its posteriors: Eq. 1, 2, 3, 6 of the paper and the SUBS parameterisation.
 #
-# Pure functions of tensors. alpha_s, alpha_t, sigma_t are tensors or floats that broadcast against the token tensor. A
-# posterior is dense ([..., V]) here because it is the definition; samplers use only the two probabilities
-# `reveal_probability` and sigma_t, which say everything about *positions*, and never build it.
+# Pure functions of tensors. alpha_s, alpha_t, sigma_t are tensors or floats that broadcast against the token tensor.
+# The posterior is dense ([..., V]) here because this is the definition. Samplers never build it: the two probabilities
+# `reveal_probability` and sigma_t determine everything about *positions*.
 
 # Finite, so that 0 * log p stays 0; exp(-1e6) is 0 in every float format.
 NO_MASS = -1e6
@@ -222,7 +223,7 @@ Number = Tensor | float
 
 
 def _column(x: Number, like: Tensor) -> Number:
-    """Numbers [B] of sequences, with trailing axes so that they broadcast against tokens [B, L]."""
+    """Numbers [B], one per sequence, with trailing axes added so that they broadcast against tokens [B, L]."""
     if isinstance(x, Tensor) and 0 < x.dim() < like.dim():
         return x.reshape(x.shape + (1,) * (like.dim() - x.dim()))
     return x
@@ -234,7 +235,7 @@ def _number(x: Number) -> Tensor:
 
 
 def mask_tokens(x0: Tensor, u: Tensor, alpha_t: Number, mask_id: int) -> Tensor:
-    """Eq. 1: z_t keeps the token of x0 with probability alpha_t, else becomes the mask; `u` holds uniforms like x0."""
+    """Eq. 1: z_t keeps the token of x0 with probability alpha_t, else it is the mask; uniforms `u` are shaped as x0."""
     if u.shape != x0.shape:
         raise ValueError(f"u must have the shape of x0, {tuple(x0.shape)}, got {tuple(u.shape)}")
     if isinstance(alpha_t, Tensor):

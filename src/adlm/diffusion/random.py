@@ -12,13 +12,13 @@ from adlm.errors import require
 # ---- uniform numbers -------------------------------------------------------------------------------------------------
 # Random numbers without a generator: a uniform is a pure function of (seed, counters).
 #
-# A draw belongs to what it is for - (seed, stream, step, position, ...) - and not to the order in which draws were
-# made. Resuming a run, changing the number of ranks or sharing a batch with other requests therefore changes nothing,
-# and there is no state to save. The price is about ten integer operations per number.
+# A number depends on its purpose (seed, stream, step, position, ...), not on the order of draws. Resuming a run,
+# changing the number of ranks or sharing a batch with other requests therefore changes nothing, and there is no state
+# to save. The price is about ten integer operations per number.
 #
-# The function is a chain of splitmix64 steps in int64: the hash of the counters so far is a splitmix64 seed, and the
-# next counter says how far along that stream to go. Multiplication wraps and shifts are made logical by a mask, so CPU
-# and GPU give the same bits.
+# The function is a chain of splitmix64 steps in int64: the hash of the counters so far seeds a splitmix64 stream, and
+# the next counter is the index in that stream. Multiplication wraps and a mask makes shifts logical, so CPU and GPU
+# give the same bits.
 
 
 class Stream(enum.IntEnum):
@@ -30,8 +30,8 @@ class Stream(enum.IntEnum):
     REMASK = 4  # which revealed positions a sampler masks again
     TOKEN = 5  # Gumbel noise of a drawn token
     ORDER = 6  # orders and permutations
-    SPLIT = 7  # anything the caller separates further by counters of its own
-    ANCHOR = 8  # which anchors are scored, where not all are
+    SPLIT = 7  # anything that the caller separates further by its own counters
+    ANCHOR = 8  # which anchors are scored, if not all are
     BLOCK = 9  # block lengths of a training batch
     LETTER = 10  # which letter of an automaton a position takes
 
@@ -52,9 +52,9 @@ _GOLDEN, _MIX_1, _MIX_2 = _signed(GOLDEN), _signed(MIX_1), _signed(MIX_2)
 
 
 def _absorb(h: int | Tensor, counter: int | Tensor) -> int | Tensor:
-    """mix(h + (counter + 1) * GOLDEN): counters that differ never meet, since both maps are one-to-one.
+    """mix(h + (counter + 1) * GOLDEN): different counters never collide, since both maps are one-to-one.
 
-    Ints of Python are masked to 64 bits. The shift of int64 copies the sign bit, and a mask removes the copies.
+    Python ints are masked to 64 bits. A shift of int64 copies the sign bit, and a mask removes the copies.
     """
     if isinstance(h, int) and isinstance(counter, int):
         n = (h + (counter + 1) * GOLDEN) & WORD
@@ -66,8 +66,8 @@ def _absorb(h: int | Tensor, counter: int | Tensor) -> int | Tensor:
     elif counter.dtype != torch.int64:
         raise ValueError(f"counters must be ints or int64 tensors, got {counter.dtype}")
     else:
-        # ~c = -(c + 1). Written so because the counter is often an arange: torch.compile would fold (c + 1) * GOLDEN
-        # into an index expression and compute it in 32 bits; it leaves bitwise operations alone.
+        # ~c = -(c + 1). The counter is often an arange, and torch.compile would fold (c + 1) * GOLDEN into an index
+        # expression and compute it in 32 bits. It leaves bitwise operations alone.
         x = (_signed(h) if isinstance(h, int) else h) - ~counter * _GOLDEN
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
@@ -97,8 +97,8 @@ def fold(seed: int, *counters: int) -> int:
 
 
 def uniforms(seed: int | Tensor, *counters: int | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Float64 uniforms in (0, 1), from the top 52 bits; the half keeps 0 and 1 out, so that log(-log(u)) is finite. By
-    convention the first counter is a `Stream`."""
+    """Float64 uniforms in (0, 1), from the top 52 bits; adding one half excludes 0 and 1, so that log(-log(u)) is
+    finite. By convention the first counter is a `Stream`."""
     bits = hash_counters(seed, *counters, device=device)
     return (((bits >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52
 
@@ -109,15 +109,15 @@ def uniforms32(seed: int | Tensor, *counters: int | Tensor, device: torch.device
     return (((bits >> 41) & 0x7FFFFF).float() + 0.5) * 2.0**-23
 
 
-# For compiled kernels that wait for arithmetic: 32 bits, a third of the instructions, 2^32 numbers a key.
+# For compiled kernels whose bottleneck is arithmetic: 32 bits, a third of the instructions, 2^32 numbers per key.
 _MIX32_1, _MIX32_2 = -0x7A143595, -0x3D4D51CB  # murmur3's, 0x85EBCA6B and 0xC2B2AE35, as int32
 
 
 def coins32(key_2: Tensor, position: Tensor, p: float) -> Tensor:
     """True with probability p (to 2^-32), a pure function of two words of key and a position, all int32.
 
-    The second word comes between the rounds of the hash: with the first alone, two keys would give the same numbers in
-    another order. After it there must be two more products: after one, keys that differ in a bit know each other.
+    The second word enters between the rounds of the hash: with the first word alone, two keys would give the same
+    numbers in a different order. Two products must follow it: after only one, keys that differ in one bit correlate.
     """
     if key_2.dtype != torch.int32 or position.dtype != torch.int32:
         raise ValueError(f"key and position must be int32, got {key_2.dtype} and {position.dtype}")
@@ -125,22 +125,21 @@ def coins32(key_2: Tensor, position: Tensor, p: float) -> Tensor:
     x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX32_1
     x = (x ^ key_2[1] ^ ((x >> 13) & 0x7FFFF)) * _MIX32_2
     x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX32_1
-    return x < round(p * 2**32) - 2**31  # the upper bits decide, and those a product has mixed best
+    return x < round(p * 2**32) - 2**31  # the upper bits decide, which products mix best
 
 
 # ---- categorical draws -----------------------------------------------------------------------------------------------
 # Drawing tokens: temperature, top-k, nucleus, min-p, and float64 Gumbel-max, for gathered rows of logits [N, V].
 #
-# Rows are positions that were chosen to be drawn, from any number of requests, so every parameter may be a float or a
-# tensor [N]. Parameters left at None are off and cost nothing; whether one is on is decided by the caller on the host,
-# never by looking at a tensor. Filters act in the usual order - temperature, top-k, nucleus, min-p - each on what the
-# one before left.
+# Each row is a position to draw. Rows may come from different requests, so every parameter is a float or a tensor [N].
+# A parameter left at None is off and costs nothing: the caller decides that on the host, and no tensor is read for it.
+# Filters act in the usual order (temperature, top-k, nucleus, min-p), each on the result of the one before.
 
 PerRow = Tensor | float | None
 ENOUGH = 2048
-"""Most probable tokens that nearly always hold the nucleus."""
+"""Number of most probable tokens that nearly always contain the nucleus."""
 LEAST_TEMPERATURE = 1e-6
-"""Below it a draw is greedy: dividing by much less overflows float32, and every token would be as good as any."""
+"""Below it a draw is greedy: dividing by a much smaller number overflows float32, and all tokens would tie."""
 
 
 def _per_row(x: Tensor | float, like: Tensor) -> Tensor:
@@ -158,7 +157,7 @@ def filter_logits(
 ) -> Tensor:
     """Float32 log-probabilities [N, V] of the filtered and renormalised distribution (-inf where filtered out).
 
-    temperature 0, or less than LEAST_TEMPERATURE, means greedy; top_k 0, top_p 1 and min_p 0 keep all of their row.
+    A temperature below LEAST_TEMPERATURE, such as 0, means greedy; top_k 0, top_p 1 and min_p 0 keep the whole row.
     The nucleus keeps the smallest set of most probable tokens with at least top_p; with `release_nucleus` it drops the
     token that crosses top_p, as the public release does (the most probable token always stays). Ties are broken
     towards smaller ids.
@@ -187,7 +186,7 @@ def most_probable(logits: Tensor, k: Tensor | None, p: Tensor | None, release_nu
     if isinstance(release_nucleus, Tensor):
         release_nucleus = release_nucleus.unsqueeze(-1)
     if visible(logits) and logits.shape[-1] > ENOUGH:
-        # On a CPU it is fastest to look among the best few.
+        # On a CPU it is fastest to look at the most probable tokens first.
         kept = among_best(logits, k, p, release_nucleus)
         if kept is not None:
             return kept
@@ -210,7 +209,7 @@ def among_best(logits: Tensor, k: Tensor | None, p: Tensor | None, release_nucle
     n, mass = prefix(values, logits.double().logsumexp(-1, keepdim=True), k, p, release_nucleus)
     if not bool((everything | ((k > 0) & (k <= ENOUGH)) | ((k <= 0) & (mass >= p))).all()):
         return None
-    # Only values were ordered: among equals at the edge, as many as belong are taken from the smallest ids on.
+    # topk orders by value alone: of the equal logits at the edge, keep as many as belong, smallest ids first.
     edge = values.gather(-1, n - 1)
     above, at = logits > edge, logits == edge
     room = n - above.sum(-1, keepdim=True)
@@ -218,11 +217,12 @@ def among_best(logits: Tensor, k: Tensor | None, p: Tensor | None, release_nucle
 
 
 def leading(logits: Tensor, weight: Tensor, need: Tensor, short: Tensor | bool = False) -> Tensor:
-    """Mask of the shortest prefix, in descending order of logits and among equals of ids, whose weights (equal where
-    logits are) add up to `need`; where `short`, of the longest one that does not exceed it, at least one token.
+    """Mask of the shortest prefix whose weights add up to at least `need`; where `short`, of the longest prefix whose
+    weights do not exceed it, but at least one token. A prefix runs by descending logit, then by ascending id; equal
+    logits have equal weights.
 
-    Found by bisection, without sorting: 32 sums find the value at the edge bit by bit, 17 or so the last id. Each is a
-    pass over numbers that stay in a GPU's cache; a sort moves them ten times with their ids, and does not compile.
+    Bisection, without sorting: 32 sums find the value at the edge bit by bit, about 17 more find the last id. Each is
+    a pass over numbers that stay in a GPU's cache. A sort moves them ten times with their ids, and does not compile.
     """
 
     def mass(inside: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def leading(logits: Tensor, weight: Tensor, need: Tensor, short: Tensor | bool =
 
 
 def largest(bits: int, holds: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """The largest integer of so many bits for which `holds`, in each row; it holds at 0 and, once false, stays so."""
+    """The largest integer of `bits` bits at which `holds` is true, in each row. It is true at 0, and monotonic."""
     found = torch.zeros_like(like, dtype=torch.int64)
     for bit in reversed(range(bits)):
         candidate = found + (1 << bit)
@@ -250,22 +250,22 @@ def largest(bits: int, holds: Callable[[Tensor], Tensor], like: Tensor) -> Tenso
 
 
 def float_of(rank: Tensor) -> Tensor:
-    """The float32 number `rank` from -inf (0) upwards; NaN, which nothing reaches, beyond +inf."""
+    """The float32 number of this rank, counted upwards from -inf (rank 0); NaN, which no logit reaches, above +inf."""
     pattern = (rank + BELOW_INFINITY).clamp(max=(1 << 32) - 1)
     signed = torch.where(pattern >= 1 << 31, pattern - (1 << 31), ~pattern)
     return signed.to(torch.int32).view(torch.float32)
 
 
-BELOW_INFINITY = (1 << 23) - 1  # bit patterns of negative NaNs, which would come before -inf
+BELOW_INFINITY = (1 << 23) - 1  # number of negative NaNs, whose bit patterns would come before -inf
 
 
 def prefix(
     values: Tensor, total: Tensor, k: Tensor, p: Tensor, release_nucleus: Tensor | bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(how many of the descending `values` are kept, at least 1; the probability they hold together), each [N, 1].
+    """(number of the descending `values` that are kept, at least 1; total probability of `values`), each [N, 1].
 
-    `total` is the log of the normaliser of the whole row, of which `values` may be only the largest part. float64: on
-    a flat distribution 50,000 float32 additions move the edge of the nucleus.
+    `total` is the log-normaliser of the whole row; `values` may be only its largest entries. float64: on a flat
+    distribution 50,000 float32 additions move the edge of the nucleus.
     """
     first = torch.arange(values.shape[-1], device=values.device)
     inside = ((first < k) | (k <= 0)).expand_as(values)

@@ -1,4 +1,4 @@
-"""The generation engine: requests in, sequences out, whoever asks - command line, evaluation, server.
+"""The generation engine: requests in, sequences out, for the command line, evaluation and the server.
 
 request.py    Request, Frame, Result; text with holes; the canvases of a request
 slots.py      queue and slots: sequences join, pause and leave

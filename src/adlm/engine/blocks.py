@@ -1,16 +1,18 @@
 """Generation in blocks: K positions at a time, left to right, each block given everything before it as clean text.
 
 A position attends to everything up to the end of its own block, whether that block is clean or still has masks. So the
-keys and values of finished blocks never change, and the cache is exact. Keys and values lie in the cache where their
-position is: those of the block in work are written at every reading and count for nothing beyond it.
+keys and values of finished blocks never change, and the cache is exact. A position's keys and values are stored at that
+position in the cache. Those of the current block are rewritten at every reading, and nothing else uses them.
 
-A reading takes n positions of every slot from the first one that is not cached: the finished block that nobody has read
-as clean text yet, the block in work, or both. So slots at different blocks share a network call, a finished block costs
-no call of its own while two blocks cost as much as one, and a causal model is the case K = 1, of which only clean text
-is read. What a slot has no use for is written beyond its clean text, where it is written again before it is read.
+A reading takes n positions of every slot, from the first one that is not cached: the last finished block, if it has not
+been read as clean text yet, the current block, or both. So slots at different blocks share a network call, and a
+finished block needs no call of its own as long as two blocks cost as much as one. A causal model is the case K = 1,
+where only clean text is read. Positions that a slot does not need are written after its clean text, and are written
+again before they are read.
 
-With outputs shifted to the right, the prediction for a position is read one position before it. For the first of a
-block that is the last of the clean text before it, read once: its hidden state is kept, the slot's edge.
+If outputs are shifted to the right, the prediction for a position is read one position before it. For the first
+position of a block that is the last one of the clean text, which is read only once, so its hidden state is kept: the
+slot's edge.
 """
 
 from collections.abc import Sequence
@@ -31,29 +33,29 @@ from adlm.models.transformer import LayerCache, cached_mask
 # Rows of BlockReading.rows
 FIRST, BLOCK, EDGE = range(3)
 FUSED = 512
-"""Positions of a network call up to which a second block of each slot costs next to nothing."""
+"""Up to this many positions in a network call, a second block of each slot costs next to nothing."""
 KEYS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # static shapes: positions that are attended to
 CHUNK = 64
-"""On a GPU prompts are read in multiples of this many tokens: few shapes to compile for."""
+"""On a GPU prompts are read in multiples of this many tokens, so that there are few shapes to compile for."""
 
 
 def shift_of(model: Network) -> int:
-    """How many positions before a token its prediction is read."""
+    """Number of positions before a token at which its prediction is read."""
     return int(model.config.causal or model.config.shift)
 
 
 def own_block(model: Network) -> int:
-    """Length of the blocks that a model writes unless asked for others; 0: it reads canvases as a whole."""
+    """Default length of the blocks that a model writes; 0: it reads canvases as a whole."""
     c = model.config
     own = 1 if c.causal else c.block_lengths[0] if c.block_lengths else c.length
     return 0 if own == c.length else own
 
 
 def block_of(request: Request, model: Network) -> int:
-    """Length of the blocks in which a request is filled; 0: its canvas is read as a whole. What the model cannot do is
-    refused.
+    """Length of the blocks in which a request is filled; 0: its canvas is read as a whole. Requests that the model
+    cannot fill are refused.
 
-    Unless a length is asked for, a model that can do both reads the canvas as a whole where that is needed.
+    If no length is asked for, a model that can do both reads the canvas as a whole when the request needs it.
     """
     c, asked, tokens = model.config, request.settings.block_length, request.tokens
     lengths = (1,) if c.causal else c.block_lengths
@@ -78,7 +80,7 @@ def block_of(request: Request, model: Network) -> int:
 
 
 def needs_whole(request: Request, first: int, block: int, model: Network) -> str:
-    """Why a request needs the whole canvas; empty if blocks will do. `first`: its first hole."""
+    """Why a request needs the whole canvas; empty if blocks suffice. `first`: its first hole."""
     after = request.tokens[(first // block + 1) * block :]
     if any(t != model.mask_id for t in after):
         return "text stands after the holes, and all holes must stand at the end"
@@ -93,11 +95,11 @@ class BlockReading(NamedTuple):
     n: int
     keys: int
     rows: NDArray[np.int64]
-    """[3, B]: first position; block length; which of the states is kept as the edge (0: the edge there is, l: that of
-    position first + l - 1)."""
+    """[3, B]: first position; block length; which state is kept as the edge (0: the present edge, l: that of position
+    first + l - 1)."""
 
     def places(self, slot_N: NDArray[np.int64], position_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where in the flattened states [B, 1 + n] that of a position of a slot is."""
+        """Indices into the flattened states [B, 1 + n] of positions of slots."""
         return slot_N * (self.n + 1) + 1 + position_N - self.rows[FIRST][slot_N]
 
 
@@ -107,12 +109,12 @@ class Held:
 
     block: int = 1
     filled: int = 0
-    """Positions whose keys and values are those of clean text."""
+    """Number of positions whose keys and values are those of clean text."""
     tokens: Sequence[int] = field(default_factory=list)
-    """That text, as far as the host knows it."""
+    """The part of that text that the host knows."""
 
     def common(self, block: int, tokens: Sequence[int]) -> int:
-        """Positions from the start, in whole blocks, that hold what `tokens` would."""
+        """Number of positions from the start, in whole blocks, that `tokens` would fill in the same way."""
         if block != self.block:
             return 0
         size = min(self.filled, len(self.tokens), len(tokens))
@@ -121,7 +123,7 @@ class Held:
 
 
 class Kept(NamedTuple):
-    """What a paused sequence takes along."""
+    """The device state of a paused sequence."""
 
     held: Held
     layers: list[Tensor]
@@ -141,20 +143,20 @@ class BlockReader:
         width, stream = network.embedding.shape[1], network.residual_dtype or network.embedding.dtype
         stacks = 1 if network.anchor is None else 2
         self.edges = [torch.zeros(slots, 1, width, dtype=stream, device=device) for _ in range(stacks)]
-        """The last states of clean text, of denoiser and anchor network."""
+        """The edges of all slots, in the denoiser and the anchor network."""
         self.offset_L = torch.arange(self.length, device=canvas_SL.device)
         self.read = graphs.capture(self.look_in_blocks)
 
-    # Host side: what is to be read
+    # Host side: what to read
 
     def reach(self, i: int, start: int) -> int:
-        """Where slot i has to have read to, for a draw in the block that begins at `start`."""
+        """The position up to which slot i must be read before a draw in the block that begins at `start`."""
         block = self.held[i].block
         return start if self.shift and block == 1 else min(start + block, self.length)
 
     def plan(self, starts: dict[int, int], sizes: tuple[int, ...]) -> tuple[BlockReading, list[int]]:
-        """The next reading for slots that draw in blocks which begin at `starts`, and those of them that can draw
-        after it: the others have then read a finished block. `sizes`: static numbers of slots."""
+        """The next reading for slots whose blocks begin at `starts`, and the slots that can draw after it. The others
+        only read a finished block. `sizes`: static numbers of slots."""
         B, held = max(starts) + 1, self.held
         B = at_least(B, sizes) if self.graphs.on else B
         n = max(1, *(self.reach(i, start) - held[i].filled for i, start in starts.items()))
@@ -162,7 +164,7 @@ class BlockReader:
             n = max(held[i].block for i in starts)
         rows = np.zeros((3, B), dtype=np.int64)
         rows[BLOCK] = [h.block for h in held[:B]]
-        # Slots without a part in it read the start of what they hold, once more.
+        # Slots that take no part read the start of their text again.
         for i, start in starts.items():
             rows[FIRST, i] = min(held[i].filled, self.length - n)
             rows[EDGE, i] = start - rows[FIRST, i]
@@ -172,7 +174,7 @@ class BlockReader:
         return BlockReading(n, self.keys(int(rows[FIRST].max()) + n), rows), drawing
 
     def sizes(self, block: int, slots: int) -> tuple[int, ...]:
-        """How many positions of each slot are read at once, in blocks of that length."""
+        """Possible numbers of positions of each slot in one reading, for blocks of that length."""
         if self.shift and block == 1:
             return (1,)
         return (block,) if 2 * block * slots > FUSED or 2 * block > self.length else (2 * block, block)
@@ -185,8 +187,8 @@ class BlockReader:
     def look_in_blocks(
         self, mask: Tensor, rows: Tensor, slot: int, n: int, keys: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Mask what was masked again, and read: states [B, 1 + n, D] of denoiser and anchor network, the edge first;
-        and the tokens of the slots so far. The rows are slots from `slot` on."""
+        """Mask what was masked again, and read. Returns the states [B, 1 + n, D] of denoiser and anchor network, the
+        edge first, and the tokens of the slots. The rows are slots from `slot` on."""
         self.canvas_SL.index_put_((mask[0], mask[1]), torch.full_like(mask[0], self.network.mask_id))
         B = rows.shape[1]
         canvas_BL = self.canvas_SL[slot : slot + B]
@@ -206,8 +208,8 @@ class BlockReader:
         return states[0].to(home), states[1].to(home) if len(states) == 2 else None, canvas_BL[:, :keys].clone()
 
     def mask(self, rows: Tensor, n: int, keys: int) -> Tensor:
-        """What the n positions of each slot see, as attention adds it, and for each of the heads that share keys where
-        `attend` takes them as queries of one head: made once, for all layers."""
+        """What the n positions of each slot see, as the numbers that attention adds, made once for all layers. They are
+        repeated for heads that share keys if `attend` treats those as queries of one head."""
         position_Bn = rows[FIRST].unsqueeze(-1) + torch.arange(n, device=self.device)
         seen_B1nk = cached_mask(position_Bn, rows[BLOCK], keys)
         added = torch.zeros(seen_B1nk.shape, dtype=self.cache.denoiser[0].k_BNLH.dtype, device=self.device)
@@ -217,8 +219,8 @@ class BlockReader:
 
     @torch.inference_mode()
     def admit(self, i: int, block: int, tokens: Sequence[int]) -> None:
-        """Make the cache of slot i hold `tokens`, whole blocks that stand on its canvas, but for the last block: that
-        is read with the first block to be drawn. What some slot holds already is copied."""
+        """Fill the cache of slot i with `tokens`, the whole blocks on its canvas, except the last one, which is read
+        together with the first block to be drawn. A prefix that some slot already holds is copied."""
         wanted = max(0, len(tokens) - block)
         common = [h.common(block, tokens[:wanted]) for h in self.held]
         source = int(np.argmax(common))
@@ -234,7 +236,7 @@ class BlockReader:
             self.look_in_blocks(rows[:2, :0], rows, i, n, self.keys(shared + n))
 
     def forget(self, i: int) -> None:
-        """The canvas of slot i is no longer what its cache holds."""
+        """Forget the cache of slot i, whose canvas now holds another text."""
         self.held[i] = Held()
 
     def keep(self, i: int) -> Kept:
@@ -251,7 +253,7 @@ class BlockReader:
 
 
 def view(cache: Cache, slots: slice, keys: int) -> Cache:
-    """Some slots, sharing memory, of which the first positions are read."""
+    """A view of some slots, in shared memory, of which the first `keys` positions are read."""
 
     def part(layers: list[LayerCache]) -> list[LayerCache]:
         return [LayerCache(c.k_BNLH[slots], c.v_BNLH[slots], keys) for c in layers]

@@ -1,8 +1,8 @@
 """From hidden states of the chosen positions to tokens: head, filters, float64 draw, in pieces of bounded size.
 
-Every column of `Draws` is one position of one sequence, with that sequence's own settings, so sequences of any mixture
-share a piece. The pieces hold at most LOGITS_AT_ONCE logits, whatever the vocabulary; on a GPU they are padded to a few
-fixed sizes so that each can be one CUDA graph. Padding columns belong to a slot nobody reads.
+Every column of `Draws` is one position of one sequence, with that sequence's own settings, so sequences with different
+settings share a piece. A piece holds at most LOGITS_AT_ONCE logits, whatever the vocabulary. On a GPU pieces are padded
+to a few fixed sizes, so that each can be one CUDA graph. Padding columns belong to a slot that is never read.
 """
 
 import functools
@@ -30,8 +30,8 @@ PIECES = (16, 64, 256)  # static shapes
 
 
 def widen(array: NDArray, more: int, fill: int | tuple[int, ...] = 0) -> NDArray:
-    """`more` columns of `fill` (one number, or one per row) at the end: np.pad, at a tenth of its cost on arrays this
-    small (the host's part of a step matters when one sequence is drawn at a time)."""
+    """Append `more` columns of `fill` (one number, or one per row). np.pad costs ten times as much on arrays this
+    small, and the host's time matters when one sequence is drawn at a time."""
     width = array.shape[-1]
     wide = np.empty((*array.shape[:-1], width + more), dtype=array.dtype)
     wide[..., :width] = array
@@ -40,7 +40,7 @@ def widen(array: NDArray, more: int, fill: int | tuple[int, ...] = 0) -> NDArray
 
 
 class Filters(NamedTuple):
-    """Which filters some draw of a call needs; known on the host, so that unused ones are not even compiled."""
+    """Which filters the draws of a call need; known on the host, so that unused ones are not even compiled."""
 
     temperature: bool = False
     top_k: bool = False
@@ -83,7 +83,7 @@ class Draws(NamedTuple):
         return draws
 
     def padded(self, more: int, spare: int) -> "Draws":
-        """`more` draws added, in a slot nobody reads."""
+        """Append `more` draws in the slot `spare`, which is never read."""
         ints = widen(self.ints, more)
         ints[SLOT, ints.shape[1] - more :] = spare
         floats = widen(self.floats, more)
@@ -92,7 +92,7 @@ class Draws(NamedTuple):
 
     @property
     def filters(self) -> Filters:
-        """What has to be compiled in for these draws."""
+        """The filters that these draws need."""
         return Filters(
             bool((self.floats[TEMPERATURE] != 1).any()),
             bool((self.ints[TOP_K] > 0).any()),
@@ -106,10 +106,10 @@ class Drawn(NamedTuple):
     log_p: Tensor
     """What the tokens were drawn from: after temperature and filters."""
     logits: Tensor
-    """What the head said: before temperature, filters and bans."""
+    """The head's output, before temperature, filters and bans."""
 
 
-ANY = Filters()  # what a piece drawn by the kernel needs: there settings are numbers, not code
+ANY = Filters()  # for pieces drawn by the kernel, where settings are data, not code
 
 
 def draw_fused(
@@ -125,7 +125,7 @@ def draw_fused(
 def draw(
     head: Head, banned_SV: Tensor, token_V: Tensor, hidden_ND: Tensor, ints: Tensor, floats: Tensor, filters: Filters
 ) -> Drawn:
-    """Tokens [N], and what they were drawn from [N, V]. Static shapes, no host sync."""
+    """Draw tokens [N]; also returns what they were drawn from [N, V]. Static shapes, no host sync."""
     logits = head(hidden_ND)
     log_p = filtered(logits, banned_SV, ints, floats, filters)
     return Drawn(gumbel_argmax(log_p, token_uniforms(ints, token_V)), log_p, logits)
@@ -158,24 +158,24 @@ def pieces(sizes: list[int]) -> Iterator[slice]:
 
 
 class Drawer:
-    """`draw` over any number of positions, in pieces; what a slot may not draw."""
+    """`draw` over any number of positions, in pieces, and the tokens that each slot may not draw."""
 
     def __init__(self, head: Head, slots: int, vocab_size: int, mask_id: int, graphs: Graphs, device: torch.device):
-        # Zero-masking of SUBS and banned words are one thing: tokens a slot may not draw.
+        # Zero-masking of SUBS and banned words are the same: tokens that a slot may not draw.
         self.banned_SV = torch.zeros(slots + 1, vocab_size, dtype=torch.bool, device=device)
         self.banned_SV[:, mask_id] = True
-        # A buffer and not an arange inside the step: the compiler would narrow that to 32 bits, and the noise needs 64.
+        # A buffer, not an arange inside the step: the compiler would narrow that to 32 bits, and the noise needs 64.
         self.token_V = torch.arange(vocab_size, device=device)
         self.head, self.mask_id, self.static = head, mask_id, graphs.on
         self.banned: list[list[int]] = [[] for _ in range(slots)]
         self.most = max(1, LOGITS_AT_ONCE // vocab_size)
-        # the kernel needs triton, which torch's CUDA builds bring
+        # the kernel needs triton, which comes with torch's CUDA builds
         self.fused = graphs.on and device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.draw = functools.partial(draw_fused if self.fused else draw, head, self.banned_SV, self.token_V)
 
     def matching(self, hidden_ND: Tensor, ints: Tensor, floats: Tensor, own: Draws, match: Match) -> Drawn:
-        """Draw the positions of one sequence so that its text can match (constrain/matching.py). The columns are all
-        its masked positions; what comes back is for those that are drawn. `own`: the same columns on the host."""
+        """Draw positions of one sequence so that its text can match (constrain/matching.py). The columns are all its
+        masked positions; the result covers the drawn ones. `own`: the same columns on the host."""
         slot, seed, step = (int(own.ints[row, 0]) for row in (SLOT, SEED, STEP))
         greedy, filters = own.floats[TEMPERATURE, 0] < LEAST_TEMPERATURE, own.filters
         warm = Filters() if greedy else Filters(temperature=filters.temperature)
@@ -205,11 +205,11 @@ class Drawer:
         return Drawn(gumbel_argmax(log_p, token_uniforms(ints[:, rows], self.token_V)), log_p, drawn)
 
     def prediction(self, drawn: Drawn, ints: Tensor) -> Tensor:
-        """Log-probabilities [N, V] before temperature and filters; banned tokens have none."""
+        """Log-probabilities [N, V] before temperature and filters; -inf for banned tokens."""
         return drawn.logits.float().masked_fill(self.banned_SV[ints[SLOT]], -torch.inf).log_softmax(-1)
 
     def ban(self, slot: int, tokens: list[int]) -> None:
-        """Exactly `tokens` and the mask are banned in `slot` from now on."""
+        """Ban exactly `tokens` and the mask in `slot` from now on."""
         if tokens == self.banned[slot]:
             return
         self.banned[slot] = list(tokens)

@@ -1,9 +1,9 @@
-"""The engine: it fills the holes of canvases, whatever sampler each sequence uses; all share network calls.
+"""The engine fills the holes of canvases. Sequences with different samplers share network calls.
 
 A slot holds a canvas (on the device), the windows of its request, and the trajectory of its sampler. A step evaluates
-the next event of every slot, whatever step of whatever sampler each is at. A canvas is read as a whole, or block by
-block with a cache (blocks.py): causal models write blocks of one position. Canvases of different length that are read
-as a whole do not share a call: the network has no notion of padding, so results never depend on neighbours.
+the next event of every slot; each may be at a different step of a different sampler. A canvas is read as a whole, or
+block by block with a cache (blocks.py): causal models write blocks of one position. Canvases of different lengths that
+are read as a whole do not share a call: the network knows no padding, so results never depend on neighbours.
 """
 
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ class Canvas(ActiveSequence):
     block: int = 0
     """Length of its blocks; 0: it is read as a whole."""
     open_fraction: float = 1.0
-    """Fraction of the window's positions that are holes. A sampler's times are fractions of holes; what the network is
-    conditioned on is the fraction of masks in all it reads, as in training."""
+    """Fraction of the window's positions that are holes. A sampler's times are fractions of holes; the network is
+    conditioned on the fraction of masks in everything it reads, as in training."""
 
     @property
     def start(self) -> int:
-        """Where the block begins that the next event draws in."""
+        """First position of the block in which the next event draws."""
         first = int(self.event.draw[0])
         return first - first % self.block
 
@@ -74,7 +74,7 @@ class Engine(BaseEngine[Canvas]):
         require(not misfit, f"sampling.sampler={request.settings.sampler!r} {misfit}")
 
     def sampler(self, request: Request) -> Sampler:
-        """The request's sampler; where positions come one at a time there is nothing to choose."""
+        """The request's sampler; a causal model writes from left to right, whatever the request names."""
         if self.model.config.causal:
             return LeftToRight(request.settings, self.schedule)
         return make_sampler(request.settings, self.schedule)
@@ -90,7 +90,7 @@ class Engine(BaseEngine[Canvas]):
         if block:
             tokens = list(request.tokens)
             first = tokens.index(mask_id)
-            rest = min(-len(tokens) % block, self.evaluator.length - len(tokens))  # of the last block: never drawn
+            rest = min(-len(tokens) % block, self.evaluator.length - len(tokens))  # completes the last block: not drawn
             self.evaluator.load(i, tokens + [mask_id] * rest, window.banned)
             self.evaluator.blocks.admit(i, block, tokens[: first - first % block])
         elif "blocks" in vars(self.evaluator):
@@ -109,7 +109,7 @@ class Engine(BaseEngine[Canvas]):
         canvas.window = window
         self.evaluator.load(i, window.tokens, window.banned, window.at)
         holes = np.flatnonzero(np.array(window.tokens) == self.evaluator.mask_id) + window.at
-        # the release conditions on the sampler's time, whatever is given
+        # the release conditions on the sampler's time, even if tokens are given
         canvas.open_fraction = 1.0 if canvas.request.settings.parity else len(holes) / len(window.tokens)
         if canvas.block:
             canvas.trajectory = canvas.sampler.in_blocks(holes, window.seed, canvas.block)
@@ -128,7 +128,7 @@ class Engine(BaseEngine[Canvas]):
         return True
 
     def close(self, i: int, tokens: list[int]) -> None:
-        """Hand the filled window to the request's conversation, which asks for another one or ends."""
+        """Send the filled window to the request's generator, which asks for another window or ends."""
         canvas = self.active(i)
         try:
             window = canvas.windows.send(tokens)
@@ -140,7 +140,7 @@ class Engine(BaseEngine[Canvas]):
             self.open(i, window)
 
     def finish(self, i: int, tokens: list[int], finished: bool = True, problem: str = "") -> None:
-        if self.active(i).block:  # whoever continues this text finds it read
+        if self.active(i).block:  # a request that continues this text can reuse the cache
             self.evaluator.blocks.held[i].tokens = tokens
         super().finish(i, tokens, finished, problem)
 
@@ -167,7 +167,7 @@ class Engine(BaseEngine[Canvas]):
 
     def bring_back(self, i: int, kept: tuple[torch.Tensor, Kept | None]) -> None:
         window, (canvas_L, blocks) = self.active(i).window, kept
-        self.evaluator.load(i, window.tokens, window.banned, window.at)  # which says what is fixed
+        self.evaluator.load(i, window.tokens, window.banned, window.at)
         self.evaluator.canvas_SL[i] = canvas_L
         if blocks is not None:
             self.evaluator.blocks.bring_back(i, blocks)
@@ -178,7 +178,7 @@ class Engine(BaseEngine[Canvas]):
 
     def evaluate(self, chosen: list[int]) -> None:
         matched = {i for i in chosen if self.active(i).request.constraint is not None}
-        for alike in ([i for i in chosen if i not in matched], sorted(matched)):  # all are constrained, or none is
+        for alike in ([i for i in chosen if i not in matched], sorted(matched)):  # all constrained, or none
             lengths = {i: len(self.active(i).window.tokens) for i in alike if not self.active(i).block}
             for length in sorted(set(lengths.values())):
                 group = [i for i in alike if lengths.get(i) == length]
@@ -213,15 +213,15 @@ class Engine(BaseEngine[Canvas]):
         )
 
     def places(self, group: list[int], canvases: list[Canvas]) -> tuple[list[Positions], tuple[Match, ...]]:
-        """Positions at which predictions are needed: those that are drawn, or where texts must match all masked ones;
-        and what they must match."""
+        """The positions at which predictions are needed, and what they must match. Those are the drawn positions, or
+        all masked ones if the text must match a constraint."""
         if not canvases or canvases[0].request.constraint is None:
             return [c.event.draw for c in canvases], ()
         matches = [self.match(i, c) for i, c in zip(group, canvases)]
         return [m.masked + at for m, at in matches], tuple(m for m, _ in matches)
 
     def match(self, i: int, canvas: Canvas) -> tuple[Match, int]:
-        """What the next event of slot i may draw, and where on its canvas that begins."""
+        """What the next event of slot i may draw, and the position on its canvas where that begins."""
         request, window, mask_id = canvas.request, canvas.window, self.evaluator.mask_id
         assert request.constraint is not None
         tokens = self.tokens(i)
@@ -234,8 +234,8 @@ class Engine(BaseEngine[Canvas]):
         return Match(span, tokens[start:stop], masked, np.isin(masked + at, canvas.event.draw)), at
 
     def take_event(self, group: list[int], canvases: list[Canvas], call: Call) -> None:
-        """Run the call, and tell the samplers what they read of it; then go on to the next event of each slot, to its
-        next window, or end it."""
+        """Run the call and send the samplers the predictions they read. Then move each slot to its next event or next
+        window, or end its sequence."""
         predicted = self.evaluator.evaluate(call, frozenset(c.sampler.reads for c in canvases) - {""})
         shown, filled, asked, b = [], [], [], 0
         for i, canvas in zip(group, canvases):
@@ -255,14 +255,14 @@ class Engine(BaseEngine[Canvas]):
         self.updates += [self.frame(i, drawn) for i, canvas, drawn in shown if self.slots[i] is canvas]
 
     def certain(self, canvas: Canvas, start: int) -> bool:
-        """Whether what has been drawn from `start` on stays: a block that is finished, or a canvas where nothing is
-        masked again. Samplers that read predictions leave guesses there until they have chosen."""
+        """Whether tokens drawn from `start` on are final: in a finished block, or on a canvas where nothing is masked
+        again. Samplers that read predictions leave guesses on the canvas until they have chosen."""
         if canvas.block:
             return canvas.start != start
         return canvas.sampler.writes_once and not canvas.sampler.reads
 
     def ended(self, asked: list[tuple[int, int, int]]) -> list[int]:
-        """Of (slot, position, length): the slots whose text ends there, with nothing open before the end."""
+        """The slots of (slot, position, length) whose text ends there, with no hole before the end."""
         found = []
         for length in {length for _, _, length in asked}:
             own = [(i, start) for i, start, n in asked if n == length]
@@ -276,12 +276,12 @@ class Engine(BaseEngine[Canvas]):
         return found
 
     def close_all(self, slots: list[int]) -> None:
-        """Close the windows of these slots, which are filled or need not be; canvases of one shape are read at once."""
+        """Close the windows of these slots, filled or ended early; canvases of one shape are read together."""
         shapes = {i: (self.active(i).window.at, len(self.active(i).window.tokens)) for i in slots}
         for at, length in set(shapes.values()):
             own = [i for i in slots if shapes[i] == (at, length)]
             for i, tokens in zip(own, self.evaluator.read(own, [at] * len(own), length)):
-                self.active(i).event = IDLE  # what it would mask is after the end: the conversation drops it
+                self.active(i).event = IDLE  # it would mask positions after the end only, which are dropped
                 self.close(i, tokens.tolist())
 
     def frame(self, i: int, drawn: list[int]) -> Frame:
@@ -291,7 +291,7 @@ class Engine(BaseEngine[Canvas]):
         return Frame(canvas.id, tokens, step, canvas.nfe, visible, settled(canvas, len(tokens)))
 
     def place_required(self, canvas: Canvas, window: Window) -> list[int]:
-        """Fix each required word at a start drawn by the model's own probability of the word there, given the rest."""
+        """Place each required word at a start drawn by the model's probability of the word there, given the rest."""
         tokens, mask_id = list(window.tokens), self.evaluator.mask_id
         for k, word in enumerate(canvas.request.required):
             n = len(word)
@@ -307,9 +307,9 @@ class Engine(BaseEngine[Canvas]):
 
 
 def settled(canvas: Canvas, length: int) -> int:
-    """From the left, how many positions of a sequence stay as they are, if they hold a token."""
+    """Number of positions, from the left, whose tokens are final once drawn."""
     r = canvas.request
-    # A banned phrase, and an end of text before the last required word, are drawn again.
+    # A banned phrase is drawn again, and so is an end of text before the last required word.
     repaired = canvas.block != 1 and any(len(word) > 1 for word in r.banned)
     if canvas.sampler.writes_once and not repaired and not (r.required and r.stop_id is not None):
         return length
@@ -317,10 +317,10 @@ def settled(canvas: Canvas, length: int) -> int:
 
 
 def most_evaluations(request: Request, model: Network, schedule: Schedule) -> int:
-    """Network evaluations that a request takes at most, repairs apart."""
+    """Largest number of network evaluations that a request takes, without repairs."""
     s, block, mask_id = request.settings, block_of(request, model), model.mask_id
     sampler = make_sampler(s, schedule)
-    steps = len(getattr(sampler, "t", ())) or s.steps  # times of its own are as many as it needs
+    steps = len(getattr(sampler, "t", ())) or s.steps  # a sampler with its own times may take more or fewer
     size = block or len(request.tokens)
     holes = [list(request.tokens[a : a + size]).count(mask_id) for a in range(0, len(request.tokens), size)]
     if not sampler.steps_matter:
@@ -334,7 +334,7 @@ def most_evaluations(request: Request, model: Network, schedule: Schedule) -> in
 
 
 def masks(group: list[int], canvases: list[Canvas]) -> np.ndarray:
-    """[2, M]: slot and position of everything that is masked before the next event."""
+    """[2, M]: slot and position of everything that the next events mask before the evaluation."""
     again = [c.event.mask for c in canvases]
     return np.stack(
         [np.repeat(np.array(group, dtype=np.int64), [len(m) for m in again]), np.concatenate([NOWHERE, *again])]

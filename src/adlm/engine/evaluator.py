@@ -1,8 +1,8 @@
 """The device side of the engine: canvases of all slots, and one evaluation of a group of them.
 
 `Evaluator.evaluate` masks what was masked again, reads the canvases, runs the network once, draws at the chosen
-positions only and writes the tokens back. Where they are few, the network's last block is finished at those positions
-only, too. Nothing comes to the host unless asked for.
+positions only and writes the tokens back. If these positions are few, the network's last block is computed at them
+only, too. Nothing is copied to the host unless it is asked for.
 """
 
 import functools
@@ -50,11 +50,11 @@ from adlm.samplers.base import Prediction
 from adlm.schema import ObjectiveConfig
 
 FEW = (16, 64)
-"""Draws of a sequence: up to the last of these the network's last block is finished only where they are."""
+"""Static numbers of draws per sequence; up to the last one, the last block is computed at the draws only."""
 
 
 class Canvases(NamedTuple):
-    """What a network call reads of canvases as a whole. They have one length."""
+    """What a network call reads if canvases are read as a whole. They have one length."""
 
     length: int
     slots: NDArray[np.int64]
@@ -65,7 +65,7 @@ class Call(NamedTuple):
     """One network call, described on the host."""
 
     read: Canvases | BlockReading
-    """What it reads: canvases as a whole, or the blocks in work."""
+    """What it reads: canvases as a whole, or current blocks."""
     t: NDArray[np.float64]
     """[B]: fraction of masks that each sequence is conditioned on."""
     mask: NDArray[np.int64]
@@ -74,12 +74,12 @@ class Call(NamedTuple):
     """[N]: sequence of the call that each draw reads."""
     draws: Draws
     matches: tuple[Match, ...] = ()
-    """Where texts must match: what each sequence of the call may become. Its draws are then all its masked positions,
-    and those that the match names are written."""
+    """For constrained texts: what each sequence of the call may become. Its draws are then all its masked positions,
+    and only those that the match names are written."""
 
 
 Observer = Callable[["Call", Tensor, Tensor], None]
-"""Told of a call, the tokens it read [B, L] and the anchor network's states there [B, L, D]."""
+"""Called with a call, the tokens it read [B, L] and the anchor network's states there [B, L, D]."""
 
 
 class Evaluator:
@@ -93,7 +93,7 @@ class Evaluator:
         compile: str = "auto",
         tau: int = ObjectiveConfig.tau,
     ):
-        """`tau`: occurrences up to which a token is rare, where a sampler reads anchors."""
+        """`tau`: largest number of occurrences of a rare token, for samplers that read anchors."""
         choose("compile", compile, ("auto", "true", "graphs", "false"))
         self.network_device = torch.device(device)
         self.device = float64_device(self.network_device)  # of canvases and draws
@@ -102,7 +102,7 @@ class Evaluator:
         self.length, self.mask_id = model.config.length, model.mask_id
         self.time_conditioned = model.config.is_time_conditioned
         self.schedule, self.tau = schedule, tau
-        # At least one slot more than there are: padding reads and writes there.
+        # At least one spare slot, which padding reads and writes.
         rows = max(slots + 1, at_least(slots, SEQUENCE_SIZES))
         self.canvas_SL = torch.full((rows, self.length), self.mask_id, device=self.device)
         self.mask_token = torch.tensor(self.mask_id, device=self.device)  # assigning a number would copy from the host
@@ -122,8 +122,8 @@ class Evaluator:
 
     @functools.cached_property
     def blocks(self) -> BlockReader:
-        """The reader of blocks, with its cache; made when the first sequence needs it."""
-        with torch.inference_mode(False):  # it is changed outside, too
+        """The reader of blocks, with its cache; created when the first sequence needs it."""
+        with torch.inference_mode(False):  # its tensors are changed outside inference mode, too
             return BlockReader(self.model, self.canvas_SL, self.graphs, self.network_device, self.bf16)
 
     def hidden(self, tokens_BL: Tensor, sigma_B: Tensor, at_BQ: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -134,18 +134,18 @@ class Evaluator:
         return h.denoiser_BLD.to(self.device), None if h.anchor_BLD is None else h.anchor_BLD.to(self.device)
 
     def logits(self, head: Head, hidden_ND: Tensor) -> Tensor:
-        """Logits of a head, in bf16 where the network is; what follows them is not."""
+        """Logits of a head, in bf16 if the network is; what follows them is not."""
         with autocast(self.network_device, self.bf16):
             return head(hidden_ND.to(self.network_device)).to(self.device)
 
-    # The two halves of an evaluation, each one graph launch. Both may be repeated: they read no state they change.
+    # The two halves of an evaluation, each one graph launch. Both may be repeated: neither reads state that it changes.
 
     def look(
         self, mask: Tensor, slot_B: Tensor, sigma_B: Tensor, at_BQ: Tensor | None, L: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Mask what was masked again, and run the network: hidden states for both heads, and the tokens it saw.
+        """Mask what was masked again, and run the network: hidden states for both heads, and the tokens it read.
 
-        `at_BQ`: positions of each sequence at which the denoiser is wanted; None: everywhere.
+        `at_BQ`: positions of each sequence at which the denoiser's states are needed; None: all.
         """
         self.canvas_SL.index_put_((mask[0], mask[1]), self.mask_token)
         tokens_BL = self.canvas_SL[slot_B, :L]
@@ -160,21 +160,21 @@ class Evaluator:
         filters: Filters,
         reads: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Draw one piece and write it into the canvas; returns what the samplers read of each draw. `place_N`: where
-        its states are in the flattened ones."""
+        """Draw one piece and write it to the canvases; returns what the samplers read of each draw. `place_N`: indices
+        of its states among the flattened ones."""
         drawn = self.drawer.draw(denoiser_BLD.flatten(0, 1)[place_N], ints, floats, filters)
         return self.write(drawn, ints, reads)
 
     def write(self, drawn: Drawn, ints: Tensor, reads: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Put what was drawn on the canvas; returns what the samplers read of it."""
+        """Write drawn tokens to the canvases; returns what the samplers read of each draw."""
         self.canvas_SL[ints[SLOT], ints[POSITION]] = drawn.token
         log_p = self.drawer.prediction(drawn, ints) if UNFILTERED & set(reads) else drawn.log_p
         return tuple(LOOKS[name](log_p if name in UNFILTERED else drawn.log_p, drawn.token) for name in reads)
 
     @torch.inference_mode()
     def warm_up(self, length: int = 0, least: int = 1) -> None:
-        """Compile and capture the shapes that `least` sequences or more of this length need, with few tokens that are
-        masked again; of a model that writes in blocks, those of its own block length and short texts."""
+        """Compile and capture the shapes for `least` or more sequences of this length, if few tokens are masked again.
+        For a model that writes in blocks: those of its own block length and short texts."""
         if not self.graphs.on:
             return
 
@@ -187,7 +187,7 @@ class Evaluator:
                 self.write_draws(Fixed(states), numbers(0, columns=size)[0], ints, floats.double(), ANY, ())
 
         block = own_block(self.model)
-        # The largest first: it is compiled for its own size, the others share one compilation of any size.
+        # Largest first: it is compiled for its own size, and the others share one compilation for any size.
         sizes = [
             s for s in SEQUENCE_SIZES if at_least(least, SEQUENCE_SIZES) <= s <= at_least(self.spare, SEQUENCE_SIZES)
         ]
@@ -202,17 +202,17 @@ class Evaluator:
                 draw_from(self.read_canvases(mask, slot_B, sigma_B, at_BQ, length or self.length)[0])
 
     def sigma(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The noise level at fractions t of masks; a network that is not conditioned on it ignores the numbers."""
+        """The noise level at fractions t of masks, for a time-conditioned network; others ignore the numbers."""
         return noise_level(t, self.schedule) if self.time_conditioned else t
 
     def load(self, slot: int, tokens: Sequence[int], banned: list[int], at: int = 0) -> None:
-        """Put tokens on the canvas of a slot, from position `at` on; what may not be drawn there."""
+        """Put tokens on the canvas of a slot, from position `at` on, and ban tokens in that slot."""
         tokens_L, here = torch.tensor(tokens, device=self.device), slice(at, at + len(tokens))
         self.canvas_SL[slot, here] = tokens_L
         self.drawer.ban(slot, banned)
 
     def read(self, slots: Sequence[int], first: Sequence[int], length: int) -> NDArray[np.int64]:
-        """Parts of canvases, on the host: waits for everything queued before."""
+        """Copy parts of canvases to the host; this waits for everything queued before."""
         if max(first) == 0:
             return self.canvas_SL[slots, :length].cpu().numpy()
         at = np.array(first)[:, None] + np.arange(length)
@@ -220,8 +220,8 @@ class Evaluator:
         return self.canvas_SL[slots_N, at_NL].cpu().numpy()
 
     def places(self, call: Call, sequences: int) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
-        """Where the states of the draws come from: the positions wanted of each of the `sequences` [B, Q] (None: all),
-        and for each draw its place among all of them [N]."""
+        """Where the states of the draws come from: the positions to compute in each of the `sequences` [B, Q] (None:
+        all), and for each draw the index of its state among these [N]."""
         position_N = call.draws.ints[POSITION]
         if isinstance(call.read, BlockReading):
             return None, call.read.places(call.source, position_N - self.blocks.shift)
@@ -237,7 +237,7 @@ class Evaluator:
 
     @torch.inference_mode()
     def evaluate(self, call: Call, reads: frozenset[str] = frozenset()) -> Prediction:
-        """Run one call; returns the fields of Prediction that were asked for, for all draws in order."""
+        """Run one call; returns the requested fields of Prediction, for all draws in order."""
         B, N, M = len(call.t), len(call.source), call.mask.shape[1]
         sizes = self.drawer.sizes(N) if not call.matches else [N]
         more, more_sequences, more_masks = sum(sizes) - N, 0, 0
@@ -245,7 +245,7 @@ class Evaluator:
             more_sequences, more_masks = at_least(B, SEQUENCE_SIZES) - B, at_least(M, MASK_SIZES) - M
         draws = call.draws.padded(more, self.spare)
         at_BQ, places_N = self.places(call, B + more_sequences)
-        # What the padding masks and draws lands in the spare slot.
+        # Padding masks and draws in the spare slot.
         arrays = [
             widen(call.mask, more_masks, (self.spare, 0)),
             widen(self.sigma(call.t), more_sequences),
@@ -307,7 +307,7 @@ class Evaluator:
         """For each draw, the largest anchor probability of a token that is rare in its sequence.
 
         Rare: at most tau expected occurrences, counting visible tokens as they are and masked ones by their predicted
-        probabilities - the paper's anchor rule (count in the sequence <= tau) for one that is only partly known.
+        probabilities. This is the paper's anchor rule (count in the sequence <= tau) for a partly known sequence.
         """
         head, most = self.model.anchor_head, self.drawer.most
         assert head is not None
@@ -352,5 +352,5 @@ LOOKS = {
     "entropy": lambda log_p, token: torch.special.entr(log_p.exp()).sum(-1),
 }
 UNFILTERED = {"confidence", "entropy"}
-"""Looks at the prediction before temperature and filters: a greedy draw makes the choice of a token certain, and the
-model no surer of it."""
+"""These use the prediction before temperature and filters: a greedy draw makes the choice certain, but the model no
+surer of it."""

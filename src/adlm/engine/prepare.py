@@ -1,11 +1,11 @@
 """The network as the engine runs it: a copy with everything constant folded, in float32 or bf16.
 
 The bridge has its inference form; norms and modulations of a network without time conditioning are part of the
-weights. In bf16 weights are converted once (autocast would convert them at every step), heads are padded to a width
-that matrix units like, and the residual stream is bf16 too. In float32 on a CPU, oneDNN lays the weights out for its
-products once. Values change only by rounding.
+weights. In bf16, weights are converted once (autocast would convert them at every step), heads are padded to a width
+that matrix units handle fast, and the residual stream is bf16 too. In float32 on a CPU, the weights are converted to
+oneDNN's layout once. Values change only by rounding.
 
-Below, too: CUDA graphs, and copies that nobody waits for.
+The module starts with CUDA graphs, and copies to the device that do not make the host wait.
 """
 
 import copy
@@ -36,45 +36,44 @@ from adlm.models.layers import (
 from adlm.models.transformer import AttentionBlock, Block, Context, ResidualStream, Stack
 
 # ---- from host to device without waiting -----------------------------------------------------------------------------
-# From host to device without waiting: CUDA graphs, and many small arrays in one copy.
+# CUDA graphs, and many small arrays in one copy.
 #
-# Graphs stand behind one switch: off, a function is itself; on, each input shape is one graph launch. A network
+# One switch controls the graphs. Off, a function runs as it is; on, each input shape is one graph launch. A network
 # evaluation of one sequence is a few hundred kernels of microseconds each, so launching them one by one from Python
-# costs more than running them. A captured graph replays them in one launch. Inputs are copied into the buffers the
-# graph was captured with, and outputs are the graph's own: valid until the next call with the same shapes. Capturing
-# runs the function a few times, so a captured function must be one that may be repeated.
+# costs more than running them. A captured graph replays them in one launch. Inputs are copied into the buffers that the
+# graph was captured with. Outputs belong to the graph, and are valid until the next call with the same shapes.
+# Capturing runs the function a few times, so a captured function must be repeatable.
 #
-# A copy that the host does not wait for has to come from pinned memory: from any other it may wait for everything
-# queued before. Pinning is slow, so a few buffers go round. That also bounds how far the host runs ahead of the
-# device.
+# A copy that the host does not wait for must come from pinned memory; any other may wait for everything queued before.
+# Pinning is slow, so a few buffers are reused in turn. That also limits how far the host runs ahead of the device.
 
 # Static shapes: sequences of a call, and positions masked again before it
 SEQUENCE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 MASK_SIZES = (64, 1024)
 WARM_UP = 3
-AHEAD = 8  # copies under way
+AHEAD = 8  # copies in flight
 
 
 def at_least(n: int, sizes: tuple[int, ...]) -> int:
-    """The static size that holds n; beyond the largest, multiples of it."""
+    """The smallest static size that holds n; beyond the largest size, a multiple of it."""
     return next((s for s in sizes if s >= n), -(-n // sizes[-1]) * sizes[-1])
 
 
 class Graphs:
     def __init__(self, on: bool):
         self.on = on
-        # One pool for all: what a graph needs only while it runs is the same memory in each of them. Safe because they
-        # run one after the other, and one that reads another's output is captured after it.
+        # One pool for all graphs, so that they share the memory needed only while a graph runs. This is safe because
+        # they run one after the other, and a graph that reads another's output is captured after it.
         self.pool = torch.cuda.graph_pool_handle() if on else None
 
     def capture(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` takes tensors, Fixed tensors and plain hashable values, and returns tensors (a tuple, or None in
-        it). It may change tensors that it holds itself."""
+        """`function` replayed as CUDA graphs, if these are on. It takes tensors, Fixed tensors and plain hashable
+        values, returns tensors (a tuple, which may contain None), and may change tensors that it holds itself."""
         return Captured(function, self.pool) if self.on else lambda *args: function(*map(unwrap, args))
 
 
 class Fixed:
-    """A tensor whose memory stays where it is (the output of another graph): read in place, not copied."""
+    """A tensor at a fixed address (the output of another graph), which is read in place, not copied."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -131,7 +130,7 @@ class Uploads:
         self.copied = [torch.cuda.Event() for _ in range(AHEAD)] if device.type == "cuda" else []
 
     def __call__(self, *arrays: NDArray) -> list[Tensor]:
-        """Arrays of 8-byte numbers, in their shapes and types."""
+        """Copy arrays of 8-byte numbers to the device, with their shapes and dtypes."""
         sizes, flat = [a.size for a in arrays], [a.view(np.int64).ravel() for a in arrays]
         if not self.copied:
             sent = torch.from_numpy(np.concatenate(flat)).to(self.device)
@@ -159,7 +158,7 @@ def autocast(device: torch.device, bf16: bool) -> AbstractContextManager:
 
 
 def prepare(model: Network, device: torch.device, precision: str) -> tuple[Network, bool]:
-    """(the network as the engine runs it, whether in bf16)."""
+    """(the network as the engine runs it, whether it is in bf16)."""
     choose("precision", precision, ("auto", "fp32", "bf16"))
     bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
     low = fold(model.to(device), fused_gelu=bf16 and device.type == "cuda")
@@ -174,9 +173,9 @@ def prepare(model: Network, device: torch.device, precision: str) -> tuple[Netwo
 
 @torch.no_grad()
 def fold(model: Network, fused_gelu: bool = False) -> Network:
-    """A copy that computes the same function with constants computed: the bridge, and norms and modulations unless
-    time-conditioned. It shares the largest tensors, which stay as they are: embedding, heads and bridge. Weights that
-    are bf16 already are shared all, and not folded: a product would be a second copy, rounded again."""
+    """A copy that computes the same function with constants folded: the bridge, and norms and modulations unless
+    time-conditioned. It shares the largest tensors, which do not change: embedding, heads and bridge. bf16 weights are
+    all shared and not folded, since a product would be a second copy, rounded again."""
     rounded = model.embedding.dtype == torch.bfloat16
     shared = [p for name, p in model.named_parameters() if rounded or ".blocks." not in name]
     low = copy.deepcopy(model, memo={id(p): p for p in shared}).eval()
@@ -189,7 +188,7 @@ def fold(model: Network, fused_gelu: bool = False) -> Network:
             c_1C = stack.time_embedding(torch.zeros(1, device=stack.norm.weight.device))
         stack.blocks = nn.ModuleList(FoldedBlock(block, c_1C, fused_gelu) for block in stack.blocks)  # type: ignore[arg-type]
         if c_1C is not None and stack.modulation is not None:
-            # what stands before the heads: folding it would change two V x D matrices and save two passes in all
+            # the modulation before a head: folding it would change two V x D matrices, to save two passes in all
             stack.modulation = Constant(stack.modulation(c_1C))  # type: ignore[assignment]
             stack.time_embedding = Constant(c_1C)  # type: ignore[assignment]
     return low
@@ -217,7 +216,7 @@ class FoldedBlock(AttentionBlock):
     def forward(self, stream: ResidualStream, context: Context) -> ResidualStream:
         x_BLD = stream.total()
         o_BLD = self.attention(self.qkv(self.normed(x_BLD)), context)
-        if context.at_BQ is not None:  # attention has answered those queries only
+        if context.at_BQ is not None:  # attention has computed those queries only
             x_BLD = pick_each(x_BLD, context.at_BQ)
         elif context.at_N is not None:
             o_BLD, x_BLD = pick_flat(o_BLD, context.at_N), pick_flat(x_BLD, context.at_N)
@@ -229,7 +228,7 @@ class FoldedBlock(AttentionBlock):
 
 
 class ConstantLinear(nn.Linear):
-    """A linear layer that is not trained, from its weight and bias."""
+    """A linear layer that is not trained, made from a weight and a bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -247,7 +246,7 @@ class ActivatedLinear(nn.Module):
 
 
 class GeluLinear(ConstantLinear):
-    """The gelu inside the matrix product: the widest activations are written once instead of twice."""
+    """A linear layer with gelu inside the matrix product: the widest activations are written once, not twice."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_gelu(input, self.weight, self.bias)
@@ -255,7 +254,7 @@ class GeluLinear(ConstantLinear):
 
 @torch.library.custom_op("adlm::linear_gelu", mutates_args=())
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """gelu(x W^T + b), tanh form, inside the matrix product. CUDA only: elsewhere the same call has another gelu."""
+    """gelu(x W^T + b), tanh form, inside the matrix product. CUDA only: elsewhere the same call uses another gelu."""
     out = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -266,7 +265,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class PaddedLinear(ConstantLinear):
-    """A linear layer computed at the next aligned width; the columns beyond are cut off."""
+    """A linear layer computed at the next aligned width; extra columns are dropped."""
 
     def __init__(self, linear: nn.Linear):
         more = -linear.out_features % ALIGNED
@@ -286,8 +285,8 @@ def pad_heads(model: Network) -> None:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight oneDNN has laid out for its products: with few rows 1.6 to 3 times as fast on a
-    CPU as torch's own, which lays it out at every call, or reads it as it is."""
+    """A linear layer whose weight is in oneDNN's layout: with few rows 1.6 to 3 times as fast on a CPU as torch's own,
+    which converts the weight at every call or uses it unconverted."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -306,7 +305,7 @@ def can_pack() -> bool:
 
 
 def pack(model: Network) -> None:
-    """The float32 matrices of blocks and heads in oneDNN's layout."""
+    """Convert the float32 matrices of blocks and heads to oneDNN's layout."""
     for owner_name, owner in list(model.named_modules()):
         for name, linear in list(owner.named_children()):
             inside = ".blocks." in f"{owner_name}." and name != "modulation"
@@ -316,7 +315,7 @@ def pack(model: Network) -> None:
 
 
 class Constant(nn.Module):
-    """A module whose input never changes."""
+    """A module that returns a constant, for one whose input never changes."""
 
     value: Tensor
 
@@ -329,9 +328,9 @@ class Constant(nn.Module):
 
 
 def to_bfloat16(model: Network) -> None:
-    """Linear weights, embedding and the frozen bridge in bf16; norms, modulations and noise level stay float32.
-    Parameters are replaced and not converted: a folded network shares some with its original. A tied head stays one
-    with the embedding."""
+    """Convert linear weights, embedding and the frozen bridge to bf16; norms, modulations and noise level stay float32.
+    Parameters are replaced, not converted in place: a folded network shares some with its original. A tied head stays
+    tied to the embedding."""
     tied = model.head.weight is model.embedding
     small = [part for name, part in model.named_modules() if name.endswith(("time_embedding", "modulation"))]
     keep = {id(m) for part in small for m in part.modules()}
@@ -347,7 +346,7 @@ def to_bfloat16(model: Network) -> None:
 
 
 def compile_blocks(model: Network) -> None:
-    """Compile one block at a time and not the whole network: blocks are alike, so one compilation serves them all."""
+    """Compile each block instead of the whole network: blocks are alike, so one compilation serves them all."""
     # The second size makes the batch dimension a variable: two or three compilations in all, not one per shape.
     allow_variants()
     for stack in [m for m in model.modules() if isinstance(m, Stack)]:

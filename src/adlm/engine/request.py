@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out, one sequence each; text with holes; the canvases of a request."""
+"""The engine's input and output, one sequence each; text with holes; the canvases of a request."""
 
 import re
 import sys
@@ -18,17 +18,17 @@ class Request:
 
     tokens: Sequence[int]
     settings: SamplingConfig = field(default_factory=SamplingConfig)
-    """sampler, steps, temperature, top_p, ... (n, batch_size, seed, length and out are the caller's business)."""
+    """sampler, steps, temperature, top_p, ... (the caller handles n, batch_size, seed, length and out)."""
     seed: int = 0
-    """Decides every random choice of this sequence, whatever else is in its batch."""
+    """It alone decides every random choice of this sequence, whatever else is in its batch."""
     banned: Sequence[Sequence[int]] = ()
     """Token sequences that must not appear where holes were."""
     required: Sequence[Sequence[int]] = ()
-    """Token sequences that must appear: each is placed where the model finds it likeliest, by a draw."""
+    """Token sequences that must appear: each is placed by a draw from the model's probabilities."""
     stop_id: int | None = None
-    """End-of-text token: the sequence ends after the first one drawn, and stops early where that changes nothing."""
+    """End-of-text token: the sequence ends after the first one drawn, and stops early if that changes nothing."""
     constraint: Constraint | None = None
-    """What stands between the first and the last hole must match it."""
+    """The text between the first and the last hole must match it."""
     watch: bool = False
     """Send a Frame after every network evaluation of this sequence (reads the canvas back each time)."""
 
@@ -39,14 +39,14 @@ class Frame:
 
     id: int
     tokens: list[int]
-    """The sequence so far, holes still to be filled as masks; in a stride, earlier windows included."""
+    """The sequence so far, with masks in open holes; with a stride, earlier windows included."""
     step: int
-    """Of the sampler; in blocks, where it begins anew with each, the number of evaluations."""
+    """The sampler's step; in blocks, where it restarts with each, the number of evaluations."""
     nfe: int
     drawn: list[int]
     """Positions drawn in the last evaluation and still visible."""
     settled: int = 0
-    """From the left, how many positions stay as they are, if they hold a token."""
+    """Number of positions, from the left, whose tokens are final once drawn."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Result:
 
 
 def check_request(r: Request, vocab_size: int, mask_id: int, length: int) -> None:
-    """Refuse what a model cannot do, before the request takes a slot. Its settings were checked where they came in."""
+    """Refuse what a model cannot do, before the request takes a slot. Its settings have been checked on entry."""
     s = r.settings
     require(
         isinstance(r.seed, int) and not isinstance(r.seed, bool) and 0 <= r.seed < 2**63,
@@ -96,7 +96,7 @@ def check_request(r: Request, vocab_size: int, mask_id: int, length: int) -> Non
 
 
 def check_length(positions: int, length: int, stride: int) -> None:
-    """Refuse a sequence that is too long; also for who builds one, before a billion positions fill the memory."""
+    """Refuse a sequence that is too long. Code that builds one calls this first, before it fills the memory."""
     require(
         positions <= length or stride > 0,
         f"a sequence of {positions} positions is longer than {length} (model.length); set sampling.stride to go beyond",
@@ -105,15 +105,15 @@ def check_length(positions: int, length: int, stride: int) -> None:
 
 # Text with holes: `[MASK]` is one token to be filled, `[MASK:3]` three.
 
-# 18 digits: Python refuses to read thousands of them, and no sequence is that long
+# at most 18 digits: Python refuses to parse thousands of them, and no sequence is that long
 HOLE = re.compile(r"\[MASK(?::(\d{1,18}))?\]")
-# What was meant as a hole. `[masked]` is text; a text that ends inside a hole is not.
+# Anything meant as a hole. `[masked]` is text; a text that ends inside a hole is an error.
 LIKE_A_HOLE = re.compile(r"\[MASK(?![a-z])[^\]]*\]?", re.IGNORECASE)
 HOLES = "[MASK] is one token, [MASK:3] are three"
 
 
 class Limit(NamedTuple):
-    """How long a sequence may be, and who says so."""
+    """How long a sequence may be, and the name of the limit."""
 
     tokens: int
     name: str = "the model's length"
@@ -123,7 +123,7 @@ class Limit(NamedTuple):
 
 
 def check_canvas(length: int | None, **given: Any) -> None:
-    """What is to be filled is said once, by a prompt, a template or tokens; only a prompt leaves the length open."""
+    """Check that one of prompt, template and tokens says what to fill. Only a prompt leaves the length open."""
     named = [name for name, value in given.items() if value]
     require(len(named) <= 1, f"give only one of {' and '.join(named)}")
     require(not length or named in ([], ["prompt"]), f"length has no meaning beside {''.join(named)}")
@@ -136,10 +136,10 @@ def parse_template(
     start: Sequence[int] = (),
     limit: Limit | None = None,
 ) -> list[int]:
-    """Tokens of a template after those of `start`; pieces of text between holes are encoded by themselves.
+    """Tokens of a template after those of `start`; each piece of text between holes is encoded on its own.
 
-    A space just before a hole belongs to the word that fills it (the tokenizers in use put a space at the start of a
-    token), so it is left out: "The [MASK] sat" reads "The", hole, " sat".
+    A space just before a hole belongs to the word that fills it, since the tokenizers in use put a space at the start
+    of a token. So it is dropped: "The [MASK] sat" becomes "The", hole, " sat".
     """
     limit = limit or Limit(sys.maxsize)
     holes = [(like.span(), hole_size(like[0])) for like in LIKE_A_HOLE.finditer(text)]
@@ -163,37 +163,37 @@ def hole_size(text: str) -> int:
     return size
 
 
-# What a request asks the engine to fill, one canvas after another: usually one, several with strides or repairs. A
-# request is a conversation: it yields a canvas with holes, is given the filled one, and yields the next canvas until it
-# returns its final sequence. Sequences longer than the model, words that came out although they are banned, and the end
-# of the text are then all the same mechanism.
+# The canvases that a request asks the engine to fill: usually one, several with strides or repairs. They come from a
+# generator: it yields a canvas with holes, is sent the filled one, and yields the next canvas until it returns the
+# final sequence. This one mechanism handles sequences longer than the model, banned words that appeared anyway, and
+# the end of the text.
 
-REPAIRS = 50  # then give up: bans that contradict the fixed text could be repaired for ever
+REPAIRS = 50  # then give up: a ban that contradicts the fixed text could be repaired for ever
 
 
 class Window(NamedTuple):
-    """A canvas of a request: at most the model's length of its positions."""
+    """A canvas of a request, at most as long as the model's length."""
 
     tokens: list[int]
     seed: int
     banned: list[int]
     """Single tokens that must not be drawn in this window."""
     before: list[int]
-    """Tokens of the sequence that stand before the window."""
+    """Tokens of the sequence before the window."""
     first: int = 0
-    """Position of the sequence from which on an end-of-text token ends it."""
+    """First position of the sequence at which an end-of-text token ends it."""
     at: int = 0
-    """Where on the slot's canvas it stands: at 0, or, in blocks, which share a canvas, at its place in the sequence."""
+    """Its position on the slot's canvas: 0, or its position in the sequence for blocks, which share one canvas."""
 
 
 Windows = Generator[Window, list[int], list[int]]
 
 
 def windows(request: Request, length: int, mask_id: int, block: int = 0) -> Windows:
-    """Canvases of a request for a model of `length` positions; returns the finished sequence. `block`: the model
-    writes blocks of so many positions, left to right (0: a canvas as a whole).
+    """Yield the canvases of a request for a model of `length` positions; return the finished sequence. `block`: length
+    of the blocks that the model writes, left to right (0: a canvas as a whole).
 
-    With required words the first canvas is asked for twice: once with those words placed, then filled.
+    With required words the first canvas is yielded twice: first to have those words placed, then to be filled.
     """
     sequence = list(request.tokens)
     single = [w[0] for w in request.banned if len(w) == 1]
@@ -202,7 +202,7 @@ def windows(request: Request, length: int, mask_id: int, block: int = 0) -> Wind
     for start, stop, seed in spans(request, length, block):
         holes = {l for l in range(start, stop) if sequence[l] == mask_id}
         if holes:
-            # where one token is drawn at a time, a phrase is avoided and not repaired
+            # if tokens are drawn one at a time, a phrase is avoided instead of repaired
             banned = [*single, *completions(phrases, sequence[:start])] if block == 1 else single
             window = Window(sequence[start:stop], seed, banned, sequence[:start], at=start if block else 0)
             if not placed:
@@ -223,7 +223,7 @@ def spans(request: Request, length: int, block: int) -> Iterator[tuple[int, int,
     """(start, stop, seed) of the windows of a request."""
     n, number = len(request.tokens), 0
     if block:
-        # A phrase is repaired before the next block reads it. Positions differ, so that one seed serves all.
+        # A phrase is repaired before the next block reads it. Positions differ, so one seed serves all windows.
         size = block if any(len(w) > 1 for w in request.banned) else n
         yield from ((start, min(start + size, n), request.seed) for start in range(0, n, size))
         return
@@ -241,7 +241,7 @@ def completions(phrases: list[list[int]], before: list[int]) -> list[int]:
 
 
 class Faults(NamedTuple):
-    """What must not come out where holes were: banned phrases, and an end of text before the last required word."""
+    """What must not appear in the holes: banned phrases, and an end of text before the last required word."""
 
     phrases: list[list[int]]
     stop_id: int | None
@@ -267,7 +267,7 @@ def end_of_text(tokens: Sequence[int], stop_id: int | None, first: int, stop: in
 def repair(
     sequence: list[int], window: Window, holes: set[int], faults: Faults, mask_id: int
 ) -> Generator[Window, list[int], None]:
-    """Draw again at the holes that are at fault, without the tokens that stood there."""
+    """Draw the faulty holes again, with the tokens found there banned."""
     start, tried = len(window.before), set[int]()
     stop = start + len(window.tokens)
     for attempt in range(REPAIRS):

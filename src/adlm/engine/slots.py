@@ -1,5 +1,5 @@
-"""A queue and a table of slots: sequences join, are worked on together, and leave. How one is worked on is the
-engine's business (engine.py)."""
+"""A queue and a table of slots: sequences join, are evaluated together, and leave. engine.py says how a sequence is
+filled."""
 
 import threading
 import time
@@ -24,17 +24,17 @@ class ActiveSequence:
     kept: Any = None
     """While it is paused: what its slot held on the device."""
     stood: list[int] = field(default_factory=list)
-    """While it is paused: the sequence as it stands."""
+    """While it is paused: its tokens so far."""
 
 
 S = TypeVar("S", bound=ActiveSequence)
 
 
 class BaseEngine(Generic[S]):
-    """A queue and a table of slots. Subclasses say how a slot is opened, stepped and read.
+    """A queue and a table of slots. Subclasses define how a slot is opened, stepped and read.
 
-    `run` and `stream` may be used from any number of threads; `submit`, `cancel` and `step` are for one that owns the
-    engine.
+    `run` and `stream` may be used from any number of threads; `submit`, `cancel` and `step` only by a single thread
+    that owns the engine.
     """
 
     def __init__(self, model: Network, slots: int):
@@ -43,20 +43,20 @@ class BaseEngine(Generic[S]):
         self.slots: list[S | None] = [None] * slots
         self.waiting: deque[tuple[int, Request]] = deque()
         self.paused: dict[int, S] = {}
-        """Sequences that were taken out of their slots, to be resumed."""
+        """Sequences taken out of their slots, to be resumed later."""
         self.cancelled: set[int] = set()
         self.next_id = 0
         self.updates: list[Frame | Result] = []
         self.awaited: set[int] = set()
-        """Sequences of iterators (`run`, `stream`) that are under way."""
+        """Sequences of the iterators (`run`, `stream`) in progress."""
         self.unread: list[Frame | Result] = []
-        """What one iterator's step said of another one's sequences."""
+        """Updates that one iterator's step produced for another iterator's sequences."""
         self.abandoned: deque[int] = deque()
-        """Sequences of iterators that were given up, until somebody holds the lock."""
+        """Sequences of abandoned iterators, kept until a thread holds the lock."""
         self.lock = threading.Lock()
 
     def submit(self, request: Request) -> int:
-        """Queue a sequence; returns its id. Bad requests are refused here, not when a slot is free."""
+        """Queue a sequence and return its id. Bad requests are refused here, not once a slot is free."""
         self.check(request)
         self.next_id += 1
         self.waiting.append((self.next_id, request))
@@ -71,7 +71,7 @@ class BaseEngine(Generic[S]):
         return bool(self.waiting) or bool(self.paused) or any(s is not None for s in self.slots)
 
     def pause(self, id: int) -> None:
-        """Take a sequence out of its slot, for another one. Resumed, it continues as if nothing had happened."""
+        """Take a sequence out of its slot, to make room for another one. Once resumed, it continues unchanged."""
         i = next(i for i, s in enumerate(self.slots) if s is not None and s.id == id)
         active = self.active(i)
         active.stood, active.kept = self.tokens(i), self.keep(i)
@@ -79,15 +79,15 @@ class BaseEngine(Generic[S]):
         self.slots[i] = None
 
     def resume(self, id: int) -> None:
-        """Put a paused sequence into a free slot, whichever."""
+        """Put a paused sequence into any free slot."""
         i = self.slots.index(None)
         active = self.slots[i] = self.paused.pop(id)
         self.bring_back(i, active.kept)
         active.kept = None
 
     def step(self, only: Collection[int] | None = None) -> list[Frame | Result]:
-        """Admit sequences, evaluate each once, and report: Frames of watched ones, Results of ended ones. `only`: ids
-        of those to evaluate; others keep their slots and stand still."""
+        """Admit sequences, evaluate each once, and return Frames of watched sequences and Results of ended ones.
+        `only`: ids of those to evaluate; the others keep their slots and wait."""
         self.updates = []
         self.drop_cancelled()
         for i in range(len(self.slots)):
@@ -97,11 +97,11 @@ class BaseEngine(Generic[S]):
         return self.updates
 
     def run(self, requests: Iterable[Request], tick: Callable[[], None] = lambda: None) -> Iterator[Result]:
-        """Results in the order they finish; requests are taken as slots become free, so there may be any number. `tick`
-        is called after each step.
+        """Yield Results in the order they finish. Requests are taken as slots become free, so there may be any number.
+        `tick` is called after each step.
 
-        Iterators, `stream` too, may be read in turn, and in several threads: each step works for all of them.
-        Sequences of an iterator that is given up are dropped.
+        Several iterators, of `stream` too, may be read in turn or in several threads: each step serves all of them.
+        The sequences of an abandoned iterator are dropped.
         """
         source, more, mine = iter(requests), True, set()
         try:
@@ -121,7 +121,7 @@ class BaseEngine(Generic[S]):
             self.drop(mine)
 
     def stream(self, request: Request) -> Iterator[Frame | Result]:
-        """Frames of one sequence (if request.watch) and its Result."""
+        """Yield the Frames of one sequence (if request.watch) and its Result."""
         id, ended = self.submit_awaited(request), False
         try:
             while not ended:
@@ -138,7 +138,7 @@ class BaseEngine(Generic[S]):
             return id
 
     def read(self, ids: set[int]) -> list[Frame | Result]:
-        """What is new of these sequences: what other iterators' steps have left, or else what a step says."""
+        """The updates of these sequences: those that other iterators' steps have left, or else those of a new step."""
         with self.lock:
             self.forget_abandoned()
             if not any(u.id in ids for u in self.unread):
@@ -149,7 +149,7 @@ class BaseEngine(Generic[S]):
             return found
 
     def drop(self, ids: set[int]) -> None:
-        """Forget sequences without a Result: at once if the engine is idle, else before its next step. The garbage
+        """Drop sequences without a Result: at once if the engine is idle, else before its next step. The garbage
         collector may call this at any moment, even inside a step of the same thread, so it never waits."""
         self.abandoned.extend(ids)
         if ids and self.lock.acquire(blocking=False):
@@ -189,15 +189,15 @@ class BaseEngine(Generic[S]):
         self.cancelled.clear()
 
     def active(self, i: int) -> S:
-        """The sequence in slot i, which is taken."""
+        """The sequence in slot i, which must not be free."""
         active = self.slots[i]
         assert active is not None
         return active
 
-    # What an engine adds
+    # What a subclass adds
 
     def check(self, request: Request) -> None:
-        """Refuse a bad request with a ValueError. Touches nothing that changes, so any thread may ask."""
+        """Refuse a bad request with a ValueError. Uses no mutable state, so any thread may call it."""
         raise NotImplementedError
 
     def admit(self, i: int, id: int, request: Request) -> None:
@@ -213,9 +213,9 @@ class BaseEngine(Generic[S]):
         raise NotImplementedError
 
     def bring_back(self, i: int, kept: Any) -> None:
-        """Make slot i, in which a resumed sequence stands, hold what its slot held."""
+        """Restore the device state of a resumed sequence to its new slot i."""
         raise NotImplementedError
 
     def tokens(self, i: int) -> list[int]:
-        """The sequence of slot i as it stands, on the host."""
+        """The current tokens of the sequence in slot i, on the host."""
         raise NotImplementedError

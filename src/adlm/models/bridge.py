@@ -5,7 +5,7 @@ the two linear maps, so with M = W_in W_out the detour D -> V -> D is one D x D 
 
     W_in (W_out h + b_out) + b_in = M h + (W_in b_out + b_in),
 
-in training too: gradients reach both factors through the product. 2 D^2 V operations a step replace 4 N D V.
+in training too: gradients reach both factors through the product. 2 D^2 V operations per step replace 4 N D V.
 """
 
 import math
@@ -20,10 +20,10 @@ ALIGNED = 64
 
 
 class Bridge(nn.Module):
-    """From the anchor network to the denoiser. A new bridge is a subclass and its line in `tables.BRIDGES`."""
+    """Base class of bridges. A new bridge is a subclass and a line in `tables.BRIDGES`."""
 
     unused: tuple[str, ...] = ()
-    """Parts of the network whose parameters the denoiser's loss does not reach through this bridge."""
+    """Parts of the network whose parameters get no gradient from the denoiser's loss through this bridge."""
 
     def __init__(self, cfg: ModelConfig, vocab_size: int):
         super().__init__()
@@ -32,11 +32,11 @@ class Bridge(nn.Module):
         """Set every parameter of the bridge, from torch's global generator."""
 
     def forward(self, stream_BLD: Tensor, anchor_BLD: Tensor, anchor_head: nn.Linear) -> Tensor:
-        """What the denoiser reads, from the anchor network's residual stream and its final-normed states."""
+        """The denoiser's input, from the anchor network's residual stream and its final-normed states."""
         raise NotImplementedError
 
     def from_logits(self, stream_BLD: Tensor, anchor_logits_BLV: Tensor) -> Tensor:
-        """The reference implementation of `forward`, for tests and benchmarks: every logit is formed."""
+        """The reference implementation of `forward`, for tests and benchmarks: it forms every logit."""
         raise ValueError(f"{type(self).__name__} has no reference implementation; use bench.dense=false")
 
     def freeze(self, anchor_head: nn.Linear) -> "Bridge":
@@ -62,7 +62,7 @@ class NoBridge(Bridge):
 
 
 class LinearBridge(Bridge):
-    """The paper's: the denoiser reads a linear map of the anchor logits and nothing else."""
+    """The paper's bridge: the denoiser reads a linear map of the anchor logits and nothing else."""
 
     def __init__(self, cfg: ModelConfig, vocab_size: int):
         super().__init__(cfg, vocab_size)
@@ -81,8 +81,8 @@ class LinearBridge(Bridge):
                 nn.init.uniform_(self.bias, -bound, bound)
 
     def product(self, anchor_head: nn.Linear) -> tuple[Tensor, Tensor | None]:
-        """(M, offset). Under autocast in its precision, as all products are: the sum over the vocabulary is longer
-        than any other, so that the rounding of its terms averages out."""
+        """(M, offset). Under autocast, M is computed in its precision, like all products: the sum over the vocabulary
+        is longer than any other, so the rounding errors of its terms average out."""
         device = self.weight.device.type
         if torch.is_autocast_enabled(device):
             return self.aligned_product(anchor_head, torch.get_autocast_dtype(device))
@@ -94,8 +94,8 @@ class LinearBridge(Bridge):
         return matrix_DD, offset_D
 
     def aligned_product(self, anchor_head: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The same as one product: with the head's bias as one more column of W_out, and with zeros up to sizes that
-        matrix units like (50258 is only even: three times the time)."""
+        """The same as one product: the head's bias is one more column of W_out, and zeros pad both factors to sizes
+        that matrix units handle fast (50258 is only even, and takes three times as long)."""
         D, V = self.weight.shape
         out_VE = anchor_head.weight
         if anchor_head.bias is not None:

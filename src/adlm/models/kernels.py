@@ -1,4 +1,4 @@
-"""Kernels written by hand, for GPUs: the loss of a chunk of logits, and the draw of a token."""
+"""Triton kernels: the loss of a chunk of logits, and the draw of a token."""
 
 import torch
 import triton  # type: ignore[import-not-found]
@@ -9,14 +9,13 @@ from adlm.diffusion import random
 from adlm.diffusion.random import _GOLDEN, _MIX_1, _MIX_2, Stream
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
-# Kernels written by hand, where the compiler's reading and writing costs more than the arithmetic. Imported on a GPU
-# only: triton comes with torch's CUDA builds.
+# Imported on a GPU only: triton comes with torch's CUDA builds.
 #
-# The loss of a chunk of logits is memory traffic: n x V numbers that a matrix product has just written. Compiled, they
-# are read three times and written once, by kernels of their own; here a row is one program, which reads it once from
-# memory, once more from cache, and writes the gradient in its place.
+# The loss of a chunk of logits is bound by memory traffic: n x V numbers that a matrix product has just written. The
+# compiler's kernels read them three times and write them once. Here one program handles one row: it reads the row once
+# from memory and once more from cache, and writes the gradient in its place.
 
-BLOCK, WARPS = 2048, 8  # numbers of a load, eight to a thread
+BLOCK, WARPS = 2048, 8  # numbers per load: eight per thread
 
 
 @triton.jit
@@ -31,8 +30,8 @@ def _cross_entropy_rows(logits, target, weight, loss, V, BLOCK: tl.constexpr):
     start = logits + row * V
     peak = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    # Every lane has its own running peak and sum of exponentials, joined once, at the end. Four numbers at a time: an
-    # exponential for each and one for the peak's move, and exponentials are what this pass waits for.
+    # Every lane keeps its own running peak and sum of exponentials; they are joined once, at the end. Four numbers at a
+    # time need five exponentials, one of them to rescale the sum. Exponentials are the bottleneck of this pass.
     for at in range(0, V, 4 * BLOCK):
         a, b = _load(start, at, V, BLOCK), _load(start, at + BLOCK, V, BLOCK)
         c, d = _load(start, at + 2 * BLOCK, V, BLOCK), _load(start, at + 3 * BLOCK, V, BLOCK)
@@ -55,7 +54,7 @@ def _cross_entropy_rows(logits, target, weight, loss, V, BLOCK: tl.constexpr):
 
 
 def cross_entropy_rows(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_chunk`: weighted cross-entropies, and their gradient in the memory of the logits."""
+    """`cross_entropy_chunk` as a kernel: weighted cross-entropies, and their gradient in the memory of the logits."""
     n, V = logits_nV.shape
     assert logits_nV.is_contiguous() and weight_n.dtype == torch.float32
     loss_n = torch.empty(n, dtype=torch.float32, device=logits_nV.device)
@@ -66,20 +65,19 @@ def cross_entropy_rows(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) ->
 
 
 # ---- the draw --------------------------------------------------------------------------------------------------------
-# The draw of `drawing.draw` as one kernel: filters and Gumbel noise of a position in one program.
+# `drawing.draw` as one kernel: one program applies the filters and the Gumbel noise of a position.
 #
-# Everything between the logits and the token - ban, temperature, top-k, nucleus, min-p, noise - is a few dozen passes
-# over a row of V numbers that stay in cache. Launched one by one they cost more than the network at small batches, and
-# compiled together they take the compiler minutes; here a program owns a row. Settings are numbers of the row and not
-# part of the code, so rows of any mixture share one launch.
+# Everything between the logits and the token (ban, temperature, top-k, nucleus, min-p, noise) is a few dozen passes
+# over a row of V numbers that stay in cache. Launched one by one, they cost more than the network at small batches;
+# compiled together, they take the compiler minutes. Here one program handles one row. Settings are data of the row,
+# not part of the code, so rows with different settings share one launch.
 #
-# top-k and the nucleus both keep a *prefix* of the row in descending order of logits, among equals in ascending order
-# of ids. A prefix is (edge, stop): every token above the edge, and those at the edge with an id below `stop`. The edge
-# is found by bisection over the bits of float32, without sorting (see `random.leading`, the reference
-# implementation). Imported on a GPU only: triton comes with torch's CUDA builds.
+# top-k and the nucleus both keep a *prefix* of the row, by descending logit and, among equals, by ascending id. A
+# prefix is (edge, stop): every token above the edge, and those at the edge with an id below `stop`. Bisection over the
+# bits of float32 finds the edge without sorting (see `random.leading`, the reference implementation).
 
 DRAW_BLOCK, DRAW_WARPS = 8192, 32  # numbers of a pass that are in flight together
-NOISE_BLOCK = 4096  # fewer where 64-bit hashes and logarithms need the registers
+NOISE_BLOCK = 4096  # fewer, because 64-bit hashes and logarithms need the registers
 GOLDEN, MIX_1, MIX_2 = tl.constexpr(_GOLDEN), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
 TOKEN_STREAM = tl.constexpr(int(Stream.TOKEN))
 LEAST_TEMPERATURE = tl.constexpr(random.LEAST_TEMPERATURE)
@@ -88,7 +86,7 @@ LOWEST = tl.constexpr(-(2**31))
 
 @triton.jit
 def _absorb(h, counter):
-    """uniforms._absorb: one step of the counter-based hash, in int64 with logical shifts."""
+    """`random._absorb`: one step of the counter-based hash, in int64 with logical shifts."""
     x = h - (~counter) * GOLDEN
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MIX_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MIX_2
@@ -109,8 +107,8 @@ def _weight(z, peak, COUNT: tl.constexpr):
 
 @triton.jit
 def _mass(row, V, peak, low, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens of the prefix (edge, stop) whose order is at least `low`: e^(logit - peak) added up, or how many.
-    A lane adds up a few numbers in float32, the lanes are added in float64."""
+    """Sum of e^(logit - peak) over the tokens of the prefix (edge, stop) whose order is at least `low`; with COUNT,
+    their number. Each lane adds up a few numbers in float32, and the lanes are added in float64."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, V, BLOCK):
@@ -123,7 +121,7 @@ def _mass(row, V, peak, low, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _masses(row, V, peak, low, more, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """`_mass` from low + more, low + 2 more and low + 3 more, in one pass: two bits of the edge at a time."""
+    """`_mass` for low + more, low + 2 more and low + 3 more in one pass: it finds two bits of the edge at a time."""
     lane = tl.arange(0, BLOCK)
     low1, low2, low3 = (low + more).to(tl.int32), (low + 2 * more).to(tl.int32), (low + 3 * more).to(tl.int32)
     total1 = tl.zeros((BLOCK,), tl.float32)
@@ -142,7 +140,7 @@ def _masses(row, V, peak, low, more, edge, stop, COUNT: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _shorten(row, V, peak, need, short, edge, stop, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """`random.leading` within the prefix (edge, stop): the new prefix."""
+    """The prefix that `random.leading` finds within the prefix (edge, stop)."""
     found = tl.full((), LOWEST, tl.int64)
     for i in range(16):
         more = tl.full((), 1, tl.int64) << (30 - 2 * i)
@@ -169,7 +167,7 @@ def _shorten(row, V, peak, need, short, edge, stop, COUNT: tl.constexpr, BLOCK: 
         taken = (at > 0) & (rank <= room)
         new_stop = tl.maximum(new_stop, tl.max(tl.where(taken, start + lane + 1, 0), 0))
         seen += tl.sum(at, 0)
-    # inside a prefix whose own edge is cut, the shorter of the two
+    # two prefixes with the same edge: the shorter one
     new_stop = tl.where(new_edge == edge, tl.minimum(new_stop, stop), new_stop)
     return new_edge, new_stop
 
@@ -182,7 +180,7 @@ def _draw_rows(logits, stride, banned, ints, floats, N, token, log_p, V, BLOCK: 
     k, short = tl.load(ints + 4 * N + n), tl.load(ints + 5 * N + n) > 0
     temperature, p = tl.load(floats + n).to(tl.float32), tl.load(floats + N + n)
     min_p = tl.load(floats + 2 * N + n).to(tl.float32)
-    greedy = temperature < LEAST_TEMPERATURE  # the best token alone: as the limit it is, not as a division by zero
+    greedy = temperature < LEAST_TEMPERATURE  # the limit, the best token alone, without a division by zero
     k = tl.where(greedy, 1, k)
     temperature = tl.where(greedy, 1.0, temperature)
 
@@ -193,7 +191,7 @@ def _draw_rows(logits, stride, banned, ints, floats, N, token, log_p, V, BLOCK: 
         inside = at + lane < V
         z = tl.load(logits + n * stride + at + lane, mask=inside, other=-float("inf")).to(tl.float32) / temperature
         never = tl.load(banned + slot * V + at + lane, mask=inside, other=1) != 0
-        z = tl.where(never, -float("inf"), z) + 0.0  # no -0, which would be another order than 0
+        z = tl.where(never, -float("inf"), z) + 0.0  # -0 becomes 0, since `_order` tells them apart
         tl.store(row + at + lane, z, mask=inside)
         peaks = tl.maximum(peaks, z)
     peak = tl.max(peaks, 0)

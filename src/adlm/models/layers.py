@@ -2,7 +2,7 @@
 
 Letters: B sequences, L positions, D width, N heads, H head width, C width of the conditioning vector.
 
-Below, too: what depends on the machine, such as the attention kernel.
+The module starts with what depends on the machine, such as the choice of the attention kernel.
 """
 
 import math
@@ -19,12 +19,12 @@ from adlm.schema import ModelConfig
 # ---- the machine -----------------------------------------------------------------------------------------------------
 # What depends on the machine: the attention kernel of a GPU, what torch's compiler has to be told, peak FLOP/s.
 #
-# Flash and cuDNN compute the same function; which is faster depends on shape, card and version (cuDNN
-# won by a quarter on an H200 at length 1024), so it is timed at the start, forward and backward.
+# Flash and cuDNN compute the same function. Which one is faster depends on shape, card and version (cuDNN won by a
+# quarter on an H200 at length 1024), so both are timed at the start, forward and backward.
 
 VARIANTS = 64
 ROUNDS = 3
-"""Times that each attention kernel is timed, in turn: a card that wakes up is slow for the first."""
+"""Rounds in which the attention kernels are timed in turn: an idle GPU is slow at first."""
 
 
 def use(kernel: str) -> None:
@@ -72,7 +72,7 @@ def attention_pass(batch: int, cfg: ModelConfig, device: torch.device, backward:
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
-    """What a call costs on the GPU, on average."""
+    """Average time of a call on the GPU."""
     for _ in range(3):
         run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -85,20 +85,20 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
 
 
 def allow_variants() -> None:
-    """Compiled forms (of training and inference, of first, middle and last blocks, of every shape) are counted by
-    function, over all models of a process; beyond torch's limit of 8 a function just runs uncompiled."""
-    import torch._dynamo  # the compiler takes longer to import than the rest of torch: only where something is compiled
+    """Raise torch's limit of compiled variants per function. Training and inference, first, middle and last blocks and
+    every shape count, over all models of a process; beyond the limit of 8 a function just runs uncompiled."""
+    import torch._dynamo  # imported only to compile: the compiler takes longer to import than the rest of torch
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
 
 
 def training_options(most: bool) -> dict[str, Any]:
-    """`most`: try several kernels for each product."""
+    """Options of torch.compile for training. `most`: try several kernels for each product."""
     import torch._inductor.config
 
     options: dict[str, Any] = {"max_autotune": True} if most else {}
-    # Sums along rows and along columns in one kernel (torch 2.11, CUDA): if the column sums are parts of one gradient,
-    # as shift and scale of a modulation are, that gradient is never written. tests/plumbing/test_gpu.py has the case.
+    # torch 2.11 on CUDA may sum along rows and along columns in one kernel. If the column sums are parts of one
+    # gradient (shift and scale of a modulation), it is never written. tests/plumbing/test_gpu.py has the case.
     if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
         options["triton.mix_order_reduction"] = False
     return options
@@ -131,10 +131,10 @@ EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-6}
 
 
 class _Normalise(torch.autograd.Function):
-    """x / rms(x), for a LayerNorm after taking away the mean.
+    """x / rms(x); a LayerNorm subtracts the mean first.
 
-    The backward pass reads the output, which the next matrix product keeps anyway, and not the input: under bf16 a
-    norm then keeps 2 bytes per number where autograd's own would keep 6.
+    The backward pass reads the output, which the next matrix product keeps anyway, not the input: under bf16 a norm
+    then keeps 2 bytes per number, where autograd's own would keep 6.
     """
 
     @staticmethod
@@ -144,7 +144,7 @@ class _Normalise(torch.autograd.Function):
             wide = wide - wide.mean(-1, keepdim=True)
         r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         y = wide * r
-        # torch 2.11 compiles a function that returns a conversion to the same type without gradient
+        # torch 2.11: a compiled function that returns a conversion to the same dtype has no gradient
         if y.dtype != dtype:
             y = y.to(dtype)
         ctx.save_for_backward(y, r)
@@ -162,7 +162,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def normalise(x: Tensor, kind: str, dtype: torch.dtype, epsilon: float = 0.0) -> Tensor:
-    """Normalise without a weight, in the precision of the product that follows; epsilon 0: the usual one."""
+    """Normalise without a weight; `dtype` is that of the product that follows. epsilon 0: the default in EPSILON."""
     return _Normalise.apply(x, kind == "layernorm", epsilon or EPSILON[kind], dtype)  # type: ignore[return-value]
 
 
@@ -180,15 +180,15 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions, half-split layout (the first half of a head is paired with the second). Its tables are numbers
-    even in a model that is only shapes."""
+    """Rotary positions, half-split layout (the first half of a head is paired with the second). Its tables hold numbers
+    even in a model on the meta device."""
 
     cos_LH: Tensor
     sin_LH: Tensor
 
     def __init__(self, head_width: int, length: int, base: float = 10000.0):
         super().__init__()
-        # float64 on the way: at position 1023 a float32 angle is off by 1e-4 already
+        # float64: at position 1023 a float32 angle is already off by 1e-4
         inverse_H = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width)
         angle_LH = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), inverse_H)
         dtype = torch.get_default_dtype()
@@ -206,8 +206,8 @@ def rotate(x_BLNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BLNH.dtype)
 
 
-# Where a compiled kernel reads and writes a few bytes a number, its arithmetic counts too (instructions on Hopper):
-# gelu by tanh 31, by a sigmoid 24; dropout by torch's generator 65, by our 32-bit hash 18, and no mask is kept.
+# In a compiled kernel that moves only a few bytes per number, arithmetic counts too. Instructions on Hopper: gelu by
+# tanh 31, by a sigmoid 24; dropout by torch's generator 65, by our 32-bit hash 18, which also needs no stored mask.
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -254,8 +254,8 @@ class TimeEmbedding(nn.Module):
 
 
 class Modulation(NamedTuple):
-    """What adaLN does to one branch. Each vector is [B, 1, D], [1, 1, D] where all sequences share it, or [1, N, D]
-    for chosen positions."""
+    """The adaLN vectors of one branch. Each is [B, 1, D], [1, 1, D] if all sequences share it, or [1, N, D] for chosen
+    positions."""
 
     shift: Tensor
     scale: Tensor
@@ -272,23 +272,23 @@ def modulations(
     """The modulation of each branch, from the conditioning vector; None without adaLN."""
     if linear is None or c_BC is None:
         return [None] * branches
-    # tiny, and it scales every activation: not worth rounding to bf16
+    # a tiny product that scales every activation: not worth rounding to bf16
     with torch.autocast(c_BC.device.type, enabled=False):
         vectors = linear(c_BC).unsqueeze(1).chunk(branches * parts, dim=-1)
     return [Modulation(*vectors[i * parts : (i + 1) * parts]) for i in range(branches)]
 
 
 def modulation_at(modulation: Modulation | None, at_N: Tensor, length: int) -> Modulation | None:
-    """The modulation of each of the positions that `pick_flat` picks, which is that of its sequence: [1, N, D]."""
+    """The modulation of each position that `pick_flat` picks, taken from its sequence: [1, N, D]."""
     if modulation is None or modulation.shift.shape[0] == 1:
         return modulation
     sequence_N = at_N // length
     return Modulation(*(None if v is None else v[sequence_N].transpose(0, 1) for v in modulation))  # type: ignore[arg-type]
 
 
-# Modulations that all sequences share are vectors, like the norm's weight: products with diagonal matrices, which can
-# go into the weights of the linear map next to them. What is left for the activations is a plain norm and a plain sum;
-# what is saved, for every vector, is its gradient's sum over all positions and the activations kept for that.
+# A modulation that all sequences share is a vector, like the norm's weight: a product with a diagonal matrix, which can
+# be folded into the weights of the linear map next to it. The activations then need a plain norm and a plain sum only.
+# Each folded vector saves the sum of its gradient over all positions, and the activations kept for that sum.
 
 
 def enter(x_BLD: Tensor, norm: Norm, modulation: Modulation | None, linear: nn.Linear) -> Tensor:
@@ -310,9 +310,9 @@ def leave(h_BLE: Tensor, linear: nn.Linear, modulation: Modulation | None) -> Te
 
 
 def folds(x_BLD: Tensor, modulation: Modulation | None, linear: nn.Linear) -> bool:
-    """Whether the vectors go into the weights: they must be shared, the weight must be all of the map (an adapter adds
-    to it), positions outnumber rows of the matrix (a decoder that reads one token at a time has fewer activations than
-    weights), and weights that were rounded already would be rounded again."""
+    """Whether the vectors are folded into the weights. All sequences must share them; the weight must be the whole map
+    (an adapter adds to it); it must not be bf16 already, which would round it twice; and positions must outnumber its
+    rows (a decoder that reads one token at a time has fewer activations than weights)."""
     shared = modulation is None or modulation.shift.shape[:-1].numel() == 1
     plain = type(linear) is nn.Linear and linear.weight.dtype != torch.bfloat16
     return shared and plain and x_BLD.shape[0] * x_BLD.shape[1] >= linear.out_features
@@ -341,13 +341,13 @@ def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-# Positions that are read, where they are few, have two forms, because a loss and a sampler want different things.
-# A loss reads another number of positions in each sequence: one flat list, and a backward pass without sums. A sampler
-# reads about as many in each sequence: with a rectangle of them, attention answers those queries alone.
+# If few positions are read, they are gathered in one of two forms. A loss reads a different number of positions in each
+# sequence: one flat list, whose backward pass needs no sums. A sampler reads about the same number in each sequence: a
+# rectangle, so that attention computes those queries alone.
 
 
 class _Pick(torch.autograd.Function):
-    """Some rows of a matrix, all different: then their gradients need not be added up, as torch's own would."""
+    """Select distinct rows of a matrix. Since none repeats, gradients need not be added up, as torch's own would be."""
 
     @staticmethod
     def forward(ctx, x_MD: Tensor, at_N: Tensor) -> Tensor:
@@ -363,11 +363,11 @@ class _Pick(torch.autograd.Function):
 
 
 def pick_flat(x_BLD: Tensor, at_N: Tensor) -> Tensor:
-    """Positions of all sequences, as indices into the flattened [B * L], as if they were one sequence: [1, N, D].
-    They must all be different."""
+    """Gather positions of all sequences as if they were one sequence: [1, N, D]. They are indices into the flattened
+    [B * L], and must all be different."""
     return _Pick.apply(x_BLD.flatten(0, 1), at_N).unsqueeze(0)  # type: ignore[union-attr]
 
 
 def pick_each(x_BLD: Tensor, at_BQ: Tensor) -> Tensor:
-    """The same number of positions of each sequence: [B, Q, D]."""
+    """Gather the same number of positions from each sequence: [B, Q, D]."""
     return x_BLD.gather(1, at_BQ.unsqueeze(-1).expand(-1, -1, x_BLD.shape[-1]))

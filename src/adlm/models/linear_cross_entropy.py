@@ -3,8 +3,8 @@
 The logits of N positions over a vocabulary of V are by far the largest tensor of a language model. Here the positions
 go through the head a chunk at a time, and the gradients with respect to hidden states, weight and bias are computed in
 the same pass (softmax minus one-hot, times the position's weight), so nothing V-wide has to be kept for the backward
-pass, which is two scalings. The price: gradients are computed even if nobody asks for them; under no_grad, and of a
-head that is frozen, they are skipped.
+pass, which only scales these gradients. The price: they are computed even if backward never runs. Under no_grad, and
+for a frozen head, they are skipped.
 
 Letters: N positions, D width, V vocabulary.
 """
@@ -25,8 +25,8 @@ COLUMN_MULTIPLE = {"cuda": 128, "cpu": 1}
 def cross_entropy_chunk(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropies of a chunk, and their gradient with respect to the logits (in the logits' dtype).
 
-    Columns at -inf are classes that do not exist. Works in place, on the chunk itself where its precision allows: a
-    pass over n x V numbers costs as much as the products that made them.
+    Columns at -inf are classes that do not exist. Works in place, on the chunk itself if its precision allows: a pass
+    over n x V numbers costs as much as the product that made them.
     """
     z = logits_nV.to(weight_n.dtype)
     peak_n1 = z.amax(-1, keepdim=True)
@@ -45,7 +45,7 @@ ChunkLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @functools.cache
 def on_gpu(chunk_loss: ChunkLoss, dtype: torch.dtype) -> ChunkLoss:
-    """Our kernel where there is one, else compiled: a kernel or two instead of a dozen passes over the chunk."""
+    """The Triton kernel if there is one, else the compiled loss: a kernel or two instead of a dozen passes."""
     if chunk_loss is cross_entropy_chunk and dtype == torch.float32:
         try:
             from adlm.models.kernels import cross_entropy_rows
@@ -66,16 +66,16 @@ class Head(Protocol):
 
 
 class _Options(NamedTuple):
-    """What `_ChunkedHead` needs beside tensors."""
+    """Arguments of `_ChunkedHead` that are not tensors."""
 
     exclude: int | None
     chunk_loss: ChunkLoss
     chunk_size: int
     dtype: torch.dtype
-    """Of the matrix products."""
+    """Precision of the matrix products."""
     gradients: bool
     trains_head: bool
-    """Weight and bias have gradients, too."""
+    """Weight and bias need gradients, too."""
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -123,7 +123,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def offsets(weight_VD: Tensor, bias_V: Tensor | None, exclude: int | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the logits, inside the product that makes them: the bias, and -inf where there is no class."""
+    """What the product that makes the logits adds to them: the bias, and -inf where there is no class."""
     b = weight_VD.new_full((columns,), -torch.inf, dtype=dtype)
     b[: weight_VD.shape[0]] = 0 if bias_V is None else bias_V
     if exclude is not None:
@@ -132,10 +132,10 @@ def offsets(weight_VD: Tensor, bias_V: Tensor | None, exclude: int | None, colum
 
 
 def add_product(out_VD: Tensor | None, g_nV: Tensor, h_nD: Tensor, dtype: torch.dtype) -> Tensor:
-    """out + g^T h, summed in `dtype`; out is None before the first chunk, and changed in place after it."""
+    """out + g^T h, summed in `dtype`; out is None for the first chunk, and updated in place after it."""
     if dtype == g_nV.dtype:
         return g_nV.t() @ h_nD if out_VD is None else out_VD.addmm_(g_nV.t(), h_nD)
-    if g_nV.is_cuda and dtype == torch.float32:  # a product of bf16 factors, not rounded to bf16
+    if g_nV.is_cuda and dtype == torch.float32:  # bf16 factors, but the product is not rounded to bf16
         if out_VD is None:
             return torch.mm(g_nV.t(), h_nD, out_dtype=torch.float32)
         return torch.addmm(out_VD, g_nV.t(), h_nD, out_dtype=torch.float32, out=out_VD)
@@ -155,7 +155,7 @@ def linear_cross_entropy(
     """sum_i weights_i * CE(softmax(head(hidden_i)), targets_i), a scalar.
 
     `exclude` takes one class out of the softmax (the mask: SUBS zero-masking); it must not be a target.
-    `chunk_size` is how many positions have logits at a time (0: chosen from the vocabulary).
+    `chunk_size` is the number of positions that have logits at a time (0: chosen from the vocabulary).
     Under autocast the products run in its dtype; sums and the weight's gradient stay in float32.
     """
     check_shapes(hidden_ND, head, targets_N, weights_N)
@@ -177,13 +177,13 @@ def linear_losses(
     exclude: int | None = None,
     chunk_loss: ChunkLoss = cross_entropy_chunk,
 ) -> Tensor:
-    """The loss of every position, of which `linear_cross_entropy` is the sum; no gradients: for evaluation."""
+    """The loss of every position, without gradients, for evaluation; `linear_cross_entropy` is their sum."""
     check_shapes(hidden_ND, head, targets_N, weights_N)
     size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**24) // head.weight.shape[0])
     accumulate = torch.promote_types(hidden_ND.dtype, torch.float32)
     b = offsets(head.weight, head.bias, exclude, head.weight.shape[0], head.weight.dtype)
     losses = [hidden_ND.new_zeros(0, dtype=accumulate)]
-    for start in range(0, hidden_ND.shape[0], size):  # not `split`: it makes one chunk of no positions, too
+    for start in range(0, hidden_ND.shape[0], size):  # not `split`, which makes one chunk even of no positions
         part = slice(start, start + size)
         logits_nV = torch.nn.functional.linear(hidden_ND[part], head.weight, b)
         losses.append(chunk_loss(logits_nV, targets_N[part], weights_N[part].to(accumulate))[0])

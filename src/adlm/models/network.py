@@ -6,7 +6,7 @@ A network returns hidden states and owns its heads. It does not return logits: o
 positions they need first, so that no [batch, length, vocabulary] tensor is ever built. `logits`, `log_probs` and
 `anchor_logits` are dense conveniences for users and tests.
 
-Below, too: low-rank adapters of a trained network.
+The module ends with low-rank adapters of a trained network.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Hidden(NamedTuple):
 
 
 class Cache:
-    """What a causal or block-diffusion network remembers of the tokens it has read: keys and values of both stacks."""
+    """Keys and values, in both stacks, of the tokens that a causal or block-diffusion network has read."""
 
     def __init__(self, denoiser: list[LayerCache], anchor: list[LayerCache] | None, seen_B: Tensor):
         self.denoiser = denoiser
@@ -69,7 +69,7 @@ class Network(nn.Module):
             tie(self)
         self.residual_dtype: torch.dtype | None = None
         """Precision of the residual stream; None: that of the embedding."""
-        if not self.embedding.is_meta:  # shapes alone; filling them would import the compiler
+        if not self.embedding.is_meta:  # a meta model is shapes alone, and filling it would import the compiler
             initialise(self)
 
     def forward(
@@ -82,18 +82,18 @@ class Network(nn.Module):
         mask: Mask | None = None,
         block_B: Tensor | None = None,
     ) -> Hidden:
-        """Hidden states; sigma_B (noise level of each sequence) matters only to a time-conditioned network.
+        """Compute hidden states; sigma_B (noise level of each sequence) matters only to a time-conditioned network.
 
         With a cache (causal networks, block diffusion), tokens_BL continues each sequence where it stopped. `at_N` or
-        `at_BQ` says which positions the denoiser's head will read, if they are few: its states are then theirs,
+        `at_BQ` names the positions that the denoiser's head will read, if they are few. Only their states are returned,
         [1, N, D] (`layers.pick_flat`, for a loss) or [B, Q, D] (`layers.pick_each`, for a sampler), and most of the
-        last block is spared. `mask` says what each position may attend to, as booleans broadcastable to
-        [B, heads, L, L] (padding is real_BL[:, None, None]) or PAST; without one that is everything, or PAST if causal.
+        last block is skipped. `mask` says what each position may attend to: booleans broadcastable to [B, heads, L, L]
+        (real_BL[:, None, None] for padding) or PAST. The default is everything, or PAST if causal.
 
-        `block_B` is the block length of each sequence. Without a cache tokens_BL is then [noisy ; clean]
-        (transformer.py), and the states are those of the noisy half; `at_N` counts in it, and leaves out the first
-        token of a sequence if predictions are shifted. With a cache it says what new tokens see; states then stand
-        where they were computed, shifted or not.
+        `block_B` is the block length of each sequence. Without a cache, tokens_BL is then [noisy ; clean]
+        (transformer.py) and the states are those of the noisy half; `at_N` indexes that half, without the first token
+        of a sequence if predictions are shifted. With a cache, `block_B` decides what new tokens see, and states are
+        returned where they were computed, shifted or not.
         """
         positions_BL = None
         if cache is not None:
@@ -113,7 +113,7 @@ class Network(nn.Module):
         mask: Mask | None = None,
         block_B: Tensor | None = None,
     ) -> Hidden:
-        """`forward` on embeddings, for inputs that are not tokens; with a cache the caller says where they stand."""
+        """`forward` on embeddings, for inputs that are not tokens; with a cache the caller gives their positions."""
         if self.residual_dtype is not None:
             x_BLD = x_BLD.to(self.residual_dtype)
         read_BL = anchor_BLD = None
@@ -142,11 +142,11 @@ class Network(nn.Module):
     def shifted(
         self, x_BLD: Tensor, sigma_B: Tensor | None, at_N: Tensor | None, at_BQ: Tensor | None, mask: Mask | None
     ) -> Tensor:
-        """The denoiser's states, each at the position it predicts (model.shift): the one after it."""
+        """The denoiser's states, each moved to the position it predicts, the next one (model.shift)."""
         if at_BQ is not None:
             return self.denoiser(x_BLD, sigma_B, at_BQ=(at_BQ - 1).clamp(min=0), mask=mask).normed_BLD
         states_BLD = earlier(self.denoiser(x_BLD, sigma_B, mask=mask).normed_BLD)
-        # Positions 0 and 1 read the same state, and `at_N` has each only once: picked here, not inside the last block.
+        # Positions 0 and 1 read the same state, and the last block would need distinct positions: picked here instead.
         return states_BLD if at_N is None else pick_flat(states_BLD, at_N)
 
     def make_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
@@ -164,7 +164,7 @@ class Network(nn.Module):
         return Cache(self.denoiser.make_cache(batch, length, dtype, device), anchor, seen_B)
 
     def freeze_bridge(self) -> None:
-        """Give the bridge its inference form, after the weights are final."""
+        """Replace the bridge by its inference form, once the weights are final."""
         if self.bridge is not None and self.anchor_head is not None:
             self.bridge = self.bridge.freeze(self.anchor_head)
 
@@ -198,12 +198,12 @@ def flat(position_BQ: Tensor, length: int) -> Tensor:
 
 
 def earlier(x_BLD: Tensor) -> Tensor:
-    """Each position gets what the one before it has; the first keeps its own."""
+    """Shift each state one position to the right; the first position keeps its own."""
     return torch.cat((x_BLD[:, :1], x_BLD[:, :-1]), dim=1)
 
 
 def tie(model: Network) -> None:
-    """Make the heads the embedding: one parameter, saved and loaded as `embedding` alone."""
+    """Make the embedding the weight of the heads: one parameter, saved and loaded as `embedding` alone."""
     heads = {"head": model.head} | ({} if model.anchor_head is None else {"anchor_head": model.anchor_head})
     for head in heads.values():
         head.weight = model.embedding
@@ -243,19 +243,19 @@ def check_tokens(tokens_BL: Tensor, vocab_size: int, length: int) -> None:
 
 
 def parameter_count(model: Network, trained: bool = False) -> int:
-    """Parameters of the model, or those that train."""
+    """Number of parameters, or of those that train."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
 def is_block_matrix(name: str, parameter: Tensor) -> bool:
-    """Matrices inside blocks, except the modulation: what Muon and low-rank adapters are for."""
+    """Whether this is a matrix inside a block, other than the modulation: Muon and low-rank adapters apply to these."""
     return ".blocks." in name and parameter.ndim == 2 and ".modulation." not in name
 
 
 @torch.no_grad()
 def initialise(model: Network) -> None:
-    """Set every parameter. `torch`: as the release starts (all logits 0, every block the identity when adaLN gates
-    are zero). `normal`: standard deviation 0.02, residual outputs scaled down by depth or (`normal-zero`) zero."""
+    """Set every parameter. `torch`: like the release (all logits 0, every block the identity while adaLN gates are
+    zero). `normal`: standard deviation 0.02, residual outputs scaled down by depth or (`normal-zero`) zero."""
     cfg = model.config
     normal = cfg.init != "torch"
     depth = sum(isinstance(m, Block) for m in model.modules())
@@ -264,7 +264,7 @@ def initialise(model: Network) -> None:
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    for module in model.modules():  # after all linear layers: these are exceptions among them
+    for module in model.modules():  # after all linear layers, since some are exceptions
         if isinstance(module, Block):
             for out in (module.attn_out, module.mlp_out):
                 # not under adaLN, whose gates start at zero: zero times zero would never receive a gradient
@@ -291,11 +291,11 @@ def initialise(model: Network) -> None:
 
 
 class Flops(NamedTuple):
-    """How much arithmetic a model needs: the numerator of MFU, and the compute column of every comparison.
+    """FLOPs of a model per token: the numerator of MFU, and the compute column of every comparison.
 
-    Counted is what the method needs, not what an implementation spends: multiply-adds of matrix products times two,
-    heads and what follows the last attention only at the positions that are scored, the bridge as the product it is,
-    recomputation not at all.
+    They are what the method needs, not what an implementation spends: two for each multiply-add of a matrix product.
+    The heads and everything after the last attention count only at scored positions, the bridge counts as one D x D
+    product, and recomputation does not count.
     """
 
     forward_per_token: float
@@ -307,7 +307,7 @@ class Flops(NamedTuple):
 def count_flops(
     cfg: ModelConfig, vocab_size: int, length: int, scored: float = 0.5, anchors_scored: float = 0.0
 ) -> Flops:
-    """`scored`, `anchors_scored`: fraction of positions that go through the head of the denoiser, of the anchors."""
+    """Count FLOPs; `scored`, `anchors_scored`: fraction of positions that the denoiser's and the anchor head read."""
     D, E = cfg.hidden_size, cfg.n_heads * cfg.head_width
     blocks = cfg.n_blocks + (cfg.n_denoiser_blocks if cfg.anchored else 0)
     ways = reading_ways(cfg, length)
@@ -322,8 +322,8 @@ def count_flops(
 
 
 def reading_ways(cfg: ModelConfig, length: int) -> list[tuple[int, float]]:
-    """The ways in which training reads its sequences, one after the other, each as (positions read for a token, keys
-    that these see together)."""
+    """The ways in which training reads sequences, in turn, each as (positions read per token, keys that these attend
+    to in total)."""
     if cfg.causal:
         return [(1, length / 2)]
     ways: list[tuple[int, float]] = []
@@ -332,7 +332,7 @@ def reading_ways(cfg: ModelConfig, length: int) -> list[tuple[int, float]]:
             ways.append((1, length))
         elif K == 1 and cfg.shift:
             ways.append((1, length / 2))
-        else:  # noisy and clean, each of which sees its block and half of the clean ones on average
+        else:  # noisy and clean: each sees its own block and, on average, half of the clean ones
             ways.append((2, length + K))
     return ways
 
@@ -341,15 +341,15 @@ def reading_ways(cfg: ModelConfig, length: int) -> list[tuple[int, float]]:
 # Low-rank adapters (LoRA, arXiv 2106.09685): a matrix W of the blocks becomes W + (alpha / rank) B A.
 #
 # W is [out, in], A [rank, in] and B [out, rank]. Only A and B train. B starts at zero, so that training starts from the
-# base model exactly. In training the two thin products run beside the frozen one; for inference the sum is formed once
-# (`merged`), and the model is again one without adapters.
+# base model exactly. In training the two thin products run beside the frozen one. For inference the sum is formed once
+# (`merged`), and the model is one without adapters again.
 #
-# Weights with adapters are those of the base under their own names, and beside each `NAME.weight` of a block
-# `NAME.lora_a` and `NAME.lora_b`.
+# The weights of an adapted model are those of the base under their own names, with `NAME.lora_a` and `NAME.lora_b`
+# beside each `NAME.weight` of a block.
 
 WEIGHT, A, B = "weight", "lora_a", "lora_b"
 ALPHA = 16.0
-"""Strength of the adapters that are trained. A file of adapters says its own."""
+"""Strength of the adapters trained here. A file of adapters states its own."""
 
 
 class AdaptedLinear(nn.Linear):
@@ -370,7 +370,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(model: Network, cfg: LoraConfig) -> Network:
-    """Freeze the model, and give every matrix of its blocks an adapter, drawn from torch's global generator."""
+    """Freeze the model and add an adapter, drawn from torch's global generator, to every matrix of its blocks."""
     width = model.config.hidden_size
     require(cfg.rank <= width, f"lora.rank={cfg.rank} must be at most {width}, the width of the model")
     model.requires_grad_(False)
@@ -382,18 +382,18 @@ def adapt(model: Network, cfg: LoraConfig) -> Network:
 
 
 def adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters alone, of weights with adapters."""
+    """The adapters among the weights of an adapted model."""
     return {name: x for name, x in weights.items() if name.rpartition(".")[2] in (A, B)}
 
 
 def base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The others: those of the base model."""
+    """The weights of the base model among those of an adapted model."""
     return {name: x for name, x in weights.items() if name.rpartition(".")[2] not in (A, B)}
 
 
 def merged(weights: Mapping[str, Tensor], cfg: LoraConfig, alpha: float = ALPHA) -> dict[str, Tensor]:
-    """The weights of a model without adapters that computes the same: W + (alpha / rank) B A, in at least float32 and
-    rounded once to the precision of W."""
+    """The weights of a model without adapters that computes the same: W + (alpha / rank) B A, computed in at least
+    float32 and rounded once to the precision of W."""
     found = base_weights(weights)
     for name, a in weights.items():
         stem, _, part = name.rpartition(".")
@@ -406,7 +406,7 @@ def merged(weights: Mapping[str, Tensor], cfg: LoraConfig, alpha: float = ALPHA)
 
 
 def check_adapters(found: Mapping[str, tuple[int, ...]], base: Mapping[str, Tensor], rank: int, what: str) -> None:
-    """Refuse adapters that are not those of the matrices of a base's blocks. `found`: their shapes by name."""
+    """Refuse adapters that do not fit the matrices of the base's blocks. `found`: their shapes by name."""
     matrices = {name.rpartition(".")[0]: w for name, w in base.items() if is_block_matrix(name, w)}
     expected = {f"{stem}.{A}": (rank, w.shape[1]) for stem, w in matrices.items()}
     expected |= {f"{stem}.{B}": (w.shape[0], rank) for stem, w in matrices.items()}
@@ -416,8 +416,8 @@ def check_adapters(found: Mapping[str, tuple[int, ...]], base: Mapping[str, Tens
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """sha256 over names, shapes and values in float32: the same in whatever precision or file they are kept, so long
-    as that holds the values exactly."""
+    """sha256 over names, shapes and values in float32: independent of file and precision, as long as the precision
+    holds the values exactly."""
     found = hashlib.sha256()
     for name, x in sorted(weights.items()):
         found.update(f"{name} {tuple(x.shape)}\n".encode())

@@ -1,8 +1,8 @@
 """One stack of blocks: bidirectional or causal, time-conditioned or not, with its own final norm.
 
-Letters as in layers.py. The published block and a modern one are the same class under different options.
+Letters as in layers.py. The published block and a modern one are the same class with different options.
 
-Below, too: which position sees which in block diffusion.
+The module starts with the attention masks of block diffusion.
 """
 
 import functools
@@ -42,14 +42,14 @@ from adlm.schema import ModelConfig
 #     clean   sees the clean blocks up to and including its own (both directions inside a block; K = 1 is causal)
 #     noisy   sees its own noisy block, both directions, and the clean blocks before it
 #
-# So no block ever sees a noisy one but its own, or a later one; and keys and values of the clean half do not depend on
-# noise: generation may keep them. K may differ between the sequences of a batch. Letters: M = 2L positions.
+# So a block sees no other noisy block and no later one. Keys and values of the clean half do not depend on the noise,
+# so generation can cache them. K may differ between the sequences of a batch. Letters: M = 2L positions.
 #
-# With a cache the same rule is simpler, since the block that is read last stands in its place, noisy or clean: a
-# position sees all keys before the end of its block.
+# With a cache the rule is simpler, since the current block, noisy or clean, is the last one: a position sees all keys
+# before the end of its block.
 
 TILE = 128
-"""Positions of a side of the squares that flex_attention skips or computes whole."""
+"""Side, in positions, of the squares that flex_attention skips or computes as a whole."""
 PAST = "past"
 """The mask of causal attention: a position sees itself and those before it."""
 Mask = Any
@@ -67,8 +67,9 @@ def sees(q: Tensor, k: Tensor, K: Tensor, L: int) -> Tensor:
 
 
 def reading_positions(block_B: Tensor, L: int, shift: bool) -> Tensor:
-    """Where in [noisy ; clean] the prediction of each token is read: at the token in the noisy half, or (`shift`) one
-    before it, which is the last clean token for the first of a block. Nothing stands before token 0: it has its own."""
+    """Where in [noisy ; clean] the prediction of each token is read: at the token itself in the noisy half, or with
+    `shift` at the one before it; for the first token of a block that is the clean token before the block. Nothing
+    precedes token 0, which is read at itself."""
     position_L = torch.arange(L, device=block_B.device)
     if not shift:
         return position_L.expand(len(block_B), L)
@@ -77,8 +78,8 @@ def reading_positions(block_B: Tensor, L: int, shift: bool) -> Tensor:
 
 
 def training_mask(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[Tensor, Mask]:
-    """Rotary positions and mask of [noisy ; clean]. `tiled`: for flex_attention (None: in training on a GPU, where L
-    allows; a compiled pass without gradients ended in an illegal memory access there, torch 2.11)."""
+    """Rotary positions and mask of [noisy ; clean]. `tiled`: for flex_attention (None: in training on a GPU if L
+    allows; without gradients a compiled pass ended in an illegal memory access, torch 2.11)."""
     position_M = torch.arange(L, device=block_B.device).repeat(2)
     if tiled is None:
         tiled = block_B.is_cuda and L % TILE == 0 and torch.is_grad_enabled()
@@ -89,7 +90,7 @@ def training_mask(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[T
 
 
 def cached_mask(positions_Bl: Tensor, block_B: Tensor, keys: int) -> Tensor:
-    """What new tokens at these positions see of the `keys` places of a cache."""
+    """Which of the `keys` entries of a cache the new tokens at these positions see."""
     end_Bl = (positions_Bl // block_B[:, None] + 1) * block_B[:, None]
     return (torch.arange(keys, device=positions_Bl.device) < end_Bl[:, :, None]).unsqueeze(1)
 
@@ -97,7 +98,8 @@ def cached_mask(positions_Bl: Tensor, block_B: Tensor, keys: int) -> Tensor:
 def tiled_mask(block_B: Tensor, L: int) -> Mask:
     """The mask for flex_attention: which tiles are empty, which full, and the rule inside the others.
 
-    First and last position of a tile decide, since block numbers rise with positions; so 2L x 2L is never formed.
+    Block numbers rise with positions, so the first and last position of a tile decide, and the 2L x 2L mask is never
+    formed.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -123,24 +125,24 @@ def tiled_mask(block_B: Tensor, L: int) -> Mask:
 
 
 def listed(tiles_B1nn: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are chosen, and their numbers, the chosen ones first."""
+    """The number of chosen tiles in each row, and the indices of its tiles, the chosen ones first."""
     chosen = tiles_B1nn.int()
     return chosen.sum(-1, dtype=torch.int32), chosen.sort(dim=-1, descending=True, stable=True).indices.int()
 
 
 @functools.cache
 def compiled_flex_attention() -> Any:
-    """flex_attention where the caller is not compiled; uncompiled it would form all scores."""
+    """flex_attention for callers that are not compiled; uncompiled it would form all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
 
 
 def attend_by_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask) -> Tensor:
-    """Attention by a mask of tiles; heads of keys and values may be fewer."""
+    """Attention under a mask of tiles. Keys and values may have fewer heads than queries."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    if not q_BNLH.is_cuda:  # compiled for a CPU (torch 2.13), it takes other strides for these
+    if not q_BNLH.is_cuda:  # compiled for a CPU (torch 2.13), it assumes other strides
         q_BNLH, k_BKLH, v_BKLH = (x.contiguous() for x in (q_BNLH, k_BKLH, v_BKLH))
     flex = flex_attention if torch.compiler.is_compiling() or not q_BNLH.is_cuda else compiled_flex_attention()
     return flex(q_BNLH, k_BKLH, v_BKLH, block_mask=mask, enable_gqa=q_BNLH.shape[1] != k_BKLH.shape[1])
@@ -156,7 +158,7 @@ class LayerCache:
     k_BNLH: Tensor
     v_BNLH: Tensor
     visible: int = 0
-    """How many leading entries attention reads; 0: all. Whoever knows that the others are empty saves time by it."""
+    """Number of leading entries that attention reads (0: all). Saves time if the caller knows the others are empty."""
 
     @property
     def reach(self) -> int:
@@ -165,15 +167,15 @@ class LayerCache:
     def extend(self, k_BNlH: Tensor, v_BNlH: Tensor, positions_Bl: Tensor) -> tuple[Tensor, Tensor]:
         row_B1 = torch.arange(len(positions_Bl), device=positions_Bl.device)[:, None]
         for kept, new in ((self.k_BNLH, k_BNlH), (self.v_BNLH, v_BNlH)):
-            kept[row_B1, :, positions_Bl] = new.transpose(1, 2).to(kept.dtype)  # compiled in place, as a scatter is not
+            kept[row_B1, :, positions_Bl] = new.transpose(1, 2).to(kept.dtype)  # in place when compiled; scatter is not
         return self.k_BNLH[:, :, : self.reach], self.v_BNLH[:, :, : self.reach]
 
 
 class ResidualStream(NamedTuple):
     """The residual stream between two blocks.
 
-    A block leaves its last branch pending: the sum is then part of the norm that reads it, one pass over the stream
-    instead of two, also where every block is compiled by itself.
+    A block leaves the output of its last branch pending. The next norm adds it, in one pass over the stream instead of
+    two, even if every block is compiled by itself.
     """
 
     x_BLD: Tensor
@@ -185,7 +187,7 @@ class ResidualStream(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a block reads beside the stream: tensors and PAST alone, so that one compilation serves all blocks."""
+    """What a block reads besides the stream: tensors and PAST alone, so that one compilation serves all blocks."""
 
     cos: Tensor
     sin: Tensor
@@ -193,23 +195,23 @@ class Context(NamedTuple):
     c_BC: Tensor | None = None
     """Conditioning vector, with adaLN."""
     cache: LayerCache | None = None
-    """Keys and values read before, with `positions_BL` of the new tokens."""
+    """Keys and values of earlier tokens; `positions_BL` are the positions of the new ones."""
     positions_BL: Tensor | None = None
     mask: Mask | None = None
     """What each position may attend to, broadcastable to [B, N, l, L]; None: everything."""
     keys: tuple[Tensor, Tensor] | None = None
     """Dropout keys of the two branches; None: torch's own dropout."""
     at_N: Tensor | None = None
-    """The positions that are read after this block (`pick_flat`): what follows attention is computed for them alone."""
+    """The positions that are read after this block (`pick_flat`): only they are computed after attention."""
     at_BQ: Tensor | None = None
-    """The same for a sampler (`pick_each`): what follows keys and values is computed for them alone."""
+    """The same for a sampler (`pick_each`): only they are computed after keys and values."""
 
 
 class AttentionBlock(nn.Module):
-    """What a block and its inference form (engine/prepare.py) have in common."""
+    """The attention that a block and its inference form (engine/prepare.py) share."""
 
     heads: tuple[int, int, int]
-    """Heads of queries, keys and values: rows of `qkv` in this order, a head's side by side."""
+    """Numbers of heads of queries, keys and values. Rows of `qkv` are in this order, those of a head side by side."""
     q_norm: Norm | None
     k_norm: Norm | None
 
@@ -218,8 +220,8 @@ class AttentionBlock(nn.Module):
         q_BLNH, k_BLNH, v_BLNH = qkv_BLE.view(B, L, -1, E // sum(self.heads)).split(self.heads, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLNH = self.q_norm(q_BLNH).to(v_BLNH.dtype), self.k_norm(k_BLNH).to(v_BLNH.dtype)
-        # Rotated before heads and positions change places: a kernel writes its output in the order of its queries, and
-        # in this order it is the input of the next product as it lies.
+        # Rotate before heads and positions are transposed: a kernel writes its output in the order of its queries, and
+        # in this order the next product reads it without a copy.
         q_BLNH, k_BLNH = rotate(q_BLNH, context.cos, context.sin), rotate(k_BLNH, context.cos, context.sin)
         if context.at_BQ is not None:
             assert not isinstance(context.mask, str), "the queries picked are no prefix"
@@ -241,10 +243,10 @@ def attend(q_BNlH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask | None) ->
     if mask is not None and not isinstance(mask, Tensor):
         return attend_by_tiles(q_BNlH, k_BKLH, v_BKLH, mask)
     if N > K and l * N <= k_BKLH.shape[2] * K and (mask is None or mask.shape[1] == 1):
-        # Few queries: heads that share keys are more queries of one head, and no key is repeated.
+        # Few queries: treat heads that share keys as more queries of one head, so that no key is repeated.
         shared_BKMH = q_BNlH.unflatten(1, (K, N // K)).flatten(2, 3)
         again = mask
-        if mask is not None and mask.shape[2] != l * (N // K):  # else whoever made it has done so, once for all layers
+        if mask is not None and mask.shape[2] != l * (N // K):  # else it came repeated, once for all layers
             again = mask.expand(-1, -1, l, -1).repeat(1, 1, N // K, 1)
         out_BKMH = F.scaled_dot_product_attention(shared_BKMH, k_BKLH, v_BKLH, again)
         return out_BKMH.unflatten(2, (N // K, l)).flatten(1, 2)
@@ -284,7 +286,7 @@ class Block(AttentionBlock):
         attend, feed = modulations(self.modulation, context.c_BC, 2)
         key1, key2 = (None, None) if context.keys is None else context.keys
         o_BLD = self.attention(enter(x_BLD, self.norm1, attend, self.qkv), context)
-        if context.at_BQ is not None:  # attention has answered those queries only
+        if context.at_BQ is not None:  # attention has computed those queries only
             x_BLD = pick_each(x_BLD, context.at_BQ)
         elif context.at_N is not None:
             at_N, L = context.at_N, x_BLD.shape[1]
@@ -303,7 +305,7 @@ class Features(NamedTuple):
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU memory is taken page by page, when it is first written: a long cache costs what it holds."""
+    """Zeros. A CPU allocates memory page by page on the first write, so a long cache costs only what it holds."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
@@ -319,7 +321,7 @@ class Stack(nn.Module):
         )
         self.kv_heads, self.head_width = cfg.kv_heads, cfg.head_width
         self.mask = PAST if cfg.causal else None
-        """What positions attend to unless a call says it."""
+        """The mask of calls that give none."""
         self.time_embedding = TimeEmbedding(cfg.cond_dim) if cfg.has_adaln else None
         self.rotary = Rotary(self.head_width, cfg.length, cfg.rope_base)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(n_blocks))
@@ -330,7 +332,7 @@ class Stack(nn.Module):
         """Whether every block is compiled by itself."""
 
     def conditioning(self, x_BLD: Tensor, sigma_B: Tensor | None) -> Tensor | None:
-        """c_BC: one vector per sequence when time-conditioned, else one in all (sigma = 0)."""
+        """c_BC: one vector per sequence when time-conditioned, else one for all (sigma = 0)."""
         if self.time_embedding is None:
             return None
         if not self.is_time_conditioned:
@@ -341,7 +343,7 @@ class Stack(nn.Module):
             )
         if self.reads_t:
             sigma_B = -torch.expm1(-sigma_B)
-        # tiny, and its output scales every activation: not worth rounding to bf16
+        # a tiny network whose output scales every activation: not worth rounding to bf16
         with torch.autocast(x_BLD.device.type, enabled=False):
             return self.time_embedding(sigma_B)
 
@@ -359,8 +361,8 @@ class Stack(nn.Module):
         at_BQ: Tensor | None = None,
         mask: Mask | None = None,
     ) -> Features:
-        """`at_N` or `at_BQ`: the positions that are read (see `Context`); the last block finishes those alone. `mask`:
-        what each position may attend to (see `Context`), of all keys of the cache where there is one."""
+        """Run the blocks. `at_N` or `at_BQ`: the positions that are read (see `Context`); the last block computes those
+        alone. `mask`: what each position may attend to (see `Context`), with a cache among all its keys."""
         L = x_BLD.shape[1]
         layers: list[LayerCache] | list[None] = [None] * len(self.blocks)
         if cache is None:
@@ -374,7 +376,7 @@ class Stack(nn.Module):
         cos, sin = self.rotary.tables(L, positions_BL)
         context = Context(cos, sin, self.conditioning(x_BLD, sigma_B), None, positions_BL, mask)
         stream, last = ResidualStream(x_BLD), self.blocks[-1]
-        if at_N is not None and self.compiles_blocks:  # each batch has another number of them; one form serves all
+        if at_N is not None and self.compiles_blocks:  # their number varies; one compiled form serves all
             torch._dynamo.maybe_mark_dynamic(at_N, 0)
         for block, layer, keys in zip(self.blocks, layers, self.dropout_keys(x_BLD.device)):
             own = context._replace(cache=layer, keys=keys)
@@ -388,7 +390,7 @@ class Stack(nn.Module):
         return self.finish(stream, final if at_N is None else modulation_at(final, at_N, L))  # type: ignore[arg-type]
 
     def dropout_keys(self, device: torch.device) -> list[tuple[Tensor, Tensor]] | list[None]:
-        """Two for each block, from torch's generator, for its two branches; only compiled blocks on a GPU use them."""
+        """Keys from torch's generator for the two branches of each block; only compiled blocks on a GPU use them."""
         if not (self.training and self.dropout and device.type == "cuda"):
             return [None] * len(self.blocks)
         return draw_keys(len(self.blocks), device)
@@ -401,6 +403,6 @@ class Stack(nn.Module):
 
 
 def draw_keys(blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Keys of `dropout`, two for each block."""
+    """Draw keys of `dropout`, two for each block."""
     keys = torch.randint(-(2**31), 2**31, (2 * blocks, 2), dtype=torch.int32, device=device).unbind(0)
     return list(zip(keys[::2], keys[1::2]))

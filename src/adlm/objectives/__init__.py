@@ -1,6 +1,6 @@
 """Objectives: what a network is trained on. tables.OBJECTIVES names them, tables.ANCHOR_RULES the anchor rules.
 
-base.py       what an objective is: Sequences in, CorruptedBatch out, and its one loss
+base.py       the interface: Sequences in, CorruptedBatch out; one loss for all objectives
 anchors.py    which tokens are anchors
 nelbo.py      NELBO of masked diffusion (Eq. 4), by times and by numbers of masks, for whole sequences and for blocks;
               ANELBO (Eq. 7): the NELBO and the anchor term

@@ -1,8 +1,8 @@
 """Which tokens are anchors: the operator A(x) of the paper, as vectorised rules named in tables.ANCHOR_RULES.
 
 A rule maps clean sequences and the settings of the objective to a boolean [B, L]. The paper's rule counts inside the
-sequence, so the same word is an anchor in one sequence and not in another. `all` makes no choice: whatever is to be
-predicted is predicted early.
+sequence, so the same word may be an anchor in one sequence and not in another. `all` makes no choice: the anchor
+network predicts every token.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ def anchor_rule(cfg: ObjectiveConfig) -> AnchorRule:
 
 
 def count(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
-    """At most tau occurrences in the sequence (the paper; ties are anchors, special tokens count like others)."""
+    """Tokens that occur at most tau times in their sequence (the paper's rule); special tokens count like others."""
     return counts_in_sequence(tokens_BL) <= cfg.tau
 
 
 def common(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
-    """The others: more than tau occurrences. The control for whether rare tokens are the right ones."""
+    """Tokens that occur more than tau times: the control experiment for whether rare tokens are the right choice."""
     return ~count(tokens_BL, cfg)
 
 
@@ -41,7 +41,7 @@ def none(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
 
 
 def given(tokens_BL: Tensor, cfg: ObjectiveConfig) -> Tensor:
-    """Positions that a task gives: its objective knows them, and replaces this rule (`adlm.reasoning.answers`)."""
+    """Stand-in for positions that a task gives: its objective replaces this rule (`adlm.reasoning.answers`)."""
     raise ValueError("objective.anchor_rule=given is for tasks that say where their anchors are, not for plain text")
 
 
@@ -56,8 +56,8 @@ def counts_in_sequence(x_BL: Tensor) -> Tensor:
 
 
 def for_texts(cfg: ObjectiveConfig) -> ObjectiveConfig:
-    """The settings by which a text's anchors are shown: the paper's rule where the model's own chooses no tokens, or is
-    one of an earlier version."""
+    """The settings by which a text's anchors are shown. The paper's rule replaces the model's own if that does not
+    select among tokens, or comes from an earlier version."""
     chooses = cfg.anchor_rule in tables.ANCHOR_RULES and cfg.anchor_rule not in ("all", "none", "given")
     return cfg if chooses else replace(cfg, anchor_rule="count")
 
@@ -75,7 +75,7 @@ def describe_rule(cfg: ObjectiveConfig) -> str:
 
 
 def describe_for_texts(cfg: ObjectiveConfig) -> str:
-    """Say in words which tokens of a text are shown as anchors, and whose rule that is if it is not the model's own."""
+    """Say in words which tokens of a text are shown as anchors, and whose rule it is if not the model's own."""
     shown = for_texts(cfg)
     own = "" if shown is cfg else f" (the paper's rule; this model was trained with: {describe_rule(cfg)})"
     return describe_rule(shown) + own

@@ -1,8 +1,8 @@
-"""What an objective is: it turns clean sequences into a corrupted batch, and the loss of a batch is always the same.
+"""The interface of objectives: an objective turns clean sequences into a corrupted batch, and all share one loss.
 
 An objective draws noise and decides which positions of which head are scored against which targets with which weights.
-That is all a NELBO, an ANELBO, an autoregressive or a score-entropy loss is, so `corrupt` is the objective and `loss`
-is one function. `corrupt` never looks at the model: the loop can run it ahead of time, on another stream, and the host
+NELBO, ANELBO, autoregressive and score-entropy losses differ in nothing else, so `corrupt` is the objective, and `loss`
+is one function. `corrupt` never reads the model: the loop can run it ahead of time, on another stream, and the host
 knows the number of scored positions before the network starts.
 
 Losses are sums; the loop divides once by the count over all ranks. Noise is a function of (seed, step, example).
@@ -26,7 +26,8 @@ from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 
 
 class Sequences(NamedTuple):
-    """Clean sequences, and where each stands among the `total` that share their times (a global batch, a data set)."""
+    """Clean sequences, and the number of each among the `total` that share stratified times (a global batch, a data
+    set)."""
 
     tokens_BL: Tensor
     example_B: Tensor
@@ -37,17 +38,17 @@ class Sequences(NamedTuple):
     times_B: Tensor | None = None
     """Times in [0, 1) that an evaluation has chosen; None: drawn, stratified over the `total` sequences."""
     given_BL: Tensor | None = None
-    """True at what is given, a prompt: never masked, never scored. Padding is then always masked: it must not tell
-    where an answer ends. None: nothing is given."""
+    """True at given tokens (a prompt): never masked, never scored. Padding is then always masked, since it must not
+    reveal where an answer ends. None: nothing is given."""
 
     def at(self, rows: Tensor) -> "Sequences":
-        """Some of the sequences, under their own numbers."""
+        """Select some of the sequences, which keep their numbers."""
         chosen = {name: x[rows] for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**chosen)
 
     @property
     def scored_BL(self) -> Tensor | None:
-        """True at what may be scored: neither padding nor given; None: everything."""
+        """True at tokens that may be scored, neither padding nor given; None: all."""
         real_BL = None if self.attention_mask_BL is None else self.attention_mask_BL.bool()
         if self.given_BL is None:
             return real_BL
@@ -55,7 +56,7 @@ class Sequences(NamedTuple):
 
     @property
     def token_count(self) -> int:
-        """Tokens that the loss is divided by."""
+        """Number of tokens that the loss is divided by."""
         return self.tokens_BL.numel() if self.scored_BL is None else int(self.scored_BL.sum())
 
 
@@ -65,7 +66,7 @@ class Term(NamedTuple):
     head: str
     """denoiser or anchor."""
     positions_N: Tensor
-    """Positions scored, as indices into the flattened [B * L] hidden states, which are those of the tokens."""
+    """Positions scored, as indices into the flattened [B * L] hidden states of the tokens."""
     targets_N: Tensor
     weights_N: Tensor
     """Weight of each position, without `scale`; more columns if the chunk loss takes more numbers per position."""
@@ -88,15 +89,15 @@ class CorruptedBatch(NamedTuple):
     terms: dict[str, Term]
     """Terms of the loss by name; the first one is the bound."""
     read_M: Tensor | None = None
-    """Positions of which the denoiser's states are computed, where these are more than its term scores (`rounded`)."""
+    """Positions whose denoiser states are computed, if these are more than its term scores (`rounded`)."""
     block_B: Tensor | None = None
-    """Block length of each sequence, where tokens_BL is [noisy ; clean] (blocks.py)."""
+    """Block length of each sequence, if tokens_BL is [noisy ; clean] (models/transformer.py)."""
     causal: bool = False
-    """Every position sees itself and those before it, in a network that sees everything otherwise."""
+    """Causal attention, in a network that otherwise sees everything."""
 
     @property
     def inputs(self) -> dict[str, Mask]:
-        """What the network reads beside tokens and noise level: nothing more where all is seen and no blocks are."""
+        """The network's arguments besides tokens and noise level; none for whole sequences with full attention."""
         if self.causal:
             return {"mask": PAST}
         return {} if self.block_B is None else {"block_B": self.block_B}
@@ -118,26 +119,26 @@ class Objective:
     learns_score: ClassVar[bool] = False
     """The head learns ratios of probabilities, which need not sum to one."""
     sampler: ClassVar[str] = "mdlm"
-    """The sampler of models that were trained with it, unless sampling.sampler names one."""
+    """The sampler of models trained with this objective, unless sampling.sampler names one."""
     model: ModelConfig = ModelConfig()
-    """The model it is for; what matters of it here is block lengths and whether outputs are shifted."""
+    """The model to train. Only its block lengths and whether its outputs are shifted matter here."""
 
     def __init__(self, cfg: ObjectiveConfig, schedule: Schedule, mask_id: int, seed: int):
         self.cfg, self.schedule, self.mask_id, self.seed = cfg, schedule, mask_id, seed
 
     @functools.cached_property
     def find_anchors(self) -> AnchorRule:
-        """A(x). Looked up when first used: an evaluation needs none, and a model may have a rule of another package."""
+        """A(x), looked up on first use: an evaluation needs no rule, and a rule may come from another package."""
         return anchor_rule(self.cfg)
 
     @classmethod
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
-        """Refuse settings and models that do not fit. Called before training, and for an objective of another package
-        already by the command line; that checks ours without loading torch (ObjectiveConfig.check)."""
+        """Refuse settings and models that do not fit. Called before training; the command line also calls it for
+        objectives of other packages. It checks ours without loading torch (ObjectiveConfig.check)."""
 
     def groups(self, sequences: Sequences, step: int, progress: float) -> list[Sequences]:
-        """The sequences of a step, in groups that the network reads in different ways: a pass for each costs less than
-        one pass for all. Loss and gradient are the same."""
+        """Split the sequences of a step into groups that the network reads in different ways: one pass per group costs
+        less than one pass for all. Loss and gradient are the same."""
         return [sequences]
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
@@ -145,8 +146,8 @@ class Objective:
         raise NotImplementedError
 
     def corrupt_for_bound(self, sequences: Sequences, draw: int) -> CorruptedBatch:
-        """Corrupt for validation: the only term is the bound (or the exact likelihood), and the noise is fixed by
-        example and `draw`."""
+        """Corrupt for validation: the only term is the bound (or the exact likelihood), and the noise depends only on
+        the example and `draw`."""
         raise NotImplementedError
 
     def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
@@ -154,21 +155,21 @@ class Objective:
         return self.corrupt_for_bound(sequences, 0)
 
     def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
-        """Corrupt for the same bound, estimated by numbers of masks instead of times; where `subs`."""
+        """Corrupt for the same bound, estimated by numbers of masks instead of times; only if `subs`."""
         raise NotImplementedError
 
 
 def make_objective(
     cfg: ObjectiveConfig, noise: NoiseConfig, mask_id: int, seed: int, model: ModelConfig | None = None
 ) -> Objective:
-    """The objective of a model; `model` matters where that is block diffusion, or has shifted outputs."""
+    """Build the objective; `model` matters if it is a block-diffusion model or has shifted outputs."""
     objective = tables.OBJECTIVES.load(cfg.name, "objective.name")(cfg, make_schedule(noise), mask_id, seed)
     objective.model = model or objective.model
     return objective
 
 
 class Heads(Protocol):
-    """The part of a model that a loss reads beside its hidden states."""
+    """The part of a model that a loss reads besides its hidden states."""
 
     @property
     def head(self) -> Any: ...
@@ -183,7 +184,7 @@ def put(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def on_device(corrupted: CorruptedBatch, device: torch.device) -> CorruptedBatch:
-    """A corrupted batch with all its tensors on the device."""
+    """Move all tensors of a corrupted batch to the device."""
     terms = {
         name: term._replace(
             positions_N=put(term.positions_N, device),
@@ -205,8 +206,8 @@ def loss(model: Network, batch: CorruptedBatch) -> LossOutput:
 
 
 def sum_terms(model: Heads, hidden: Hidden, batch: CorruptedBatch, gathered: bool = False) -> LossOutput:
-    """The loss of hidden states that are there already. `gathered`: the denoiser's are those of the positions that its
-    term scores, and perhaps more behind them; otherwise those of all positions."""
+    """The loss of hidden states already computed. `gathered`: the denoiser's states are those of the positions that its
+    term scores, possibly followed by others; otherwise those of all positions."""
     total = torch.zeros((), device=batch.tokens_BL.device)
     terms = {}
     for name, term in batch.terms.items():
@@ -259,7 +260,7 @@ def states_at(hidden_BLD: Tensor, positions_N: Tensor, gathered: bool) -> Tensor
 
 
 MOST = 0.9
-"""Fraction of the positions from which gathering those that are read costs more than it saves."""
+"""If a larger fraction of the positions is read, gathering them costs more than it saves."""
 
 
 def read_positions(batch: CorruptedBatch) -> Tensor | None:
@@ -271,8 +272,8 @@ def read_positions(batch: CorruptedBatch) -> Tensor | None:
 
 
 def rounded(batch: CorruptedBatch) -> CorruptedBatch:
-    """The same batch, which reads a round number of positions, a multiple of an eighth of all: those that are scored,
-    and then others. For callers who need shapes that seldom change; the loss is the same."""
+    """Round the number of positions read up to a multiple of an eighth of all, with positions that are not scored. The
+    loss is the same. For callers who need shapes that seldom change."""
     positions_N = read_positions(batch)
     if positions_N is None:
         return batch
@@ -283,7 +284,7 @@ def rounded(batch: CorruptedBatch) -> CorruptedBatch:
 
 
 def after_prompts(sequences: Sequences, z_BL: Tensor, mask_id: int) -> Tensor:
-    """Noisy sequences as they are read: prompts as they are, and padding behind answers masked."""
+    """Noisy sequences as the network reads them: prompts clean, and padding after answers masked."""
     if sequences.given_BL is None:
         return z_BL
     z_BL = torch.where(sequences.given_BL, sequences.tokens_BL, z_BL)
@@ -293,7 +294,7 @@ def after_prompts(sequences: Sequences, z_BL: Tensor, mask_id: int) -> Tensor:
 
 
 def real_targets(sequences: Sequences) -> Tensor:
-    """Tokens that follow another one, and are neither padding nor given, [B, L-1]."""
+    """True at tokens that follow another one and are neither padding nor given, [B, L-1]."""
     if sequences.scored_BL is None:
         return torch.ones_like(sequences.tokens_BL[:, 1:], dtype=torch.bool)
     return sequences.scored_BL[:, 1:]

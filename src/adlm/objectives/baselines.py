@@ -1,4 +1,4 @@
-"""The objectives beside NELBO and ANELBO: autoregression (AR and A2R), D3PM and SEDD's score entropy."""
+"""The objectives besides NELBO and ANELBO: autoregression (AR and A2R), D3PM and SEDD's score entropy."""
 
 import functools
 
@@ -14,18 +14,18 @@ from adlm.schema import ModelConfig, ObjectiveConfig
 # ---- autoregression --------------------------------------------------------------------------------------------------
 # Next-token cross-entropy: AR, and A2R when the model is anchored (section 4 of the paper).
 #
-# The sequence is read up to its last but one token and every following token is a target; the likelihood is exact, not
-# a bound. A2R adds gamma * the anchor network's next-token cross-entropy where the *target* is an anchor.
+# The network reads all tokens but the last, and all tokens but the first are targets; the likelihood is exact, not a
+# bound. A2R adds gamma * the anchor network's next-token cross-entropy where the *target* is an anchor.
 
 
 class Autoregressive(Objective):
-    """Nothing is corrupted: the network reads the clean sequence."""
+    """Next-token cross-entropy. Nothing is corrupted: the network reads the clean sequence."""
 
     sampler = "autoregressive"
 
     @classmethod
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
-        # not a rule of the command line: `adlm reason` has anchors in its own way, and plain models
+        # not checked by the command line: `adlm reason` chooses its own anchors, and has models without them
         require(
             model.anchored or cfg.gamma <= 0,
             f"objective.gamma={cfg.gamma}: plain AR has no anchors (algo=a2r has)",
@@ -56,18 +56,18 @@ def next_tokens(sequences: Sequences, scored_BL: Tensor) -> tuple[Tensor, Tensor
 # ---- D3PM ------------------------------------------------------------------------------------------------------------
 # D3PM with an absorbing state: the T-step bound of a prediction that may put mass on the mask.
 #
-# Without zero-masking the predicted posterior normalises by the mass m = x_theta(mask) too. The KL of a step at a
-# masked position, with c = (alpha_s - alpha_t) / (1 - alpha_t), A = alpha_t / (1 - alpha_t) and B = alpha_s / (1 -
-# alpha_s), is
+# Without zero-masking, the normaliser of the predicted posterior depends on the mass m = x_theta(mask). The KL of a
+# step at a masked position, with c = (alpha_s - alpha_t) / (1 - alpha_t), A = alpha_t / (1 - alpha_t) and
+# B = alpha_s / (1 - alpha_s), is
 #
 #     log(1 + A m) - c log x_theta(x0) - (1 - c) log(1 + B m),
 #
-# times T when one of T steps is drawn. m = 0 gives back the discrete NELBO. The last step (s = 0) has c = 1.
+# times T when one of T steps is drawn. With m = 0 it is the discrete NELBO. The last step (s = 0) has c = 1.
 
 
 @functools.cache
 def d3pm_chunk(mask_id: int) -> ChunkLoss:
-    """The chunk loss; the numbers of a position are (T, c, A, B)."""
+    """The chunk loss of D3PM; the numbers of a position are (T, c, A, B)."""
 
     def chunk(logits_nV: Tensor, target_n: Tensor, numbers_n4: Tensor) -> tuple[Tensor, Tensor]:
         T_n, c_n, A_n, B_n = numbers_n4.unbind(-1)
@@ -105,7 +105,7 @@ class D3pm(Nelbo):
 # Score entropy of the absorbing process (SEDD), in the form a head can be trained on.
 #
 # SEDD learns the concrete score s_y at a masked position, the ratio of marginals with y in place of the mask; given x0
-# it is r = alpha_t / (1 - alpha_t) at y = x0 and 0 elsewhere. The network's outputs z are read as log s_y = z_y + log r
+# it is r = alpha_t / (1 - alpha_t) at y = x0 and 0 elsewhere. The network's outputs z mean log s_y = z_y + log r
 # - log K with K = V - 1 tokens, and the denoising score entropy with weight sigma'(t) becomes
 #
 #     sigma' [ sum_y s_y - r log s_{x0} + r (log r - 1) ] = w(t) [ sum_y e^{z_y} / K - z_{x0} + log K - 1 ],
@@ -115,7 +115,7 @@ class D3pm(Nelbo):
 
 
 def score_entropy_chunk(logits_nV: Tensor, target_n: Tensor, weight_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Score entropies of a chunk and their gradient; the mask and padding columns are those at -inf."""
+    """Score entropies of a chunk and their gradient; columns at -inf are the mask and padding."""
     z = logits_nV.to(weight_n.dtype)
     K = (z[0] > -torch.inf).sum().to(z.dtype)
     gold_n = z.gather(1, target_n[:, None]).squeeze(1)

@@ -14,9 +14,10 @@ The same bound by numbers of masks instead of times (`corrupt_exact_count`):
 
 where S_k is the expected cross-entropy sum with exactly k of L positions masked. Proof: integrating the continuous-time
 weight over t, with alpha = 1 - t, gives each mask pattern of size k the weight B(k, L-k+1) = 1 / (k C(L, k)). It is the
-same number for any schedule, without the noise of how many positions get masked, and without a smallest time.
+same number for any schedule. This estimate has no variance from the number of masks, and needs no smallest time.
 
-Below, too: the same bound for a chain of blocks (block diffusion), and the ANELBO (Eq. 7), which adds the anchor term.
+The module also has the bound for a chain of blocks (block diffusion), and the ANELBO (Eq. 7), which adds the anchor
+term.
 """
 
 import functools
@@ -50,57 +51,57 @@ from adlm.objectives.base import (
 from adlm.schema import ObjectiveConfig
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
-# Block diffusion: the NELBO of a chain of blocks, log p(x) = sum_b log p(x^b | x^<b), each term bounded by itself.
+# Block diffusion: the NELBO of a chain of blocks, log p(x) = sum_b log p(x^b | x^<b), with a bound for each term.
 #
 #     -log p(x) <= sum_b E [ weight * sum_{i in b masked} -log p_theta(x_i | x^b noisy, x^<b clean) ]
 #
-# Every block has noise of its own: a time t_b with weight w(t_b), or k of its n tokens masked with weight n / k
-# (nelbo.py has both, and why they are one bound). Training counts: with K = 1 then every token is masked with weight
-# 1, which is autoregression without any noise, where a random time would leave a token out or weigh it by 1/t. K = L
+# Every block has its own noise: a time t_b with weight w(t_b), or k of its n tokens masked with weight n / k (the
+# header says why both are one bound). Training uses numbers of masks: with K = 1 every token is then masked with weight
+# 1, which is autoregression without any noise, whereas a random time would leave a token out or weight it by 1/t. K = L
 # is the NELBO.
 #
-# The network reads [noisy ; clean] (models/transformer.py). Half of that is enough at both ends (`Halves`). If
-# predictions are shifted nothing stands before token 0: it is given, and neither masked nor scored.
+# The network reads [noisy ; clean] (models/transformer.py). At both extremes of K one half is enough (`Halves`). If
+# predictions are shifted, nothing precedes token 0: it is given, and neither masked nor scored.
 
 
 class Halves(IntEnum):
-    """The halves of [noisy ; clean] that the network has to read of a sequence."""
+    """The halves of [noisy ; clean] that the network has to read."""
 
     BOTH = 0
     """[noisy ; clean]."""
     NOISY = 1
-    """One block, before which nothing clean stands."""
+    """One block, with no clean token before it."""
     CLEAN = 2
-    """Blocks of one token whose predictions are shifted: all of them are read at clean tokens, causally."""
+    """Blocks of one token with shifted predictions: all are read at clean tokens, causally."""
 
     @staticmethod
     def of(block_B: Tensor, L: int, shift: bool) -> Tensor:
-        """The halves for every sequence, by its block length."""
+        """The halves that each sequence needs, by its block length."""
         one_block_B, one_token_B = block_B >= L, (block_B == 1) & shift
         return torch.where(one_block_B, Halves.NOISY, torch.where(one_token_B, Halves.CLEAN, Halves.BOTH))
 
 
 class BlockSettings(NamedTuple):
-    """What an objective has to know of a block-diffusion model."""
+    """What an objective needs to know about a block-diffusion model."""
 
     lengths: tuple[int, ...]
-    """Block lengths K; the first is that of bounds."""
+    """Block lengths K; bounds use the first."""
     shift: bool
 
     def own(self, sequences: Sequences) -> Tensor:
-        """The block length of bounds, for every sequence."""
+        """The block length that bounds use, for every sequence."""
         return torch.full_like(sequences.example_B, min(self.lengths[0], sequences.tokens_BL.shape[1]))
 
     def drawn(self, sequences: Sequences, seed: int, step: int) -> Tensor:
-        """A block length for each sequence of optimizer step `step`: all in turn, from a random one on."""
+        """A block length for each sequence of optimizer step `step`: all lengths in turn, starting at a random one."""
         lengths = torch.tensor(self.lengths, device=sequences.example_B.device)
         first = int(float(uniforms(seed, Stream.BLOCK, step, lengths[:1])) * len(lengths))
         return lengths[(sequences.example_B + first) % len(lengths)].clamp(max=sequences.tokens_BL.shape[1])
 
 
 def block_times(t_B: Tensor, block_B: Tensor, L: int) -> Tensor:
-    """A time for every block, [B, most blocks of a sequence]: the sequence's own for the first, then golden-ratio
-    steps, which spread evenly over [0, 1) from any start."""
+    """A time for every block, [B, largest number of blocks]: the first block has the sequence's own, the next ones
+    follow in golden-ratio steps, which spread evenly over [0, 1) from any start."""
     most = -(-L // int(block_B.min()))
     return torch.remainder(t_B[:, None] + torch.arange(most, device=t_B.device) * GOLDEN_RATIO, 1.0)
 
@@ -118,7 +119,7 @@ def masks_by_count(u_BL: Tensor, real_BL: Tensor, block_B: Tensor, t_Bb: Tensor)
     block_BL = torch.arange(u_BL.shape[1], device=u_BL.device) // block_B[:, None]
     n_Bb = torch.zeros_like(t_Bb, dtype=torch.long).scatter_add_(1, block_BL, real_BL.long())
     k_Bb = torch.minimum((t_Bb * n_Bb).floor().long() + 1, n_Bb.clamp(min=1))
-    # One sort for all blocks of a sequence: those of block b have keys in [2b, 2b + 1), or one more where not real.
+    # One sort for all blocks of a sequence: keys of block b lie in [2b, 2b + 1), plus 1 where the position is not real.
     key_BL = 2 * block_BL + u_BL
     ordered_BL = (key_BL + (~real_BL).to(key_BL.dtype)).sort(dim=-1).values
     first_Bb = torch.arange(t_Bb.shape[1], device=u_BL.device) * block_B[:, None]
@@ -128,7 +129,7 @@ def masks_by_count(u_BL: Tensor, real_BL: Tensor, block_B: Tensor, t_Bb: Tensor)
 
 
 class NoisedBlocks:
-    """Sequences with noise in every block: which positions are masked, with which weight."""
+    """Sequences with noise in every block: which positions are masked, and their weights."""
 
     def __init__(
         self, sequences: Sequences, block_B: Tensor, masked_BL: Tensor, weight_BL: Tensor, shift: bool, mask_id: int
@@ -142,7 +143,7 @@ class NoisedBlocks:
         self.halves = Halves(needed[0]) if len(needed) == 1 else Halves.BOTH
 
     def where(self, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, targets and weights of the scored tokens, those left out that cannot be predicted."""
+        """Positions, targets and weights of the scored tokens that can be predicted."""
         positions_N = (scored_BL & predictable(self.sequences, self.shift)).flatten().nonzero().squeeze(1)
         targets_N = self.sequences.tokens_BL.flatten().index_select(0, positions_N)
         return positions_N, targets_N, self.weight_BL.flatten().index_select(0, positions_N).float()
@@ -158,7 +159,7 @@ class NoisedBlocks:
 
 
 def predictable(sequences: Sequences, shift: bool = False) -> Tensor:
-    """Tokens that are neither padding nor given, and that have one before them if predictions are shifted."""
+    """True at tokens that are neither padding nor given and, if predictions are shifted, have one before them."""
     every_BL = torch.ones_like(sequences.tokens_BL, dtype=torch.bool)
     found_BL = every_BL if sequences.scored_BL is None else sequences.scored_BL.clone()
     found_BL[:, : int(shift)] = False
@@ -169,7 +170,7 @@ def predictable(sequences: Sequences, shift: bool = False) -> Tensor:
 
 # Validation noise is the same for every run, so that curves of different seeds and models are paired.
 VALIDATION_SEED = 20251018
-# Fraction of a run after which training times are uniform, as in the bound: what was measured (docs/results.md).
+# Fraction of a run after which training times are uniform, as in the bound: the value measured in docs/results.md.
 ANNEALED = 0.8
 
 
@@ -180,13 +181,13 @@ class Noised:
         self.sequences, self.t_B = sequences, t_B
         alpha_t_B = self.alpha_t_B = schedule.alpha(t_B)
         self.z_BL = mask_tokens(sequences.tokens_BL, u_BL, alpha_t_B[:, None], mask_id)
-        # not z == mask: a clean sequence may hold the mask's id only by mistake, and mask_tokens decides by u
+        # not z == mask: mask_tokens decides by u, and a clean sequence may contain the mask's id by mistake
         self.masked_BL = u_BL >= alpha_t_B[:, None]
         sigma_B = schedule.sigma(t_B)
         if sequences.given_BL is not None:
             self.z_BL = after_prompts(sequences, self.z_BL, mask_id)
             sigma_B = noise_level(masked_overall(sequences, mask_fraction(t_B, schedule)), schedule)
-        self.sigma_B = sigma_B.clamp(max=MOST_NOISE).float()  # what the network is conditioned on: finite
+        self.sigma_B = sigma_B.clamp(max=MOST_NOISE).float()  # finite, since the network is conditioned on it
         if T > 0:
             alpha_s_B = self.alpha_s_B = schedule.alpha((t_B - 1 / T).clamp(min=0))
             weight_B = T * (alpha_s_B - alpha_t_B) / (1 - alpha_t_B)
@@ -205,8 +206,8 @@ class Noised:
 
 
 def masked_overall(sequences: Sequences, fraction_B: Tensor) -> Tensor:
-    """Fraction of a whole sequence that is masked, where that fraction of its answer is: nothing of a prompt, all of
-    the padding. A network that is conditioned on its noise level knows whole sequences."""
+    """Masked fraction of the whole sequence if `fraction_B` of its answer is masked, nothing of the prompt and all of
+    the padding. A network conditioned on the noise level expects the level of whole sequences."""
     if sequences.given_BL is None or sequences.scored_BL is None:
         return fraction_B
     answer_B = sequences.scored_BL.to(fraction_B).mean(-1)
@@ -215,12 +216,12 @@ def masked_overall(sequences: Sequences, fraction_B: Tensor) -> Tensor:
 
 
 def time_density(cfg: ObjectiveConfig, progress: float) -> float:
-    """a of the density Beta(a, a) of training times: a straight line to 1, reached after ANNEALED of the run."""
+    """a of the density Beta(a, a) of training times: it goes linearly to 1, reached after ANNEALED of the run."""
     return cfg.time_density + (1.0 - cfg.time_density) * min(1.0, progress / ANNEALED)
 
 
 NEXT_TOKEN = "next_token"
-"""The term of causal steps."""
+"""Name of the loss term of causal steps."""
 
 
 class Nelbo(Objective):
@@ -230,7 +231,7 @@ class Nelbo(Objective):
 
     @functools.cached_property
     def blocks(self) -> BlockSettings | None:
-        """None: the model reads whole sequences, and predicts a token at its own position."""
+        """Settings of block diffusion. None: the model reads whole sequences and predicts a token at its position."""
         lengths, shift = self.model.block_lengths, self.model.shift
         return BlockSettings(lengths or (self.model.length,), shift) if lengths or shift else None
 
@@ -250,10 +251,10 @@ class Nelbo(Objective):
         return self.batch_of(self.noised_for_training(sequences, step, progress))
 
     def corrupt_nothing(self, sequences: Sequences) -> CorruptedBatch:
-        """Clean sequences, of which every token is predicted from those before it."""
+        """Clean sequences: every token is predicted from those before it."""
         follows_BL = F.pad(real_targets(sequences), (1, 0))
         targets_BL, one_B = sequences.tokens_BL, torch.ones(len(follows_BL), device=follows_BL.device)
-        if not self.model.shift:  # read one position earlier; with shifted predictions the network sees to it
+        if not self.model.shift:  # read one position earlier; with shifted predictions the network does that
             follows_BL, targets_BL = follows_BL.roll(-1, 1), targets_BL.roll(-1, 1)
         term = Term("denoiser", *select(follows_BL, targets_BL, one_B), exclude=self.mask_id)
         sigma_B = torch.zeros_like(one_B)
@@ -265,7 +266,7 @@ class Nelbo(Objective):
         return self.batch_of(self.noised(sequences, VALIDATION_SEED, draw))
 
     def corrupt_for_validation(self, sequences: Sequences) -> CorruptedBatch:
-        """By numbers of masks for blocks: times would weigh single tokens by 1/t."""
+        """For blocks, estimate by numbers of masks: times would weight single tokens by 1/t."""
         return (self.corrupt_for_bound if self.blocks is None else self.corrupt_exact_count)(sequences, 0)
 
     def noised_for_training(self, sequences: Sequences, step: int, progress: float) -> "Noised | NoisedBlocks":
@@ -296,7 +297,7 @@ class Nelbo(Objective):
     def blocks_by_count(
         self, sequences: Sequences, block_B: Tensor, stream: tuple[int, int, int], density: float = 1.0
     ) -> NoisedBlocks:
-        """An exact number of masks in each block; `stream`: seed, purpose and counter of the noise."""
+        """Mask an exact number of positions in each block; `stream`: seed, purpose and counter of the noise."""
         seed, _, counter = stream
         t_B = self.times(sequences, seed, counter)
         t_Bb = beta_quantile(block_times(t_B, block_B, sequences.tokens_BL.shape[1]), density)
@@ -305,7 +306,7 @@ class Nelbo(Objective):
         return NoisedBlocks(sequences, block_B, masks.masked_BL, masks.weight_BL, shift, self.mask_id)
 
     def blocks_by_time(self, sequences: Sequences, draw: int, blocks: BlockSettings) -> NoisedBlocks:
-        """A time for each block of the bound."""
+        """Mask each block at its own time, for the bound."""
         L, eps, block_B = sequences.tokens_BL.shape[1], self.cfg.sampling_eps, blocks.own(sequences)
         t_Bb = eps + (1 - eps) * block_times(self.times(sequences, VALIDATION_SEED, draw), block_B, L)
         position_L = torch.arange(L, device=block_B.device)
@@ -317,7 +318,7 @@ class Nelbo(Objective):
 
     @staticmethod
     def times(sequences: Sequences, seed: int, counter: int) -> Tensor:
-        """Times in [0, 1): those that the caller has chosen, or stratified ones."""
+        """Times in [0, 1): the caller's if given, else stratified ones."""
         if sequences.times_B is not None:
             return sequences.times_B
         return draw_times(seed, counter, sequences.example_B, sequences.total)
@@ -325,10 +326,10 @@ class Nelbo(Objective):
     def corrupt_exact_count(self, sequences: Sequences, draw: int) -> CorruptedBatch:
         """Corrupt for validation with an exact number of masks in each sequence, stratified; noise as for the bound.
 
-        One set of uniforms per sequence decides everything: the positions with the k smallest are masked, and the k-th
-        smallest is the time, since it is Beta(k, L-k+1) distributed and independent of which positions these are -
-        exactly the law of t given k masks. Padding (masked like any position, but not scored) and the noise level of a
-        time-conditioned network follow from it. After prompts, k of the tokens of the answer are masked.
+        One set of uniforms per sequence decides everything. The positions with the k smallest are masked. The k-th
+        smallest is the time: it is Beta(k, L-k+1) distributed and independent of which positions these are, which is
+        exactly the law of t given k masks. This time decides which padding is masked (it is never scored) and the noise
+        level of a time-conditioned network. After a prompt, k tokens of the answer are masked.
         """
         stream = (VALIDATION_SEED, Stream.ORDER, draw)
         if self.blocks is not None:
@@ -345,7 +346,7 @@ class Nelbo(Objective):
 
 
 def order_uniforms(sequences: Sequences, seed: int, purpose: int, counter: int) -> Tensor:
-    """A float64 uniform for every position: their order is a random order of the positions."""
+    """A float64 uniform for every position; sorting by them gives a random order of the positions."""
     position_L = torch.arange(sequences.tokens_BL.shape[1], device=sequences.tokens_BL.device)
     return uniforms(seed, purpose, counter, sequences.example_B[:, None], position_L)
 
@@ -353,13 +354,13 @@ def order_uniforms(sequences: Sequences, seed: int, purpose: int, counter: int) 
 # ---- ANELBO ----------------------------------------------------------------------------------------------------------
 # ANELBO (Eq. 7, Theorem 4.1): the NELBO through both networks + gamma * the anchor network's own cross-entropy.
 #
-# The anchor term has the same weight w(t) and acts where the rule A(x) says anchor: at every such position, visible
-# ones included, as in the release (anchor_positions=all), or at masked ones only. It is a plain softmax over all V
-# entries, without SUBS. gamma is a function of the step (`gamma_at`). Perplexity never contains it.
+# The anchor term has the same weight w(t) and acts at the anchors of the rule A(x): at all of them, visible ones
+# included, as in the release (anchor_positions=all), or at masked ones only. It is a plain softmax over all V entries,
+# without SUBS. gamma is a function of the step (`gamma_at`). Perplexity never contains this term.
 
 
 def gamma_at(cfg: ObjectiveConfig, progress: float) -> float:
-    """Up a straight line from 0 to gamma at gamma_warmup; from there on gamma, and from gamma_until on 0."""
+    """The weight gamma at this point of a run: linear from 0 up to gamma_warmup, then constant, 0 from gamma_until."""
     if cfg.gamma_until < 1 and progress >= cfg.gamma_until:
         return 0.0
     return cfg.gamma * (progress / cfg.gamma_warmup) if progress < cfg.gamma_warmup else cfg.gamma
@@ -390,8 +391,8 @@ def draw_anchors(cfg: ObjectiveConfig, anchors_BL: Tensor, example_B: Tensor, se
 def anchor_term(cfg: ObjectiveConfig, gamma: float, positions_N: Tensor, targets_N: Tensor, weights_N: Tensor) -> Term:
     """The anchor network's cross-entropy at the anchors drawn.
 
-    As in Eq. 7 it is a sum, divided by all tokens and not by the anchors among them, whatever the rule. With
-    anchor_fraction = 1/4 a random quarter of the anchors is scored, and counts four times: the same sum on average, and
-    the head, most of what anchors cost in training, reads a quarter of the positions.
+    As in Eq. 7 it is a sum, divided by the number of all tokens, not of anchors, whatever the rule. With
+    anchor_fraction = 1/4 a random quarter of the anchors is scored, and counts four times: the sum is the same on
+    average, and the head, the largest cost of anchors in training, reads a quarter of the positions.
     """
     return Term("anchor", positions_N, targets_N, weights_N / cfg.anchor_fraction, scale=gamma)

@@ -1,11 +1,10 @@
-"""What a sampler is: it says which positions change, never which tokens they become.
+"""The interface of samplers: a sampler decides which positions change, never which tokens they become.
 
-In every masked-diffusion sampler of this package the choice of positions and the choice of tokens factor. So a sampler
+In every masked-diffusion sampler of this package the choices of positions and of tokens are separate. So a sampler
 yields events for the holes of one canvas - "mask these positions, evaluate the network, draw those" - and the engine
-does the rest (network, filters, draw), for sequences of any mixture of samplers at once. A sampler that needs to see
-predictions says so in `reads` and is sent a `Prediction` after each event; it may then mask again what it does not
-accept, so acceptance needs no mechanism of its own. Steps in which nothing is drawn never become events: they cost no
-network evaluation.
+does the rest (network, filters, draw), for sequences with different samplers at once. A sampler that needs predictions
+names them in `reads` and is sent a `Prediction` after each event. It may then mask again what it does not accept, so
+acceptance needs no mechanism of its own. A step that draws nothing is no event, and costs no network evaluation.
 """
 
 from collections.abc import Generator
@@ -31,7 +30,7 @@ class Event(NamedTuple):
     """One network evaluation of one canvas."""
 
     step: int
-    """Number of the step, a counter of the sequence's random draws."""
+    """Number of the step; it is also a counter of the sequence's random draws."""
     t: float
     """Expected fraction of the holes that are masked; time-conditioned models are conditioned on it."""
     mask: Positions
@@ -68,13 +67,13 @@ class Sampler:
     writes_once: bool = True
     """A token that was drawn and kept is never masked again."""
     always_keeps: bool = False
-    """Of the tokens drawn in an evaluation at least one is kept; only said by samplers that read predictions."""
+    """Every evaluation keeps at least one of the tokens it draws; set only by samplers that read predictions."""
     steps_matter: bool = True
-    """sampling.steps changes what is drawn; False: one evaluation per hole, whatever it says."""
+    """sampling.steps changes what is drawn; False: one evaluation per hole, whatever its value."""
     causal: bool = False
-    """Draws from causal models, too."""
+    """It draws from causal models, too."""
     in_release: bool = True
-    """The public release has it, so that sampling.parity=release has a meaning."""
+    """The public release has this sampler, so sampling.parity=release applies."""
     filtered_in_release: bool = True
     """The release applies its nucleus (top-p) filter to what this sampler draws from."""
 
@@ -84,7 +83,7 @@ class Sampler:
 
     @classmethod
     def check(cls, cfg: SamplingConfig) -> None:
-        """Refuse settings that do not fit together. For samplers of other packages: our rules are in rules.py."""
+        """Refuse settings that do not fit together. For samplers of other packages (ours: SamplingConfig.check)."""
 
     @classmethod
     def misfit(cls, model: ModelConfig, learns_score: bool = True) -> str:
@@ -109,14 +108,14 @@ class Sampler:
 
 
 def with_sampler(cfg: SamplingConfig, objective: ObjectiveConfig) -> SamplingConfig:
-    """The settings for a model trained with `objective`: where they name no sampler, the objective does. Everything
-    that draws from a model asks here."""
+    """The settings for a model trained with `objective`: if they name no sampler, the objective's default is filled in.
+    All code that draws from a model calls this."""
     return replace(cfg, sampler=cfg.sampler or tables.OBJECTIVES.load(objective.name).sampler)
 
 
 def make_sampler(cfg: SamplingConfig, schedule: Schedule) -> Sampler:
-    """Build the sampler of sampling.sampler; settings that do not fit together are refused. An empty name is
-    masked diffusion's: this does not know the model (`with_sampler` does)."""
+    """Build the sampler of sampling.sampler; refuse settings that do not fit together. An empty name means masked
+    diffusion's default, since the model is not known here (`with_sampler` knows it)."""
     kind: type[Sampler] = tables.SAMPLERS.load(cfg.sampler or Objective.sampler, "sampling.sampler")
     cfg.check()
     require(

@@ -1,12 +1,12 @@
 """Samplers that read predictions: score, remdm-conf, confidence, entropy, anchor-first.
 
-`score` is the analytic step of a model that learned ratios: they need not sum to one, and the rate follows their sum.
+`score` is the analytic step of a model that learned ratios of probabilities. These need not sum to one, and the reveal
+rate is proportional to their sum.
 
-remdm-conf chooses what to *mask again* by how unsure the model was; its reveals come from the schedule, and with the
-confidences as part of the state it is Eq. 6. The other three choose what to *reveal* by how sure the model is. They
-keep every token a true draw from the model at its position, but the order is no longer random: the distribution of
-whole sequences is not that of the model's process. They draw at all masked positions and mask again what they do not
-accept.
+remdm-conf chooses what to *mask again* by how unsure the model was. Its reveals come from the schedule, and with the
+confidences as part of the state it is Eq. 6. The other three choose what to *reveal* by how sure the model is. Every
+token is still a true draw from the model at its position, but the order is no longer random, so whole sequences do not
+have the distribution of the model's process. They draw at all masked positions and mask again what they do not accept.
 """
 
 import numpy as np
@@ -67,8 +67,8 @@ def conf_remask(confidence: NDArray[np.float64], sigma_max: float) -> NDArray[np
 
 
 class ScoreSampler(Analytic):
-    """The analytic step with the score as it is (SEDD): a masked position takes token y with (e^D - 1) s_y, so it is
-    revealed with the schedule's rate times the normaliser u = (e^sigma - 1) sum_y s_y, at most 1."""
+    """The analytic step with the unnormalised score (SEDD): a masked position takes token y with (e^D - 1) s_y, so it
+    is revealed with the schedule's rate times the normaliser u = (e^sigma - 1) sum_y s_y, at most 1."""
 
     reads = "normaliser"
 
@@ -86,12 +86,12 @@ class ScoreSampler(Analytic):
 
 
 class Ordered(Sampler):
-    """Reveal the positions that rank best; never fewer than it takes to end within sampling.steps evaluations."""
+    """Reveal the positions that rank best, at least as many as needed to finish in sampling.steps evaluations."""
 
     always_keeps = True
     in_release = False
     usual_threshold = 0.0
-    """What sampling.threshold=-1 stands for."""
+    """The threshold if sampling.threshold is -1."""
 
     def __init__(self, cfg: SamplingConfig, schedule: Schedule):
         super().__init__(cfg, schedule)
@@ -126,8 +126,8 @@ class Confidence(Ordered):
 
 
 class Entropy(Ordered):
-    """Reveal the largest prefix, by entropy, with sum H - max H <= sampling.threshold: a bound on the cost of drawing
-    its positions independently."""
+    """Reveal the longest prefix, by ascending entropy, with sum H - max H <= sampling.threshold, a bound on the cost of
+    drawing its positions independently."""
 
     reads = "entropy"
     usual_threshold = 0.2

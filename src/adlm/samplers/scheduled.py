@@ -1,14 +1,14 @@
-"""Samplers that read no predictions: a canvas' whole mask trajectory is drawn before the network runs.
+"""Samplers that read no predictions: a canvas's whole mask trajectory is drawn before the network runs.
 
-Most are made of rates: each position is a two-state chain (masked, visible) with given probabilities per step, so the
-step of its next change has a known law. With H the running sum of -log(1 - p), the chain leaves its state at the first
-step where H has grown by an Exp(1) number. One uniform per change, instead of one per step, gives the same
+Most are defined by rates: each position is a two-state chain (masked, visible) with given probabilities per step, so
+the step of its next change has a known law. With H the running sum of -log(1 - p), the chain leaves its state at the
+first step where H has grown by an Exp(1) number. One uniform per change, instead of one per step, gives the same
 distribution; the steps in between are never visited, which is why a sequence needs far fewer network evaluations than
 it has steps.
 
 Two take one position per evaluation: first-hitting and left to right.
 
-Below, too: the rates they are made of, one formula a function.
+The module starts with the rates, one formula per function.
 """
 
 import functools
@@ -35,13 +35,13 @@ from adlm.samplers.base import NOWHERE, Event, Positions, Sampler, Trajectory, d
 from adlm.schema import SamplingConfig
 
 # ---- rates -----------------------------------------------------------------------------------------------------------
-# Formulas of the scheduled samplers: the probabilities of each step that a masked position is revealed and that a
+# Formulas of the scheduled samplers: the probabilities, at each step, that a masked position is revealed and that a
 # revealed one is masked.
 #
 # All times are float64 tensors; step i goes from t[i] to s[i] < t[i] and alpha(t) = 1 - t, as the release samples,
 # unless a function says otherwise. `reveal` is the first line of Eq. 6 for masked positions, `remask` is sigma_t for
-# visible ones. By default every sampler is made a proper distribution (sigma_t <= sigma_max, no overshoot); with
-# `release=True` the public release's numbers come out, including those that are not.
+# visible ones. By default every step is a proper distribution (sigma_t <= sigma_max, no overshoot); `release=True`
+# gives the public release's numbers, including those that are not.
 
 
 class Rates(NamedTuple):
@@ -90,8 +90,8 @@ def remdm_conf(t: Tensor, s: Tensor) -> Rates:
 
 
 def forward_backward(t: Tensor, s: Tensor, release: bool = False) -> Rates:
-    """sigma = (alpha_s - alpha_t) / alpha_t: undo forward what the step reveals. Beyond sigma_max in the last step
-    only.
+    """sigma = (alpha_s - alpha_t) / alpha_t: the forward process undoes what the step reveals. It exceeds sigma_max in
+    the last step only.
     """
     alpha_s, alpha_t = 1 - s, 1 - t
     sigma = torch.where(alpha_t > 0, (alpha_s - alpha_t) / alpha_t, 1.0)
@@ -103,8 +103,8 @@ def remdm_loop(
 ) -> Rates:
     """Three phases: MDLM up to alpha_on; alpha held there while sigma = eta; MDLM to the end.
 
-    The release lets the last step of the first phase run past alpha_on; ours stops the phase at t_on. rules.py says
-    which numbers make sense.
+    The release lets the last step of the first phase run past alpha_on; ours stops the phase at t_on.
+    SamplingConfig.check refuses numbers that make no sense.
     """
     first, last = t > t_on, t <= t_off
     end = s if release else s.clamp(min=t_on)
@@ -133,9 +133,9 @@ def expected_masks(rates: Rates) -> Tensor:
     return torch.tensor(masked, dtype=torch.float64)
 
 
-@functools.lru_cache(maxsize=64)  # takes most of a second at T = 4096, and every sequence of a request asks for it
+@functools.lru_cache(maxsize=64)  # takes most of a second at T = 4096, and every sequence of a request needs it
 def dfm_times(steps: int, last: float) -> Tensor:
-    """The times that dfm visits: its own dt from t = 1 while t > last; then comes the filling step."""
+    """The times that dfm visits: from t = 1 in steps of its own dt while t > last; the filling step follows."""
     times = [torch.tensor(1.0, dtype=torch.float64)]
     while times[-1] > last:
         times.append(times[-1] - dfm(times[-1], steps)[0])
@@ -149,10 +149,10 @@ CERTAIN = 64.0
 
 
 class Scheduled(Sampler):
-    """A sampler made of rates. A subclass is its formula: `step_rates`.
+    """A sampler defined by rates. A subclass gives its formula: `step_rates`.
 
-    Steps follow the uniform grid, or the release's grid under sampling.parity=release; what is still masked after the
-    last step is filled in one more.
+    Steps follow the uniform grid, or the release's grid under sampling.parity=release. One more step fills what is
+    still masked after the last.
     """
 
     along_schedule = False
@@ -213,13 +213,13 @@ class Scheduled(Sampler):
         return self.all_blocks(holes, seed, sys.maxsize)
 
     def in_blocks(self, holes: Positions, seed: int, block: int) -> Trajectory:
-        # A subclass may have a trajectory that is more than its rates.
+        # The trajectory of a subclass may depend on more than its rates.
         plain = type(self).trajectory is Scheduled.trajectory
         return self.all_blocks(holes, seed, block) if plain else super().in_blocks(holes, seed, block)
 
     def all_blocks(self, holes: Positions, seed: int, block: int) -> Trajectory:
-        """The events of all blocks, one after the other. No position's changes depend on another's, so those of all
-        blocks are drawn at once."""
+        """The events of all blocks, one after the other. Positions change independently of each other, so the changes
+        of all blocks are drawn at once."""
         if not len(holes):
             return
         reveal_step, revealed, remask_step, remasked = self.changes(holes, seed)
@@ -241,7 +241,7 @@ def cumulative_hazard(p: Tensor) -> NDArray[np.float64]:
 
 def next_change(H: NDArray, step: NDArray, u: NDArray) -> NDArray:
     """First step j >= step at which the state is left; len(H) - 1 when it never is."""
-    # the maximum: where -log(u) is lost in rounding, the search would go back to the start of a plateau of H
+    # maximum: if -log(u) is lost in rounding, the search would go back to the start of a plateau of H
     return np.maximum(np.searchsorted(H, H[step] - np.log(u), side="left") - 1, step)
 
 
@@ -272,7 +272,7 @@ class RemdmLoop(Scheduled):
         return remdm_loop(t, s, c.eta, c.t_on, c.t_off, c.alpha_on, self.release)
 
     def fractions(self, grid: Tensor) -> Tensor:
-        """What the canvas holds, 1 - alpha_on between t_on and t_off; the release's network gets the plain time."""
+        """The expected fraction of masks, 1 - alpha_on between t_on and t_off; the release uses the plain time."""
         return grid if self.release else expected_masks(self.rates)
 
 
@@ -310,8 +310,8 @@ class Analytic(Scheduled):
 class FirstHitting(Sampler):
     """The continuous-time reverse process, simulated exactly, one revealed position per evaluation.
 
-    With n masks left at time t the next one falls at t' = t u^(1/n), at a uniformly chosen position. These are the
-    order statistics of n independent uniforms: one uniform per hole, taken in descending order, says the same.
+    With n masks left at time t, the next one is revealed at t' = t u^(1/n), at a uniformly chosen position. These are
+    the order statistics of n independent uniforms: one uniform per hole, in descending order, gives the same law.
     """
 
     steps_matter = False

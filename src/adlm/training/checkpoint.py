@@ -3,8 +3,8 @@
 A checkpoint is a folder `checkpoints/step-00001000` with the tensors of every stateful part (written by
 torch.distributed.checkpoint, so ranks may change), `state.json` (step, best bound, counters) and `manifest.json` (size
 and SHA-256 of every file). It is written under another name and renamed when complete, so a kill at any moment leaves
-the older ones untouched. A corrupt one is noticed by its checksums and the one before it is used. With checkpoint.url
-the folder is a place to write in and read from, and the checkpoints are kept there (storage.py).
+the older ones untouched. Checksums reveal a corrupt one, and the one before it is used. With checkpoint.url the
+checkpoints are kept at that URL (storage.py), and the folder only holds them while they are written and read.
 """
 
 import json
@@ -51,7 +51,7 @@ from adlm.training.parallel import Step, World
 from adlm.training.storage import STATE, described, problem_of, remote, seal
 from adlm.training.watch import note
 
-# what one process is, and no reason to worry
+# normal in a single process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 RESUMED_FIELDS = {
@@ -63,8 +63,8 @@ State = dict[str, dict[str, Tensor]]
 
 
 def tensors(step: Step, optimizers: list[torch.optim.Optimizer], ema: Ema, guard: GradientGuard) -> State:
-    """Every tensor a resumed run needs, by name: of the weights those that train. Fresh optimizers get their (zero)
-    state here, so that the same call describes what to save and where to load."""
+    """Every tensor that a resumed run needs, by name; of the weights, those that train. Fresh optimizers get their
+    (zero) state here, so that the same call describes what to save and where to load."""
     names = {id(p): name.removeprefix("model.") for name, p in step.named_parameters()}
     optimizer_state: dict[str, Tensor] = {}
     for optimizer in optimizers:
@@ -100,14 +100,14 @@ class Checkpoints:
         return self.remote.steps() if self.remote else checkpoint_steps(self.folder)
 
     def path(self, step: int) -> Path:
-        """Where the files of a checkpoint are read: those of a URL where this node has fetched them to."""
+        """Where the files of a checkpoint are read; for a URL, the folder into which this node fetches them."""
         folder = self.folder / f"partial-of-{socket.gethostname()}" if self.remote else self.folder
         return folder / f"step-{step:08d}"
 
     # Ranks
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if `flag` is on one of them; beside training, unlike `World.any`."""
+        """True on every rank if `flag` is true on one of them; unlike `World.any` in the group beside training."""
         if self.world.beside is None:
             return flag
         answer = torch.tensor(float(flag))
@@ -115,8 +115,8 @@ class Checkpoints:
         return bool(answer)
 
     def together(self, do: Callable[[], None], here: bool = True) -> None:
-        """Something that the ranks do where `here` is true. If it fails on one it has failed on all: none is left
-        waiting for the others."""
+        """Run `do` on the ranks where `here` is true. If it fails on one rank it raises on all, so that none is left
+        waiting."""
         failure = None
         if here:
             try:
@@ -131,8 +131,8 @@ class Checkpoints:
     def save(self, state: State, info: dict[str, Any], wait: bool = True) -> None:
         """Write the checkpoint of info["step"]; all ranks call it. Raises OSError, leaving older ones as they were.
 
-        `wait=False` returns when everything is copied to the host's memory, and a thread does the rest, which takes
-        many times as long; what fails there is reported at the next call.
+        `wait=False` returns once everything is copied to host memory. A thread does the rest, which takes many times as
+        long; a failure there is reported at the next call.
         """
         self.finish_writing()
         if self.any(self.world.is_main and info["step"] in self.steps()):
@@ -141,13 +141,13 @@ class Checkpoints:
             self.write(state, info)
             return
         copy = {part: {name: x.to("cpu", copy=True) for name, x in xs.items()} for part, xs in state.items()}
-        # with several ranks it may wait for one that is gone: Python's end must not wait for that
+        # with several ranks it may wait for a lost one, and Python must still be able to exit
         alone = self.world.beside is None
         self.writing = threading.Thread(target=self.write_beside, args=(copy, info), daemon=not alone)
         self.writing.start()
 
     def write(self, state: State, info: dict[str, Any]) -> None:
-        """Write under another name, rename when complete, remove what need not be kept; all ranks call it."""
+        """Write under another name, rename when complete, and prune old checkpoints; all ranks call it."""
         step, rank = info["step"], self.world.rank
         partial = self.folder / f"partial-step-{step:08d}"
         entries: dict[str, dict[str, Any]] = {}
@@ -175,14 +175,14 @@ class Checkpoints:
 
         try:
             self.together(clear, here=self.is_first_of_node)
-            dcp.save(state, checkpoint_id=partial, process_group=self.world.beside)  # what fails on one fails on all
+            dcp.save(state, checkpoint_id=partial, process_group=self.world.beside)  # a failure raises on all ranks
             self.together(check_own)
             self.gather(entries)
             self.together(complete, here=self.world.is_main)
             if self.remote and self.is_first_of_node:
                 shutil.rmtree(partial, ignore_errors=True)
         except (OSError, dcp.CheckpointException) as error:
-            free = shutil.disk_usage(self.folder.parent).free  # torch's own words for a full disk may not mention it
+            free = shutil.disk_usage(self.folder.parent).free  # torch's message for a full disk may not mention it
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(
                 f"checkpoint of step {step} could not be written to {self.place}"
@@ -190,7 +190,7 @@ class Checkpoints:
             ) from None
 
     def gather(self, entries: dict[str, dict[str, Any]]) -> None:
-        """Give the first rank what all ranks have found out about their files."""
+        """Collect on the first rank what each rank knows about its files."""
         if self.world.beside is None:
             return
         found: list[Any] | None = [None] * self.world.size if self.world.is_main else None
@@ -199,14 +199,14 @@ class Checkpoints:
             entries.update(others)
 
     def write_beside(self, *what: Any) -> None:
-        """Write in a thread; a failure is kept for whoever comes back."""
+        """Write in a thread, and keep a failure for `finish_writing`."""
         try:
             self.write(*what)
         except Exception as error:
             self.failure = error
 
     def finish_writing(self, patience: float | None = None) -> None:
-        """Wait until the last checkpoint is complete, or tell what became of it. `patience`: seconds to wait."""
+        """Wait until the last checkpoint is complete, and report a failure. `patience`: seconds to wait."""
         if self.writing is not None:
             self.world.at("waiting for the last checkpoint to be complete", waits=True)
             self.writing.join(patience)
@@ -215,14 +215,14 @@ class Checkpoints:
         self.writing = self.failure = None
 
     def prune(self, best_step: int | None) -> None:
-        """Keep the newest `keep`, and the best."""
+        """Remove all checkpoints but the newest `keep` and the best."""
         for step in self.steps()[: -self.cfg.keep]:
             if step == best_step:
                 continue
             if self.remote:
                 self.remote.remove(step)
                 continue
-            with suppress(OSError):  # a checkpoint too many is no failure
+            with suppress(OSError):  # an extra checkpoint is harmless
                 gone = self.path(step).rename(self.folder / f"partial-{self.path(step).name}")
                 shutil.rmtree(gone, ignore_errors=True)
 
@@ -235,9 +235,8 @@ class Checkpoints:
         return problem_of(self.path(step))
 
     def newest_valid(self, set_aside: bool = False) -> int | None:
-        """The newest step whose files are what they were when written; None if there is no checkpoint at all.
-        `set_aside`: corrupt ones are moved out of the way, so that their steps can be saved again; for a run that
-        trains, not for readers."""
+        """The newest step with a valid checkpoint; None if there is no checkpoint at all. `set_aside`: move corrupt
+        ones away, so that their steps can be saved again; for a run that trains, not for readers."""
         found = None
         if self.world.is_main:
             steps, corrupt = self.steps(), []
@@ -270,8 +269,8 @@ class Checkpoints:
         return found
 
     def read_info(self, step: int, resumed: Collection[str] = ()) -> dict[str, Any]:
-        """What `save` was given beside the tensors, as this version names it. `resumed`: sections that
-        the run reads which resumes from here."""
+        """The `info` that `save` was given, migrated to this version's names. `resumed`: sections that a run reads when
+        it resumes from here."""
         path = self.path(step) / STATE
         info = check_object(read_json(path), {"step": int, "config": dict}, RESUMED_FIELDS, str(path))
         require(info["step"] == step, f"{path} is the state of step {info['step']}, not of {step}")
@@ -297,14 +296,14 @@ class Checkpoints:
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint, with every pickle in it read as data: a foreign folder runs nothing."""
+    """torch's checkpoint reader, except that every pickle is read as data: a foreign folder can execute nothing."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.saved = SavedTensors(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What torch would have unpickled, made of checked names and numbers."""
+        """The metadata that torch would have unpickled, built from checked names and numbers."""
         described: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
         for name, saved in self.saved.tensors.items():
@@ -328,15 +327,15 @@ class CheckedReader(dcp.FileSystemReader):
 
 
 def check_state(info: dict[str, Any], source: str) -> None:
-    """Refuse a state that does not say what model it is of."""
+    """Refuse a state that does not describe its model."""
     check_object(info, {"tokenizer": str}, {}, source)
     check_object(info["config"], {"algo": str} | dict.fromkeys(SECTIONS, dict), {}, f"{source}: config")
 
 
 @contextmanager
 def claimed_run_folder(out: str, ranks: World) -> Iterator[Path]:
-    """The run folder, for one run at a time: two would write into each other's checkpoints. What a killed run left
-    half written is removed, and so is a folder that stayed empty."""
+    """The run folder, for one run at a time: two would write into each other's checkpoints. Partial files of a killed
+    run are removed, and so is a folder that stayed empty."""
     folder = writable_folder("out", Path(out))
     if not ranks.is_main:
         yield folder
@@ -367,7 +366,7 @@ def of_run(run: Path) -> Checkpoints:
 
 
 def newest_step(run: Path, newer_than: float) -> int | None:
-    """The step of the newest valid checkpoint of a run, if it is newer than a given step (-1: than none)."""
+    """The step of a run's newest valid checkpoint, if it is above `newer_than` (-1: any step)."""
     try:
         found = of_run(run).newest_valid()
     except ValueError:  # all of them are corrupt
@@ -378,8 +377,8 @@ def newest_step(run: Path, newer_than: float) -> int | None:
 
 
 def read_weights(run: Path, ema: bool, step: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights of the newest valid checkpoint of a run, in one process, without building its optimizer. `step`: of a
-    checkpoint that is known to be valid."""
+    """Weights and info of the newest valid checkpoint of a run, in one process, without building its optimizer.
+    `step`: read this checkpoint instead, which is known to be valid."""
     checkpoints = of_run(run)
     step = checkpoints.newest_valid() if step is None else step
     require(step is not None, f"{run} holds no checkpoint yet")
@@ -393,7 +392,7 @@ def read_weights(run: Path, ema: bool, step: int | None = None) -> tuple[dict[st
 
 
 def brief(error: BaseException) -> str:
-    """The root of an error in one line."""
+    """The root cause of an error, in one line."""
     causes: Iterable[Any] = getattr(error, "failures", {}).values()
     for cause in causes:
         error = cause[0] if isinstance(cause, tuple) else cause

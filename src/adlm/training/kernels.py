@@ -1,11 +1,10 @@
-"""Clipping, AdamW or Muon, and the weights' EMA in as few passes over memory as there can be. On a GPU only.
+"""Clipping, AdamW or Muon, and the weights' EMA in as few passes over memory as possible. On a GPU only.
 
-All of it is a few operations per number, so its time is that of reading and writing. Clipping, AdamW and EMA one
-after the other move 48 bytes per parameter, together 36 (weight, two moments and EMA read and written, gradient
-read). What Muon does before and after its matrix products moves 104 as one operation after the other, and 32 in two
-passes. The 4 of the gradient's norm, which has to be known before, come on top. Tensors share a launch: a program takes
-a chunk of one of them and finds it through a table of addresses. `optim.Updater` without `fused` is the reference
-implementation.
+All of this is a few operations per number, so reading and writing take the time. Clipping, AdamW and EMA one after the
+other move 48 bytes per parameter, together 36 (weight, two moments and EMA read and written, gradient read). Muon's
+work before and after its matrix products moves 104 bytes as separate operations, and 32 in two passes. The gradient's
+norm must be known first, and takes 4 more. Tensors share a launch: a program takes a chunk of one of them and finds it
+through a table of addresses. `optim.Updater` without `fused` is the reference implementation.
 """
 
 import numpy as np
@@ -14,13 +13,13 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-CHUNK, BLOCK, WARPS = 8192, 512, 4  # numbers of a program; those it holds in registers together, four to a thread
+CHUNK, BLOCK, WARPS = 8192, 512, 4  # numbers per program; numbers in registers at a time, four per thread
 
 # Rows of the table with a column per tensor: addresses, then the settings of its group.
 WEIGHT, GRADIENT, MOMENT, SQUARE, STEP, EMA = (tl.constexpr(row) for row in range(6))
 LR, BETA1, BETA2, EPS, DECAY = (tl.constexpr(row) for row in range(5))
 ADDRESSES, SETTINGS = 6, 5
-# Rows of the numbers that a program needs to know of its tensor.
+# Rows of the numbers that a program needs for its tensor.
 KIND, PULL, RATE, NEW, NEW_SQUARE, SPREAD, FLOOR = (tl.constexpr(row) for row in range(7))
 NUMBERS = 7
 STAYS, MOVES, ALIGNED = (tl.constexpr(kind) for kind in range(3))
@@ -44,8 +43,8 @@ def _lerp(a, b, weight):
 
 @triton.jit
 def _count_step(addresses, settings, skip, numbers, T, BLOCK: tl.constexpr):
-    """Count the step of every tensor that has a gradient, unless skipped, and write the numbers of its update: from
-    float64, since 1 - beta^step in float32 is wrong in the fifth digit."""
+    """Count the step of every tensor that has a gradient, unless it is skipped, and write the numbers of its update.
+    They are computed in float64, since 1 - beta^step in float32 is wrong in the fifth digit."""
     tensor = tl.arange(0, BLOCK)
     inside = tensor < T
     column = tl.where(inside, tensor, 0)
@@ -82,7 +81,7 @@ def _move(
     weight, gradient = _floats(addresses, WEIGHT, T, tensor) + start, _floats(addresses, GRADIENT, T, tensor) + start
     moment, square = _floats(addresses, MOMENT, T, tensor) + start, _floats(addresses, SQUARE, T, tensor) + start
     ema = _floats(addresses, EMA, T, tensor) + start
-    if WHOLE:  # then four numbers are loaded at once; the compiler believes it of a pointer made here, not of arguments
+    if WHOLE:  # for loads of four numbers; the compiler trusts such a hint on a pointer made here, not on an argument
         weight, gradient = tl.multiple_of(weight, 16), tl.multiple_of(gradient, 16)
         moment, square, ema = tl.multiple_of(moment, 16), tl.multiple_of(square, 16), tl.multiple_of(ema, 16)
     pull, rate = tl.load(numbers + PULL * T + tensor), tl.load(numbers + RATE * T + tensor)
@@ -94,7 +93,7 @@ def _move(
         inside = tl.full((BLOCK,), 1, tl.int1) if WHOLE else lane < n
         p, g = tl.load(weight + lane, mask=inside), tl.load(gradient + lane, mask=inside)
         m, v = tl.load(moment + lane, mask=inside), tl.load(square + lane, mask=inside)
-        if WITH_EMA:  # here, since after a store the load would wait for it
+        if WITH_EMA:  # loaded here: after a store, the load would wait for it
             s = tl.load(ema + lane, mask=inside)
         g *= factor
         m = _lerp(m, g, new)
@@ -113,7 +112,7 @@ def _move_all(
     addresses, numbers, chunks, clip, ema_weight, T,
     WITH_EMA: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program per chunk: find its tensor, and move it as its kind asks."""
+    """One program per chunk: find its tensor, and update it according to its kind."""
     chunk = chunks + 3 * tl.program_id(0)
     tensor, start, n = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     kind = tl.load(numbers + KIND * T + tensor).to(tl.int32)
@@ -130,7 +129,7 @@ def _move_all(
 
 
 def addresses_of(tensors: list[list[Tensor | None]]) -> np.ndarray:
-    """A column per tensor (numpy reads lists of numbers several times faster than torch); 0: there is none."""
+    """One column per tensor, 0 for a missing one (numpy reads lists of numbers several times faster than torch)."""
     return np.array([[0 if x is None else x.data_ptr() for x in row] for row in tensors]).T
 
 
@@ -150,14 +149,14 @@ class OnePass:
         skip: Tensor,
         ema_weight: float,
     ) -> None:
-        """For each tensor, `tensors` has weight, gradient (None: the weight stays), both moments, step count and
-        EMA (None for all of them: there is none), contiguous; `settings` has rate, betas, eps and weight decay.
+        """For each tensor, `tensors` holds weight, gradient (None: the weight stays), both moments, step count and EMA
+        (None for all tensors: no EMA), all contiguous; `settings` holds rate, betas, eps and weight decay.
 
-        Gradients are multiplied with `clip`, and stay as they are in memory. Where `skip` is 1 nothing moves but the
-        EMA: by `ema_weight` of its distance from the weight. Nothing is read back, so the host never waits."""
+        Gradients are multiplied by `clip`, and do not change in memory. Where `skip` is 1, only the EMA moves, by
+        `ema_weight` of its distance from the weight. Nothing is read back, so the host never waits."""
         T = len(tensors)
-        # Gradients lie elsewhere at every step and rates change, so all of it is sent, in one copy. torch does not give
-        # out pinned memory again before the copies from it are done.
+        # Addresses of gradients and rates change at every step, so everything is sent, in one copy. torch does not
+        # reuse pinned memory before the copies from it are done.
         host = torch.empty(ADDRESSES + SETTINGS, T, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         rows = host.numpy()
         rows[:ADDRESSES] = addresses_of(tensors)
@@ -172,7 +171,7 @@ class OnePass:
         launch(addresses, numbers, self.chunks, clip, ema_weight, T, **shape, num_warps=WARPS)
 
 
-# Muon: a stack of matrices of one shape is its own grid, chunks by matrices, and has one setting.
+# Muon: each stack of matrices of one shape has its own grid, chunks by matrices, and the same settings throughout.
 MUON_WEIGHT, MUON_GRADIENT, MUON_MOMENTUM, MUON_EMA = (tl.constexpr(row) for row in range(4))
 
 
@@ -187,7 +186,7 @@ def _gather_momentum(
     addresses, first, T, out, clip, skip, momentum, n,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The momentum of each matrix moves towards its clipped gradient; Nesterov's, a step ahead, goes to the stack."""
+    """Move the momentum of each matrix towards its clipped gradient; write Nesterov's, a step ahead, to the stack."""
     start, matrix = tl.program_id(0) * CHUNK, tl.program_id(1)
     gradient = _here(addresses, MUON_GRADIENT, T, first + matrix, start, WHOLE)
     buffer = _here(addresses, MUON_MOMENTUM, T, first + matrix, start, WHOLE)
@@ -208,7 +207,7 @@ def _move_matrices(
     addresses, first, T, update, skip, rate, pull, ema_weight, n,
     WITH_EMA: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decay and update of the weights, unless skipped, and their EMA."""
+    """Decay and update the weights, unless skipped, and move their EMA."""
     start, matrix = tl.program_id(0) * CHUNK, tl.program_id(1)
     weight = _here(addresses, MUON_WEIGHT, T, first + matrix, start, WHOLE)
     ema = _here(addresses, MUON_EMA, T, first + matrix, start, WHOLE)
@@ -227,11 +226,11 @@ def _move_matrices(
 
 
 class TwoPasses:
-    """Before and after the products of a Muon step: momentum out of gradients, and weights moved."""
+    """The work before and after the products of a Muon step: computing the momentum, and moving the weights."""
 
     def __init__(self, tensors: list[list[Tensor | None]], clip: Tensor, skip: Tensor):
-        """For each matrix weight, gradient, momentum and EMA (None for all: there is none), contiguous; matrices
-        of one shape behind each other. `clip` and `skip` as for OnePass."""
+        """`tensors` holds weight, gradient, momentum and EMA (None for all: no EMA) of each matrix, contiguous, with
+        matrices of one shape next to each other. `clip` and `skip` as for OnePass."""
         self.tensors, self.clip, self.skip = tensors, clip, skip
         assert tensors[0][0] is not None
         self.device, self.with_ema = tensors[0][0].device, tensors[0][MUON_EMA.value] is not None
@@ -247,14 +246,14 @@ class TwoPasses:
         return (triton.cdiv(n, CHUNK), len(stack_KRC)), {"n": n, **shape}
 
     def gather_momentum(self, first: int, out_KRC: Tensor, momentum: float) -> Tensor:
-        """Of the matrices from number `first` on, into a contiguous stack."""
+        """Write the momentum of the matrices from number `first` on into a contiguous stack."""
         grid, shape = self.grid(out_KRC)
         launch = _gather_momentum[grid]  # type: ignore[index]
         launch(self.addresses, first, len(self.tensors), out_KRC, self.clip, self.skip, momentum, **shape)
         return out_KRC
 
     def move(self, first: int, update_KRC: Tensor, rate: float, pull: float, ema_weight: float) -> None:
-        """Weights shrink by `pull` and go `rate` against the update (contiguous)."""
+        """Shrink the weights by `pull` and move them by -`rate` times the update (contiguous)."""
         grid, shape = self.grid(update_KRC)
         launch = _move_matrices[grid]  # type: ignore[index]
         moved = (self.addresses, first, len(self.tensors), update_KRC, self.skip, rate, pull, ema_weight)

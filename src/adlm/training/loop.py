@@ -2,7 +2,7 @@
 
 Read top to bottom: set up, resume, then per optimizer step: corrupt the global batch, accumulate gradients over
 micro-batches, clip, update, EMA; at intervals log, validate, sample, save. Everything random is a function of (seed,
-step, example), so a resumed run repeats an uninterrupted one bit for bit, and the number of ranks changes nothing but
+step, example), so a resumed run equals an uninterrupted one bit for bit, and the number of ranks changes nothing but
 the order of sums. The host never waits for the device between log lines.
 """
 
@@ -70,7 +70,7 @@ def run_train(cfg: Config, dry_run: bool = False) -> dict[str, Any]:
 
 
 def farewell(result: TrainResult, exact: bool) -> str:
-    """Where the model is, how good it is, and what to do with it. `exact`: its perplexity is no bound."""
+    """Say where the model is, how good it is, and what to do next. `exact`: its perplexity is not a bound."""
     at_most = "" if exact else " at most"
     ppl = "" if result.valid_ppl is None else f", validation perplexity{at_most} {result.valid_ppl:,.2f}"
     model = shlex.quote(result.run)
@@ -82,7 +82,7 @@ def farewell(result: TrainResult, exact: bool) -> str:
 
 
 def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, step: int) -> str:
-    """One text with the run's own sampling settings, from a model of its own: the one in training may be wrapped,
+    """Draw one text with the run's own sampling settings, from a separate model: the one in training may be wrapped,
     compiled or sharded, and the engine folds constants into the weights it is given."""
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     model.load_state_dict(weights)
@@ -99,7 +99,7 @@ def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, s
 
 
 class Course(NamedTuple):
-    """What a run learns: its data, and the objective by which."""
+    """What a run learns: its data and its objective."""
 
     data: Callable[[Config, World], setup.Data] = setup.prepare_data
     objective: Callable[[Config, setup.Data], setup.Objective] = setup.objective_for
@@ -109,17 +109,17 @@ FROM_SETTINGS = Course()
 
 
 def train(cfg: Config, sample: SampleHook = sample_text, course: Course = FROM_SETTINGS) -> TrainResult:
-    """Train to cfg.train.steps, or until a signal asks to stop; continue where the run folder's checkpoint stopped.
-    `course`: other sequences than those of a corpus, or another objective than that of the settings."""
+    """Train to cfg.train.steps, or until a signal asks to stop; resume from the run folder's checkpoint if there is
+    one. `course`: other sequences than those of a corpus, or another objective than that of the settings."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
-        # In a function of its own, so that the wrapped model is gone before the process group: torch's DDP, if it holds
+        # In a separate function, so that the wrapped model is freed before the process group: torch's DDP, if it holds
         # the last reference, waits for threads of the group that may wait for Python's lock.
         return train_run(cfg, folder, ranks, sample, course)
 
 
 def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook, course: Course) -> TrainResult:
     """`train` in its folder and world."""
-    # before signals wait for a step to end: preparing may take hours, and leaves nothing to save
+    # before signals wait for the end of a step: preparing may take hours, and has nothing to save
     data = course.data(cfg, ranks)
     with Run(cfg, folder, ranks) as run:
         objective = course.objective(cfg, data)
@@ -150,7 +150,7 @@ def train_run(cfg: Config, folder: Path, ranks: World, sample: SampleHook, cours
                     torch.manual_seed(fold(cfg.seed, Stream.SPLIT, run.step, first))
                 last, first_time = i == len(corrupted) - 1, run.step == run.first_step
                 with accumulating(wrapped, last), ranks.autocast():
-                    # the first pass compiles; gradients of the last one are exchanged with all ranks
+                    # the first pass compiles; after the last one all ranks exchange gradients
                     ranks.at(f"computing micro-batch {i + 1} of {len(corrupted)}", run.step, long=first_time)
                     output = wrapped(micro_batch)
                     ranks.at(f"computing gradients of micro-batch {i + 1}", run.step, waits=last, long=first_time)
@@ -187,8 +187,8 @@ def validate_ema(run: Run, wrapped: torch.nn.Module, objective: setup.Objective,
 
 
 def export_run(run: Run) -> None:
-    """The curves and the exported folder of a run that has ended. What an earlier call has left is kept where it is
-    that of these weights, and whole. The export comes last: where it is, the rest is."""
+    """Write the curves and the exported folder of a run that has ended. An earlier export is kept if it is complete and
+    holds these weights. The export comes last: if it exists, so does the rest."""
     assert run.log is not None
     cfg, weights, folder = run.cfg, run.ema.whole(), run.folder / "export"
     run.ranks.at("exporting", run.step, long=True)

@@ -1,7 +1,7 @@
 """What a run reports: one live line in the terminal, one JSON object per event in metrics.jsonl, curves at the end.
 
-The file is the record; TensorBoard or Weights & Biases is a mirror. After a resume, lines of steps that will be
-computed again are dropped, so the file of an interrupted run equals that of an uninterrupted one, times excepted.
+The file is the record; TensorBoard or Weights & Biases is a mirror. On a resume, lines of steps that will be computed
+again are dropped, so the file of an interrupted run equals that of an uninterrupted one, except for times.
 """
 
 import json
@@ -30,16 +30,16 @@ METRICS = "metrics.jsonl"
 
 
 class RunLog:
-    """What a run records and says; only the main rank's is active."""
+    """The records and messages of a run; only the main rank's is active."""
 
     def __init__(self, run: Path, cfg: Config, resumed_step: int | None, active: bool):
-        """`resumed_step`: where an earlier run stopped; None: this one starts."""
+        """`resumed_step`: the step from which the run resumes; None: a new run."""
         self.active, self.run = active, run
         self.console = Console(stderr=True)
         self.progress: Progress | None = None
         self.warned = self.is_cut = False
         self.said_at: tuple[int, float] | None = None
-        """Step and time of the line before."""
+        """Step and time of the previous line."""
         self.mirror: TensorBoard | WandB | None = None
         if not active:
             return
@@ -62,7 +62,7 @@ class RunLog:
             self.progress.start()
 
     def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
-        """Record an event; never let a full disk stop a training run."""
+        """Record an event. A full disk must not stop a training run."""
         if not self.active:
             return
         event = {"kind": kind, "step": step, **values, "time": round(time.time(), 3)}
@@ -71,7 +71,7 @@ class RunLog:
                 file.write("\n" * self.is_cut + json.dumps(event) + "\n")
             self.is_cut = False
         except OSError as error:
-            self.is_cut = True  # perhaps: half a line may be on the disk, which the next one must not continue
+            self.is_cut = True  # half a line may be on the disk, and the next one must not continue it
             if not self.warned:
                 self.say(f"warning: {self.path} cannot be written ({error.strerror}); metrics are lost until it can")
             self.warned = True
@@ -79,7 +79,7 @@ class RunLog:
             self.mirror.write(kind, step, values)
 
     def line(self, step: int, steps: int, values: dict[str, float]) -> None:
-        """The one line people watch."""
+        """Show the live line."""
         if not self.active:
             return
         text = "  ".join(f"{key} {short(value)}" for key, value in values.items())
@@ -89,7 +89,7 @@ class RunLog:
             self.say(f"step {step}/{steps}  {text}{self.time_left(step, steps)}")
 
     def time_left(self, step: int, steps: int) -> str:
-        """How long the rest takes if it goes on as since the line before, which the first one cannot know."""
+        """The time left at the speed since the previous line; empty for the first line."""
         before, self.said_at = self.said_at, (step, time.monotonic())
         if before is None or not before[0] < step < steps:
             return ""
@@ -102,13 +102,13 @@ class RunLog:
             self.progress.update(self.task, completed=step)
 
     def say(self, message: str) -> None:
-        """Print a line beside the live one. A terminal that is gone (SIGHUP) must not keep a run from saving."""
+        """Print a line above the live one. A terminal that is gone (SIGHUP) must not keep a run from saving."""
         if self.active:
             with suppress(OSError):
                 self.console.print(message, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        """End the live line and the mirror; what is said afterwards is plain text."""
+        """End the live line and the mirror; later messages are plain text."""
         if self.progress:
             with suppress(OSError):
                 self.progress.stop()
@@ -118,7 +118,7 @@ class RunLog:
 
 
 BESIDE = ("anchor", "next_token")
-"""Terms of the loss that are no bound: logged last, and without a perplexity."""
+"""Terms of the loss that are not bounds: logged last, and without a perplexity."""
 
 
 class LogWindow:
@@ -137,19 +137,19 @@ class LogWindow:
         self.counts: dict[str, Tensor | float] = {}
         """What each term is divided by: the tokens of the steps that had it."""
         self.added: set[str] = set()
-        """Terms of the present step."""
+        """Terms of the current step."""
         self.tokens: Tensor | float = 0.0
-        """Tokens read, by which speed is measured."""
+        """Tokens read, which give the speed."""
         self.examples = 0
         self.restart()
 
     def restart(self) -> None:
-        """Leave what came since the last line (validation, saving) out of the tokens per second."""
+        """Restart the clock, to leave validation and saving out of the tokens per second."""
         self.seconds_from = time.monotonic()
         self.tokens_from, self.examples_from = self.tokens, self.examples
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint between two log lines keeps, so that the next line says the same after a resume."""
+        """What a checkpoint between two log lines stores, so that the next line is the same after a resume."""
         names = sorted(self.terms)
         if not names:
             return {"terms": {}, "counts": {}}
@@ -158,7 +158,7 @@ class LogWindow:
         return {"terms": dict(zip(names, sums)), "counts": {name: float(self.counts[name]) for name in names}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Sums over all ranks go to the main one: `read` sums again, and the number of ranks may have changed."""
+        """Give the sums over all ranks to the main one: `read` sums again, and the number of ranks may have changed."""
         mine = 1.0 if self.ranks.is_main else 0.0
         for name, value in state["terms"].items():
             self.terms[name] = torch.tensor(mine * value, dtype=torch.float32, device=self.ranks.device)
@@ -174,15 +174,15 @@ class LogWindow:
             self.terms[name] = self.terms[name] + value if name in self.terms else value
 
     def end_step(self, count: Tensor | float, tokens: Tensor | float, examples: int) -> None:
-        """Add the tokens of an optimizer step: those that its losses are divided by, and those read."""
-        for name in self.added:  # not in place: the window keeps what it was given
+        """Add an optimizer step: `count`, the tokens that its losses are divided by, and `tokens`, those read."""
+        for name in self.added:  # not in place: `count` belongs to the caller
             self.counts[name] = self.counts.get(name, 0.0) + count
         self.added.clear()
         self.tokens = self.tokens + tokens
         self.examples += examples
 
     def read(self, norm: Tensor, learning_rate: float, guard: GradientGuard) -> dict[str, float]:
-        """The values of a log line; the window starts anew."""
+        """The values of a log line; the window is then cleared."""
         names = sorted(self.terms, key=lambda name: (name in BESIDE, name))
         sums = self.ranks.sum(torch.stack([self.terms[name].float() for name in names]))
         counts = torch.stack([torch.as_tensor(self.counts[name], device=sums.device).to(sums) for name in names])
@@ -212,7 +212,7 @@ def short(value: float) -> str:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Drop events after `step`, and what is no event, such as a line that a kill or a full disk cut short."""
+    """Drop events after `step`, and lines that are no events, such as one that a kill or a full disk cut short."""
     if not path.is_file():
         return
     kept = b"".join(line + b"\n" for line, event in events_in(path) if event["step"] <= step)
@@ -221,8 +221,8 @@ def truncate(path: Path, step: int) -> None:
 
 
 def events_in(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a metrics file that are events, as they stand and as they read; whatever else is there is skipped:
-    the file is a record for people, and no reason to stop a run."""
+    """The events of a metrics file, as raw lines and parsed. Other lines are skipped: the file is a record for people,
+    and no reason to stop a run."""
     for line in path.read_bytes().split(b"\n"):
         try:
             event = json.loads(line)
@@ -238,8 +238,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory_gib(device: torch.device, graphs: bool = False) -> float | None:
-    """Most memory this process has used: on a CUDA device, otherwise resident on the host; None where the system does
-    not tell (Windows). `graphs`: CUDA graphs hold some of it, which torch counts as reserved and not as allocated."""
+    """Peak memory of this process: on a CUDA device, otherwise resident on the host; None if the system does not report
+    it (Windows). `graphs`: CUDA graphs hold some of it, which torch counts as reserved, not as allocated."""
     if device.type == "cuda":
         used = torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated
         return used(device) / 2**30
@@ -252,8 +252,8 @@ def peak_memory_gib(device: torch.device, graphs: bool = False) -> float | None:
 
 
 def plot_curves(run: Path, quantity: str = "nll", label: str = "nats per token") -> Path | None:
-    """curves.png: training terms and a validation quantity over steps; None without matplotlib or metrics. A picture
-    that cannot be drawn is no failure of the run."""
+    """Draw curves.png: training terms and a validation quantity over steps; None without matplotlib or metrics. A
+    failed drawing does not fail the run."""
     try:
         import matplotlib
     except ImportError:
@@ -269,7 +269,7 @@ def plot_curves(run: Path, quantity: str = "nll", label: str = "nats per token")
 
 
 def draw_curves(path: Path, events: list[dict[str, Any]], quantity: str, label: str) -> Path | None:
-    """Training terms to the left, validation to the right; None if there is neither."""
+    """Draw training terms on the left, validation on the right; None if there is neither."""
     train = [e for e in events if e["kind"] == "train"]
     valid = [e for e in events if e["kind"] == "valid" and quantity in e]
     if not train and not valid:

@@ -1,7 +1,7 @@
 """Optimizers, learning-rate schedule, gradient clipping and EMA.
 
-Nothing here makes the host wait for the device: a gradient that is not finite becomes a 0/1 tensor on the
-device, and the update of that step is multiplied away there.
+Nothing here makes the host wait for the device: whether a gradient is finite is a 0/1 tensor on the device, which
+cancels the update of that step there.
 """
 
 import importlib.util
@@ -36,8 +36,8 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def orthogonalise(g_KRC: Tensor) -> Tensor:
-    """Nearest semi-orthogonal matrix to each of K stacked matrices, approximately: matrix products alone, on a GPU in
-    bf16."""
+    """Nearest semi-orthogonal matrix to each of K stacked matrices, approximately: by matrix products only, in bf16 on
+    a GPU."""
     x = g_KRC.bfloat16() if g_KRC.is_cuda else g_KRC
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
@@ -49,15 +49,15 @@ def orthogonalise(g_KRC: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised. Matrices of one shape are stacked, so a model of n blocks needs one call per shape and
-    not one per matrix. The update is scaled by 0.2 sqrt(longer side), which makes `lr` comparable with AdamW's."""
+    """Orthogonalised momentum. Matrices of one shape are stacked, so a model of n blocks needs one call per shape, not
+    one per matrix. The update is scaled by 0.2 sqrt(longer side), which makes `lr` comparable with AdamW's."""
 
     @staticmethod
     def scale(shape: torch.Size) -> float:
         return 0.2 * math.sqrt(max(shape[-2:]))
 
     def stacks(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
-        """Matrices of one group and shape, with the group's settings; those without a gradient are left out."""
+        """Matrices with a gradient, stacked by group and shape, with the group's settings."""
         found: list[tuple[dict[str, Any], list[Tensor]]] = []
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]
-        """One update of all matrices with a gradient; none where `found_inf` is 1."""
+        """Update all matrices with a gradient; nothing changes if `found_inf` is 1."""
         for group, params in self.stacks():
             lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
             buffers = [state_of(self, p)["momentum"] for p in params]
@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def state_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """What the optimizer remembers of a parameter: at first zeros, as torch would make them."""
+    """The optimizer's state for a parameter: zeros at first, as torch would create them."""
     state = optimizer.state[p]
     if not state and isinstance(optimizer, Muon):
         state["momentum"] = torch.zeros_like(p)
@@ -107,19 +107,19 @@ def state_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The full matrix of a sharded tensor: orthogonalising needs all of it."""
+    """The full tensor if it is sharded: orthogonalising needs all of a matrix."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Matrices, except the modulation: what weight decay is for. Norms, biases and modulations have no scale to lose:
-    pulling them to zero switches something off."""
+    """Whether weight decay applies: to matrices, except modulations. Pulling norms, biases and modulations to zero
+    would switch something off."""
     return parameter.ndim >= 2 and ".modulation." not in name
 
 
 def build_optimizers(cfg: OptimConfig, model: nn.Module, decay_all: bool = False) -> list[torch.optim.Optimizer]:
-    """AdamW of all parameters that train; with optim.name=muon Muon takes the matrices of the blocks. Embedding, heads
-    and bridge stay with AdamW."""
+    """AdamW for all parameters that train. With optim.name=muon, Muon takes the matrices of the blocks; embedding,
+    heads and bridge stay with AdamW."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = [p for n, p in named if cfg.name == "muon" and is_block_matrix(n, p)]
     chosen = {id(p) for p in muon}
@@ -145,7 +145,7 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
 
 
 class GradientGuard:
-    """Decides on the device whether a step's update is skipped: its gradient is not finite."""
+    """Decides on the device whether to skip an update, because its gradient is not finite."""
 
     def __init__(self, device: torch.device):
         self.skipped = torch.zeros((), device=device)
@@ -159,7 +159,7 @@ class GradientGuard:
         return bad
 
     def state(self) -> Tensor:
-        """Three numbers, as in checkpoints of earlier versions, which had a running mean first."""
+        """Three numbers, for the format of earlier checkpoints, where the first was a running mean."""
         return torch.stack([torch.zeros_like(self.skipped), self.skipped, self.in_a_row])
 
     def restore(self, state: Tensor) -> None:
@@ -168,7 +168,7 @@ class GradientGuard:
 
 class Ema:
     """Exponential moving average (EMA) of the weights, with a warm-up: decay min(ema, (1+n)/(10+n)) at the n-th
-    update. As a context it lends the weights their EMA, for validation."""
+    update. As a context manager it swaps the EMA into the model, for validation."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay, self.n = decay, 0
@@ -184,7 +184,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, done: Container[str] = ()) -> None:
-        """Move the EMA towards the current weights. `done`: names of those that have been moved already."""
+        """Move the EMA towards the current weights. `done`: names of those already moved."""
         if not self.shadow:
             return
         left = [name for name in self.shadow if name not in done]
@@ -194,7 +194,7 @@ class Ema:
         self.n += 1
 
     def whole(self) -> dict[str, Tensor]:
-        """The EMA weights (the raw ones where there is no EMA, or nothing trains), gathered from all ranks."""
+        """The EMA weights (raw weights if there is no EMA or a weight does not train), gathered from all ranks."""
         source = {name: p.detach() for name, p in self.parameters.items()} | self.shadow
         return {name.removeprefix("model."): whole(x) for name, x in source.items()}
 
@@ -215,7 +215,7 @@ class Ema:
 
 
 def fits_one_pass(parameters: Iterable[Tensor]) -> bool:
-    """Whether our kernel can update these: plain float32 arrays on a GPU, where torch brings triton."""
+    """Whether our kernel can update these: contiguous, unsharded float32 tensors on a GPU, with triton installed."""
 
     def fits(p: Tensor) -> bool:
         return p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() and not isinstance(p, DTensor)
@@ -225,7 +225,7 @@ def fits_one_pass(parameters: Iterable[Tensor]) -> bool:
 
 class FusedAdamW:
     """The step of a torch.optim.AdamW, with clipping before and EMA after it, in one pass over memory. State and
-    settings remain the optimizer's, so a run can resume with or without."""
+    settings stay in the optimizer, so a run can resume with or without it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, ema: Ema):
         from adlm.training.kernels import OnePass
@@ -236,7 +236,7 @@ class FusedAdamW:
         self.one_pass = OnePass([p.numel() for p in parameters], parameters[0].device)
 
     def step(self, clip: Tensor, skip: Tensor) -> Iterable[str]:
-        """Returns the names of the weights whose EMA has been moved: all, with or without a gradient."""
+        """Take the step; returns the names of the weights whose EMA was moved: all, with or without a gradient."""
         tensors: list[list[Tensor | None]] = []
         settings: list[list[float]] = []
         for group in self.optimizer.param_groups:
@@ -248,7 +248,7 @@ class FusedAdamW:
                 tensors.append([p, grad, *moments, self.ema.shadow.get(self.names[p])])
                 settings.append([group["lr"], *group["betas"], group["eps"], group["weight_decay"]])
         self.one_pass(tensors, settings, clip, skip, self.ema.weight)
-        torch.autograd.graph.increment_version(self.names)  # as torch does: a graph that needs old weights must notice
+        torch.autograd.graph.increment_version(self.names)  # as torch does, so that graphs notice changed weights
         return self.names.values()
 
 
@@ -260,7 +260,7 @@ class FusedMuon:
         self.names = {p: name for name, p in ema.parameters.items()}
 
     def step(self, clip: Tensor, skip: Tensor) -> Iterable[str]:
-        """Returns the names of the weights whose EMA has been moved: those with a gradient."""
+        """Take the step; returns the names of the weights whose EMA was moved: those with a gradient."""
         from adlm.training.kernels import TwoPasses
 
         stacks = self.optimizer.stacks()
@@ -288,7 +288,7 @@ def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parame
 
 
 class Updater:
-    """What a step does with its gradients: clip, judge, update, EMA, and forget them."""
+    """What a step does with its gradients: clip, check, update, move the EMA, and clear them."""
 
     def __init__(
         self,
@@ -298,13 +298,13 @@ class Updater:
         guard: GradientGuard | None = None,
         decay_all: bool = False,
     ):
-        """Without `ema` there is no EMA, without `guard` no update is skipped. `decay_all`: weight decay of norms,
+        """Without `ema` there is no EMA; without `guard` no update is skipped. `decay_all`: weight decay for norms,
         biases and modulations, too."""
         self.optimizers, self.largest = build_optimizers(cfg, module, decay_all), cfg.clip
         self.ema, self.guard = ema or Ema(module, 0.0), guard
         self.parameters = list(module.parameters())
         self.fused: list[FusedAdamW | FusedMuon] = []
-        """One for each optimizer, or none at all: then the same is done one operation after the other."""
+        """One for each optimizer, or none: the same is then done by separate operations."""
         if fits_one_pass(parameters_of(self.optimizers)):
             self.fused = [
                 FusedMuon(optimizer, self.ema) if isinstance(optimizer, Muon) else FusedAdamW(optimizer, self.ema)
@@ -313,7 +313,7 @@ class Updater:
 
     @torch.no_grad()
     def __call__(self, rate: float = 1.0) -> Tensor:
-        """Update at this fraction of the peak rates; the norm of the gradients before clipping, on the device."""
+        """Update at this fraction of the peak rates; returns the gradients' norm before clipping, on the device."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * rate
@@ -335,7 +335,7 @@ class Updater:
         if self.largest > 0 and grads:
             torch._foreach_mul_(grads, clip)
         for optimizer in self.optimizers:
-            # the hook of torch's gradient scaler: a fused AdamW leaves weights and state alone when found_inf is 1
+            # the hook of torch's gradient scaler: a fused AdamW changes neither weights nor state if found_inf is 1
             optimizer.found_inf = skip  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.step()

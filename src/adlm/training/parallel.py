@@ -1,6 +1,6 @@
-"""One process or many: ranks, devices, DDP, FSDP2 and HSDP, compiling and CUDA graphs, under torchrun or alone.
+"""One process or many: ranks, devices, DDP, FSDP2 and HSDP, compiling and CUDA graphs, with or without torchrun.
 
-Every rank computes its part of the global batch; gradients are averaged over ranks, so a loss is multiplied by the
+Every rank computes its part of the global batch. Gradients are averaged over ranks, so a loss is multiplied by the
 number of ranks and divided by the global token count before it is differentiated.
 """
 
@@ -40,7 +40,7 @@ PREPARING_TIMEOUT = timedelta(days=7)
 
 @dataclass
 class World:
-    """The processes of a run, as one of them sees them."""
+    """The processes of a run, seen from one of them."""
 
     rank: int
     size: int
@@ -50,9 +50,9 @@ class World:
     compile: str
     """model, max (model, with a search for kernels), block or none."""
     local_size: int = 1
-    """Ranks of this node."""
+    """Number of ranks on this node."""
     beside: Any = None
-    """A process group of the CPUs for what happens beside training; None: there is one process."""
+    """A process group on CPUs for work beside training; None: there is one process."""
     watch: Watch | None = None
 
     @property
@@ -60,7 +60,7 @@ class World:
         return self.rank == 0
 
     def at(self, what: str, step: int | None = None, waits: bool = False, long: bool = False) -> None:
-        """Note what this rank begins to do, for the others to read (watch.py)."""
+        """Note what this rank starts to do, for the others to read (watch.py)."""
         if self.watch is not None:
             self.watch.at(what, step, waits, long)
 
@@ -71,7 +71,7 @@ class World:
         return x
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if `flag` is on one of them."""
+        """True on every rank if `flag` is true on one of them."""
         if self.size == 1:
             return flag
         self.at("waiting for all ranks to answer a question", waits=True)
@@ -84,9 +84,9 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others do: for work whose result is cached on disk.
+        """Run the body on rank 0 before the others: for work whose result is cached on disk.
 
-        That may be hours of tokenising, and a barrier gives up after ten minutes on GPUs (thirty on CPUs); so the
+        That may be hours of tokenising, and a barrier times out after ten minutes on GPUs (thirty on CPUs). So the
         others wait for a key in the store through which the ranks have met.
         """
         if self.size == 1:
@@ -114,8 +114,8 @@ class World:
 
 @contextmanager
 def world(cfg: TrainConfig) -> Iterator[World]:
-    """Join the process group that torchrun describes, if any, and leave it at the end; inside another `world` its group
-    is used, since torch cannot join a group of one name twice."""
+    """Join the process group that torchrun describes, if any, and leave it at the end. Inside another `world` that
+    group is used, since torch cannot join a group twice."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(cfg.device)
     limit_threads(cfg.num_threads)
@@ -125,7 +125,7 @@ def world(cfg: TrainConfig) -> Iterator[World]:
         torch.set_float32_matmul_precision("high")
     elif cfg.num_threads > 0:
         torch.set_num_threads(cfg.num_threads)
-    # Compiled gradients as autograd's own, outside autocast: what the forward pass kept in float32 stays in float32.
+    # Compute compiled gradients outside autocast, like autograd: what the forward pass kept in float32 stays float32.
     if hasattr(torch._functorch.config, "backward_pass_autocast"):  # not in every version of torch
         torch._functorch.config.backward_pass_autocast = "off"
     alone = size == 1 and not cfg.is_sharded
@@ -140,17 +140,17 @@ def world(cfg: TrainConfig) -> Iterator[World]:
         with nullcontext() if alone or dist.is_initialized() else process_group(found):
             yield found
     finally:
-        torch.set_float32_matmul_precision(products)  # whoever samples afterwards in float32 means float32
+        torch.set_float32_matmul_precision(products)  # later sampling in float32 must be in full float32
 
 
 @contextmanager
 def process_group(ranks: World) -> Iterator[None]:
-    """Meet the other ranks, watch them, and part at the end. Who loses them ends with one line and leaves the rest to
-    torchrun, which starts again with the ranks that are left."""
+    """Join the other ranks, watch them, and leave at the end. A rank that loses them exits with a one-line error, and
+    torchrun restarts with the ranks that are left."""
     for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(key, value)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # the agent: a rank that nobody minds would go on beside those that replace it
+        die_with_parent()  # the torchrun agent: an orphaned rank would keep running beside its replacement
     try:
         backend = "nccl" if ranks.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size)
@@ -162,7 +162,7 @@ def process_group(ranks: World) -> Iterator[None]:
     except RuntimeError as error:
         if ranks.size == 1 or not is_loss_of_ranks(error):
             raise
-        # neither Python's end nor torch's may wait for ranks that are gone; nothing here is left to be written
+        # neither Python's exit nor torch's may wait for lost ranks; there is nothing left to write
         atexit.register(os._exit, 1)
         raise ConnectionError(
             f"rank {ranks.rank} of {ranks.size} lost another one ({str(error).strip().splitlines()[0][:200]});"
@@ -174,12 +174,12 @@ def process_group(ranks: World) -> Iterator[None]:
 
 
 def is_loss_of_ranks(error: RuntimeError) -> bool:
-    """Whether an error is about the connection to other ranks. gloo's have no class of their own."""
+    """Whether an error is about the connection to other ranks. gloo's errors have no class of their own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)
 
 
 class TensorsOnly(nn.Module):
-    """A model as torch's recorder wants it: tensors in, tensors out."""
+    """A model in the form that torch's graph recorder needs: tensors in, tensors out."""
 
     def __init__(self, model: Network, names: list[str], mask: Mask | None):
         super().__init__()
@@ -191,16 +191,16 @@ class TensorsOnly(nn.Module):
 
 
 class GraphedModel:
-    """A model whose training passes are replayed as CUDA graphs: one launch forward and one back, where the host made a
-    thousand. Heads are the model's; its states are gone with the next call.
+    """A model whose training passes are replayed as CUDA graphs: one launch forward and one backward, instead of a
+    thousand by the host. Heads are the model's; the next call overwrites the states.
 
-    A graph is a recording of kernels with their addresses, so everything it reads and writes must have a fixed shape
-    and place. Weights have. Batches are copied into the graph's own memory (kilobytes). Only the number of positions
-    that the denoiser's head reads changes from step to step: `objectives.base.rounded` fills it up to an eighth of the
-    batch, and there is a pair of graphs for each number met, two or three in practice, and one for causal steps. They
-    share the memory of their activations: a backward pass follows its forward pass before the next one starts.
-    Gradients are the graph's, too, and have to be used before the next step: no accumulation over micro-batches. Losses
-    and update stay outside.
+    A graph is a recording of kernels with their addresses, so everything it reads and writes needs a fixed shape and
+    address. Weights have both. Batches are copied into the graph's own memory (kilobytes). Only the number of positions
+    that the denoiser's head reads changes from step to step: `objectives.base.rounded` rounds it up to a multiple of an
+    eighth of the batch. There is a pair of graphs for each such number, two or three in practice, and one for causal
+    steps. They share the memory of their activations, since a backward pass follows its forward pass before the next
+    one starts. Gradients belong to the graph, too, and must be used before the next step, so there is no accumulation
+    over micro-batches. Losses and update stay outside.
     """
 
     def __init__(self, model: Network):
@@ -223,7 +223,7 @@ class GraphedModel:
         at_N: Tensor | None = None,
         mask: Mask | None = None,
     ) -> Hidden:
-        """`mask`: none that holds tensors."""
+        """`mask` must not hold tensors."""
         given = {name: x for name, x in (("sigma_B", sigma_B), ("at_N", at_N)) if x is not None}
         key = (mask, tokens_BL.shape, *((name, x.shape) for name, x in given.items()))
         if key not in self.recorded:
@@ -232,7 +232,7 @@ class GraphedModel:
         return Hidden(denoiser_BLD, anchor[0] if anchor else None)
 
     def record(self, tokens_BL: Tensor, given: dict[str, Tensor], mask: Mask | None) -> Any:
-        """Run both passes a few times, which also compiles them, and then once more for the recorder."""
+        """Run both passes a few times, which also compiles them, then record them."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         own = tuple(x.clone() for x in (tokens_BL, *given.values()))  # where later batches are copied to
         if "at_N" in given:  # compiled once for all numbers
@@ -243,12 +243,12 @@ class GraphedModel:
             recorded = torch.cuda.make_graphed_callables(
                 TensorsOnly(self.model, list(given), mask), own, allow_unused_input=True, pool=self.pool
             )
-        torch.cuda.empty_cache()  # what the first passes took is in the graph's memory now
+        torch.cuda.empty_cache()  # the graph now has its own memory for what the first passes used
         return recorded
 
 
 class Step(nn.Module):
-    """The model with its loss, as one module: what DDP and FSDP wrap, so that heads are used inside `forward`."""
+    """The model with its loss as one module, which DDP and FSDP wrap, so that heads are used inside `forward`."""
 
     def __init__(self, model: Any, score: Callable[[Any, Any], LossOutput] = loss):
         super().__init__()
@@ -259,12 +259,12 @@ class Step(nn.Module):
 
     @property
     def network(self) -> Network:
-        """The network in the model, which may be the model itself."""
+        """The network inside the model, possibly the model itself."""
         return next(module for module in self.model.modules() if isinstance(module, Network))
 
     def forward(self, batch: Any) -> LossOutput:
         if self.compiled:
-            # every batch scores another number of positions, which the compiler would find out by compiling twice
+            # the number of scored positions varies; without the hint, the compiler would find out by compiling twice
             for term in getattr(batch, "terms", {}).values():
                 torch._dynamo.maybe_mark_dynamic(term.positions_N, 0)
         replayed = self.graphed is not None and self.training and torch.is_grad_enabled()
@@ -288,10 +288,10 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         require(world.device.type == "cuda", f"{on} needs a GPU, not train.device={world.device}")
         step.graphed = GraphedModel(model)
     if step.compiled:
-        torch._dynamo.reset()  # a run before this one in the same process has used up its quota of compiled forms
+        torch._dynamo.reset()  # an earlier run in the same process may have used up the limit of compiled variants
         allow_variants()
-        # few shapes occur (of training, early and late, and of validation): each gets kernels of its own, and not the
-        # slower ones for any shape
+        # few shapes occur (early and late training, validation): each gets its own kernels, not the slower ones that
+        # fit any shape
         how: dict[str, Any] = {"options": training_options(most=world.compile == "max"), "dynamic": False}
         for module in [b for s in stacks for b in s.blocks] if world.compile == "block" else [model]:
             module.compile(**how)
@@ -306,7 +306,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
         return step
     if world.size == 1:
         return step
-    # some parameters may only be reached by the anchor loss, which may be off
+    # some parameters get gradients from the anchor loss only, which may be off
     unused = model.bridge is not None and bool(model.bridge.unused)
     devices = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
@@ -315,7 +315,7 @@ def parallelise(step: Step, cfg: TrainConfig, world: World) -> nn.Module:
 
 
 def mesh_of(cfg: TrainConfig, world: World) -> DeviceMesh:
-    """fsdp: shards over all ranks. hsdp: shards over the ranks of a node, copies of them over nodes."""
+    """fsdp: shards over all ranks. hsdp: shards over the ranks of a node, replicated over nodes."""
     if cfg.strategy == "fsdp":
         return init_device_mesh(world.device.type, (world.size,))
     inside = world.local_size
@@ -340,10 +340,10 @@ def accumulating(wrapped: nn.Module, last: bool) -> Iterator[None]:
 
 
 class Interruption:
-    """SIGTERM, SIGINT and SIGHUP ask the loop to save and stop; a second SIGINT stops at once."""
+    """Handles SIGTERM, SIGINT and SIGHUP: they ask the loop to save and stop; a second SIGINT stops at once."""
 
     number = 0
-    """The signal that asked; 0: none."""
+    """The signal received first; 0: none."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -356,7 +356,7 @@ class Interruption:
                 continue
             try:
                 self.before[number] = signal.signal(number, self.receive)
-            except ValueError:  # not the main thread: whoever owns it handles signals
+            except ValueError:  # not the main thread, whose owner handles signals
                 break
         return self
 

@@ -1,13 +1,14 @@
-"""`adlm train --dry-run gpus=64 gpu=h200`: what a run would be on GPUs that are not here.
+"""`adlm train --dry-run gpus=64 gpu=h200`: predict a run on other GPUs.
 
 A step has three parts.
-  arithmetic   FLOPs of the method over what a GPU has been seen to reach, and a time for every parameter (update, EMA,
-               casts). Both constants are fitted to steps that `adlm bench train` has measured on one card.
-  traffic      bytes that every GPU sends, over what its links carry. Collectives are hierarchical, as NCCL's are:
-               inside a node first, then every GPU of a node carries its part to the other nodes.
-  overlap      gradients travel while the backward pass of the last micro-batch computes, gathered weights while any
-               pass does; what does not fit into that time is waited for.
-Memory is `setup.memory_estimate`, time lost by failures the formula below. Every assumption is printed with the result.
+  arithmetic   the method's FLOPs, divided by the FLOP/s that a GPU was measured to reach, plus a time per parameter
+               (update, EMA, casts). Both constants are fitted to steps that `adlm bench train` measured on one card.
+  traffic      bytes that every GPU sends, divided by the bandwidth of its links. Collectives are hierarchical, like
+               NCCL's: first inside a node, then every GPU of a node sends its part to the other nodes.
+  overlap      gradients are sent during the backward pass of the last micro-batch, gathered weights during any pass;
+               traffic that does not fit into that time adds to the step.
+Memory is `setup.memory_estimate`; the formula below gives the time lost by failures. Every assumption is printed with
+the result.
 """
 
 import heapq
@@ -33,7 +34,7 @@ from adlm.schema_commands import GPT2_VOCABULARY
 from adlm.training.setup import average_flops, memory_estimate, text_like
 
 # ---- failures --------------------------------------------------------------------------------------------------------
-# How often to save when GPUs fail: the formula of Young and Daly, and a simulation that it can be held against.
+# How often to save when GPUs fail: the formula of Young and Daly, and a simulation to compare it with.
 #
 # A run of n GPUs fails when one of them does. With exponential failures of mean time m for one GPU that is a mean time
 # M = m / n between failures of the run. Saving takes delta seconds of training, a restart R. An interval of tau seconds
@@ -41,7 +42,7 @@ from adlm.training.setup import average_flops, memory_estimate, text_like
 #
 #     T = M exp(R / M) (exp((tau + delta) / M) - 1) W / tau                 J. T. Daly, 2006, equation 20
 #
-# which is least near tau = sqrt(2 delta M) (J. W. Young, 1974), or, for larger delta / M, Daly's longer series.
+# which is smallest near tau = sqrt(2 delta M) (J. W. Young, 1974), or, for larger delta / M, Daly's longer series.
 
 
 def best_interval(delta: float, M: float) -> float:
@@ -67,9 +68,9 @@ class Outcome(NamedTuple):
 
 
 def simulate(work: float, tau: float, delta: float, R: float, gpus: int, m: float, seed: int = 0) -> Outcome:
-    """One run as events: every GPU has a clock of its own that says when it fails next. After a failure the run takes
-    R seconds to start again, another failure included, and continues from its last complete checkpoint; the GPU that
-    failed is replaced by a fresh one."""
+    """Simulate one run event by event. Every GPU has its own time of the next failure. After a failure the run takes R
+    seconds to restart, again R if it fails meanwhile, and continues from its last complete checkpoint; a fresh GPU
+    replaces the one that failed."""
     rng = random.Random(seed)
     clocks = [(rng.expovariate(1 / m), gpu) for gpu in range(gpus)]
     heapq.heapify(clocks)
@@ -93,19 +94,19 @@ def simulate(work: float, tau: float, delta: float, R: float, gpus: int, m: floa
 # ---- the prediction --------------------------------------------------------------------------------------------------
 
 PER_NODE = 8
-"""GPUs of a node."""
+"""GPUs per node."""
 HOST_BYTES_PER_SECOND = 10e9
-"""From a GPU to its host's memory, where a checkpoint is copied while training waits."""
+"""From a GPU to its host's memory; training waits while a checkpoint is copied there."""
 RESTART_SECONDS = 240.0
-"""From a failure to the next step: noticed, met again, loaded, compiled."""
+"""From a failure to the next step: detecting it, joining again, loading, compiling."""
 LATENCY = 5e-6
-"""Seconds of a collective that no bandwidth shortens, for each doubling of the ranks."""
+"""Seconds per collective and doubling of the ranks, whatever the bandwidth."""
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP sends at once."""
 
 
 class Measured(NamedTuple):
-    """One optimizer step of `adlm bench train`."""
+    """One optimizer step as measured by `adlm bench train`."""
 
     flops: float
     parameters: float
@@ -124,7 +125,7 @@ class Links(NamedTuple):
     inside: float = 450e9
     """NVLink 4."""
     between: float = 50e9
-    """400 Gbit/s for each GPU."""
+    """400 Gbit/s per GPU."""
 
 
 class Card(NamedTuple):
@@ -136,7 +137,7 @@ class Card(NamedTuple):
     source: str
     links: Links = Links()
     hours_to_failure: float = 50_000.0
-    """On average."""
+    """Mean time of one GPU."""
 
     def compute(self, flops: float) -> float:
         return self.seconds_per_flop * flops
@@ -147,8 +148,8 @@ class Card(NamedTuple):
 
 
 def fit(steps: Sequence[Measured]) -> tuple[float, float]:
-    """Seconds per FLOP and per parameter: the least squares of relative errors. Steps of one size fix only their sum,
-    so then everything counts as arithmetic."""
+    """Seconds per FLOP and per parameter, by least squares of relative errors. Steps of one size determine only their
+    sum, so then everything counts as arithmetic."""
     rows = [(s.flops / s.seconds, s.parameters / s.seconds) for s in steps]
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(r[i] for r in rows) for i in (0, 1))
@@ -161,7 +162,7 @@ def fit(steps: Sequence[Measured]) -> tuple[float, float]:
 
 
 def card(gpu: str) -> Card:
-    """A GPU by name, or by the file that `adlm bench train ... out=FILE` has written on it."""
+    """A GPU by name, or by the file that `adlm bench train ... out=FILE` wrote on it."""
     if path_of(gpu).is_file():
         steps, figures = read_bench(path_of(gpu))
         return Card(Path(gpu).stem, *fit(steps), f"fitted to {len(steps)} steps of {gpu}", **figures)
@@ -175,8 +176,8 @@ def card(gpu: str) -> Card:
 
 
 def read_bench(path: Path) -> tuple[list[Measured], dict[str, Any]]:
-    """Steps in a file of `adlm bench train ... out=FILE`; and what a line added to it says of the GPU beyond them:
-    {"links": [450, 50], "hours_to_failure": 50000}, in GB/s."""
+    """Read the steps in a file of `adlm bench train ... out=FILE`, and the GPU's other figures from a line added to it:
+    {"links": [450, 50], "hours_to_failure": 50000}, links in GB/s."""
     found: list[Measured] = []
     figures: dict[str, Any] = {}
     try:
@@ -215,19 +216,19 @@ class Traffic(NamedTuple):
 
 
 def gather(size: float, inside: int, nodes: int, collectives: int = 1) -> Traffic:
-    """All-gather or reduce-scatter of `size` bytes over all ranks; an all-reduce is one of each. Every GPU has to get
-    what it lacks; what other nodes have comes in once, an equal part through every GPU."""
+    """All-gather or reduce-scatter of `size` bytes over all ranks; an all-reduce is one of each. Every GPU receives
+    what it lacks; data of other nodes enters a node once, an equal part through every GPU."""
     return Traffic(size * (inside - 1) / inside, size * (nodes - 1) / nodes / inside, collectives)
 
 
 def traffic(strategy: str, size: float, ranks: int, blocks: int, micro_batches: int) -> tuple[Traffic, Traffic]:
-    """(what may travel while any pass computes, what may travel only during the last backward pass) for weights of
-    `size` bytes in float32."""
+    """(traffic that any pass can overlap, traffic that only the last backward pass can overlap) for weights of `size`
+    bytes in float32."""
     inside = min(ranks, PER_NODE)
     nodes = ranks // inside
     none = Traffic(0, 0, 0)
     if strategy == "ddp":
-        # one all-reduce of each bucket
+        # one all-reduce per bucket
         return none, gather(size, inside, nodes, math.ceil(size / BUCKET)) + gather(size, inside, nodes, 0)
     over = (inside, nodes) if strategy == "fsdp" else (inside, 1)
     weights = gather(size, *over, blocks)
@@ -244,30 +245,30 @@ class Predicted(NamedTuple):
     strategy: str
     step_ms: float
     waiting_ms: float
-    """Of a step, for others."""
+    """Part of a step spent waiting for traffic."""
     tokens_per_s: float
     mfu: float | None
     memory_gib: float
     sent_gib: float
-    """By one GPU in a step."""
+    """Sent by one GPU per step."""
     sent_between_gib: float
-    """Of that, to other nodes."""
+    """The part of it that goes to other nodes."""
     checkpoint_every: int
-    """Steps, by Young and Daly."""
+    """Steps between checkpoints, by Young and Daly."""
     hours: float
-    """Of the whole run, failures and saving included."""
+    """The whole run, failures and saving included."""
     failures: float
-    """Expected in that time."""
+    """Expected number in that time."""
     gpu_hours: float
 
 
 def predict(cfg: Config, strategy: str, on: Card) -> Predicted:
-    """One line of the table."""
+    """Predict a run with one strategy."""
     t, n, links = cfg.train, cfg.cluster.gpus, on.links
     parameters, flops_per_token = demands(cfg)
     alone = TrainConfig(global_batch_size=t.global_batch_size, batch_size=per_pass(cfg))
     tokens = t.global_batch_size * cfg.model.length
-    most = -(-t.global_batch_size // n) * cfg.model.length * flops_per_token  # of the ranks that have one sequence more
+    most = -(-t.global_batch_size // n) * cfg.model.length * flops_per_token  # for ranks with one sequence more
     micro_batches = alone.micro_batches(n)
     arithmetic = on.compute(most)
     size = 4.0 * parameters
@@ -296,12 +297,12 @@ def predict(cfg: Config, strategy: str, on: Card) -> Predicted:
 
 
 def per_pass(cfg: Config) -> int:
-    """Sequences per forward pass as set, or 0: what was derived from the ranks of this machine does not count."""
+    """Sequences per forward pass if set, else 0: a value derived from the ranks of this machine does not count."""
     return cfg.train.batch_size if cfg.train.batch_size != cfg.train.global_batch_size else 0
 
 
 def demands(cfg: Config) -> tuple[int, float]:
-    """Parameters, and FLOPs of a token, without the data: text-like tokens stand for it."""
+    """Parameters, and FLOPs per token, without the data: text-like tokens replace it."""
     vocabulary = GPT2_VOCABULARY
     with torch.device("meta"):
         model = build_model(cfg.model, vocabulary, vocabulary - 1)
@@ -338,7 +339,7 @@ def check(c: ClusterConfig, t: TrainConfig) -> None:
 
 
 def assumptions(cfg: Config, on: Card) -> list[str]:
-    """What the numbers rest on, one line each."""
+    """The assumptions behind the numbers, one line each."""
     efficiency = PEAK_FLOPS.get(on.name.upper(), 0) * on.seconds_per_flop
     reached = f" ({1 / efficiency:.0%} of its peak)" if efficiency else ""
     said = [

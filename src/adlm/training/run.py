@@ -1,9 +1,9 @@
-"""A run: all that surrounds the gradient steps, for `adlm train` and `adlm reason train` alike.
+"""A run: everything around the gradient steps, shared by `adlm train` and `adlm reason train`.
 
-A `Run` owns the run folder, its checkpoints and how a stopped run resumes, the optimizers with EMA and gradient guard,
-the log, and the questions of a training loop: is it time to log, to validate, to sample, to save, to stop? What a batch
-is, and what a validation measures, is up to the loop. The host waits for the device where a log line is written, and
-nowhere else between two steps. Below: which checkpoint a run may continue from.
+A `Run` owns the run folder, its checkpoints, resuming, the optimizers with EMA and gradient guard, and the log. It
+decides when to log, validate, sample, save and stop. The loop decides what a batch is and what a validation measures.
+Between two steps, the host waits for the device only where a log line is written. The functions after the class decide
+which checkpoint a run may continue from.
 """
 
 import math
@@ -32,7 +32,7 @@ from adlm.training.parallel import Interruption, Step, World
 from adlm.training.watch import note
 
 MAX_BAD_STEPS = 20
-"""A run stops when this many updates in a row were skipped for a non-finite or exploding gradient."""
+"""A run stops when this many updates in a row were skipped for a gradient that is not finite."""
 LAST_PATIENCE = 10.0
 """Seconds that a failing run of several ranks waits for its last checkpoint."""
 SampleHook = Callable[[dict[str, Tensor], Tokenizer, Config, int], str]
@@ -40,9 +40,9 @@ SampleHook = Callable[[dict[str, Tensor], Tokenizer, Config, int], str]
 
 
 class Run:
-    """One training run, from the moment its folder is claimed; leaving it completes what is being written.
+    """One training run, from the moment its folder is claimed; leaving the context completes pending writes.
 
-    `begin` gives it the module to train; only then do the parts exist that depend on it.
+    `begin` receives the module to train, and creates the parts that depend on it.
     """
 
     def __init__(self, cfg: Config, folder: Path, ranks: World):
@@ -53,22 +53,22 @@ class Run:
         self.step = 0
         """Optimizer steps taken."""
         self.best, self.best_step = math.inf, None
-        """The best value that a validation found, lower is better, and when."""
+        """The best value that a validation found, lower is better, and its step."""
         self.bound: float | None = None
         """The last validation bound."""
         self.extra: dict[str, Any] = {}
-        """What else a checkpoint holds for the loop that uses this run (JSON)."""
+        """Further data (JSON) that checkpoints store for the loop that uses this run."""
         self.decay_all = False
-        """Weight decay of norms, biases and modulations, too; kept when a run resumes."""
+        """Apply weight decay to norms, biases and modulations, too; kept when a run resumes."""
         self.stopped = False
         self.resumed_step = self.checkpoints.newest_valid(set_aside=True) if cfg.checkpoint.resume else None
-        """The step of the checkpoint that this run continues from; None: it is a new run."""
+        """The step of the checkpoint from which this run resumes; None: it is a new run."""
         require(
             self.resumed_step is not None or not self.checkpoints.steps(),
             f"{folder} holds checkpoints; use checkpoint.resume=true, or another out=",
         )
         self.fork = Fork.of(cfg.checkpoint.init_from) if self.is_new and Fork.named(cfg.checkpoint.init_from) else None
-        """Where a new run starts, if that is a checkpoint of another one."""
+        """The checkpoint of another run from which a new run starts, if any."""
 
     @property
     def is_new(self) -> bool:
@@ -80,7 +80,7 @@ class Run:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        # with an exception under way a rank may be gone, and with it whoever would complete the checkpoint
+        # after an exception a rank may be gone, and the checkpoint may then never be completed
         self.checkpoints.finish_writing(patience=LAST_PATIENCE if exception[0] and self.ranks.size > 1 else None)
         self.interruption.__exit__(*exception)
         if self.log is not None:
@@ -98,11 +98,11 @@ class Run:
         fixed: tuple[str, ...] = ("model", "lora", "noise", "objective"),
         free: tuple[str, ...] = (),
     ) -> None:
-        """Make what updates `module`, and continue from the checkpoint that was found, if any.
+        """Create everything that updates `module`, and continue from the checkpoint that was found, if any.
 
-        `plan` is said at the start of a new run. `data`: a fingerprint of each split, so that a run does not resume on
-        other data. `fixed`: sections of the settings that may not change when a run resumes, but for the keys in
-        `free`.
+        `plan` is printed at the start of a new run. `data`: a fingerprint of each split, so that a run does not resume
+        on other data. `fixed`: sections of the settings that must not change when a run resumes, except for the keys
+        in `free`.
         """
         cfg, ranks = self.cfg, self.ranks
         self.module, self.tokenizer, self.data, changed = module, tokenizer, dict(data or {}), ""
@@ -112,7 +112,7 @@ class Run:
         found = self.fork or (None if self.resumed_step is None else Fork(self.checkpoints, self.resumed_step))
         info = None if found is None else found.checkpoints.read_info(found.step, ("train", *fixed))
         if info is not None:
-            self.decay_all = info.get("decay_all", True)  # earlier versions did, and did not say so
+            self.decay_all = info.get("decay_all", True)  # earlier versions decayed all, without recording it
         self.reset_optimizer()
         if info is not None and self.fork is not None:
             self.fork.check(info, cfg, tokenizer)
@@ -141,7 +141,7 @@ class Run:
                 self.log.say("compiling the network, a minute or two (train.compile=block or false starts sooner)")
 
     def keep_adapter(self, facts: dict[str, Any]) -> None:
-        """Remember in checkpoints which model the adapters belong to; refuse to resume them on another one."""
+        """Record in checkpoints which model the adapters belong to; refuse to resume on another one."""
         if facts:
             before = self.extra.setdefault("adapter", facts)
             require(
@@ -151,8 +151,8 @@ class Run:
             )
 
     def lost(self, info: dict[str, Any]) -> str:
-        """What changed since the checkpoint: the number of ranks, and the work and time that a failure has cost where
-        torchrun has started the ranks again."""
+        """Say what changed since the checkpoint: the number of ranks and, if torchrun has restarted them, the steps and
+        time that the failure cost."""
         before, now, said = info.get("ranks") or self.ranks.size, self.ranks.size, ""
         if before != now:
             said = f" with {now} rank{'s' * (now > 1)} in place of {before}"
@@ -164,14 +164,14 @@ class Run:
         return said
 
     def restore(self, info: dict[str, Any]) -> None:
-        """Tensors and counters of a checkpoint."""
+        """Restore the tensors and counters of a checkpoint."""
         self.restore_tensors(self.checkpoints, info)
         self.window.restore(info["window"])
         self.best, self.best_step = math.inf if info["best"] is None else info["best"], info["best_step"]
         self.bound, self.extra = info.get("bound"), info.get("extra", {})
 
     def restore_tensors(self, checkpoints: Checkpoints, info: dict[str, Any]) -> None:
-        """Weights, EMA, optimizer and gradient guard of a checkpoint, and its step."""
+        """Restore weights, EMA, optimizer, gradient guard and step of a checkpoint."""
         state = self.state()
         checkpoints.load(info["step"], state)
         self.guard.restore(state["guard"]["state"])
@@ -184,9 +184,9 @@ class Run:
     # Per step
 
     def update(self, rate: float, count: Tensor | float, tokens: float | None = None, examples: int = 0) -> None:
-        """Update the weights, at this fraction of the peak learning rate, and answer what it is time for. `count`:
-        tokens of the step that losses are divided by, of all ranks; `tokens`: tokens read, if these are others;
-        `examples`: of the step, if their number says more than that of tokens."""
+        """Update the weights at this fraction of the peak learning rate, and decide what is due. `count`: tokens that
+        losses are divided by, over all ranks; `tokens`: tokens read, if that number differs; `examples`: those of the
+        step, if their speed is to be logged."""
         self.norm, self.learning_rate = self.updater(rate), rate * self.cfg.optim.lr
         self.window.end_step(count, count if tokens is None else tokens, examples)
         self.step += 1
@@ -202,11 +202,11 @@ class Run:
 
     @property
     def ends(self) -> bool:
-        """No further step is to be taken."""
+        """Whether this was the last step."""
         return self.step >= self.cfg.train.steps or self.stopped
 
     def log_if_due(self, **more: float) -> None:
-        """Write the means since the last log line, with `more` behind them."""
+        """Write the means since the last log line, followed by `more`."""
         assert self.log is not None
         if self.is_time_to_log:
             values = self.window.read(self.norm, self.learning_rate, self.guard) | more
@@ -220,7 +220,7 @@ class Run:
         self.log.advance(self.step)
 
     def record_validation(self, values: Mapping[str, float | str], message: str, score: float | None) -> None:
-        """`score`: by which the best checkpoint is chosen, lower is better; None: this one is no candidate."""
+        """Record and print a validation. `score` selects the best checkpoint, lower is better; None: no candidate."""
         assert self.log is not None
         self.log.write("valid", self.step, values)
         self.log.say(message)
@@ -229,14 +229,14 @@ class Run:
         self.window.restart()
 
     def show_sample(self, sample: SampleHook) -> None:
-        """Record a text of the EMA weights, so that people see what the numbers mean."""
+        """Record a text drawn with the EMA weights, to show what the numbers mean."""
         assert self.log is not None
         weights = merged(self.ema.whole(), self.cfg.lora)
         if self.ranks.is_main:
             self.ranks.at("drawing a sample", self.step, long=True)
             try:
                 text = sample(weights, self.tokenizer, self.cfg, self.step)
-            except (ValueError, torch.OutOfMemoryError) as error:  # a picture of the run, and not the run
+            except (ValueError, torch.OutOfMemoryError) as error:  # a failed sample must not stop the run
                 reason = str(error).splitlines()[0]
                 self.log.say(f"step {self.step}: warning: no sample: {reason}; training continues")
             else:
@@ -245,10 +245,10 @@ class Run:
         self.window.restart()
 
     def save_if_due(self) -> None:
-        """Save at intervals of steps, where a validation found the best weights, and at the end. Afterwards `stopped`
-        says whether a signal has asked to stop."""
+        """Save at regular intervals, after a validation with the best result, and at the end. Afterwards `stopped` says
+        whether a signal has asked to stop."""
         cfg, ranks = self.cfg.checkpoint, self.ranks
-        # on a GPU asking the other ranks makes the host wait: not at every step, and no rank acts on its own
+        # on a GPU, asking the other ranks makes the host wait: not at every step; no rank may act on its own
         asked = ranks.size == 1 or ranks.device.type == "cpu" or self.step % 10 == 0
         self.stopped = asked and ranks.any(self.interruption.requested)
         improved = cfg.best and self.best_step == self.step
@@ -256,7 +256,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint; beside training, unless the run ends: then a failure is raised and not only reported."""
+        """Write a checkpoint, in the background unless the run ends: then a failure is raised, not only reported."""
         self.ranks.at("saving a checkpoint", self.step)
         info = {
             "step": self.step,
@@ -287,13 +287,13 @@ class Run:
 
     @property
     def was_interrupted(self) -> bool:
-        """A signal ended the run before its last step."""
+        """Whether a signal ended the run before its last step."""
         return self.stopped and self.step < self.cfg.train.steps
 
     @property
     def stopped_by(self) -> int:
-        """The signal that ended the run before its last step; 0: none did. A process that was asked by another one
-        takes it for SIGTERM."""
+        """The signal that ended the run before its last step; 0: none did. SIGTERM on a rank that stopped because
+        another one received a signal."""
         return (self.interruption.number or signal.SIGTERM) if self.was_interrupted else 0
 
     def say_interrupted(self) -> None:
@@ -311,9 +311,9 @@ def check_same_run(
     fixed: Iterable[str] = ("model", "lora", "noise", "objective"),
     free: Iterable[str] = (),
 ) -> None:
-    """Refuse to continue a run with another model, tokenizer, or other data. `data`: fingerprint of each split, to be
-    compared with that of the checkpoint (those of earlier versions have none). `fixed`: sections that may not change,
-    but for the keys in `free`."""
+    """Refuse to continue a run with another model, tokenizer or other data. `data`: fingerprint of each split, compared
+    with that of the checkpoint (those of earlier versions have none). `fixed`: sections that must not change, except
+    for the keys in `free`."""
     check_state(info, f"the checkpoint in out={cfg.out!r}")
     then, now = info.get("data", {}).get("train"), (data or {}).get("train")
     if then and now and then != now:  # before the tokenizer, which may have been trained on it
@@ -329,7 +329,7 @@ def check_same_run(
             f"out={cfg.out!r} was trained with another tokenizer than data.tokenizer={cfg.data.tokenizer!r} gives;"
             " use another out="
         )
-    # seed and size of the steps say which sequences a run has read
+    # seed and size of the steps determine which sequences a run has read
     keys = ["seed", "train.global_batch_size", "train.length_warmup", "train.length_warmup_fraction"]
     if cfg.train.length_warmup > 1:
         check_steps(info, cfg)
@@ -341,8 +341,8 @@ def check_same_run(
 
 
 def check_steps(info: dict[str, Any], cfg: Config) -> None:
-    """Refuse another number of steps if that moves the end of sequence-length warmup, a fraction of all of them, which
-    must be over in the run as it was and as it is."""
+    """Refuse another number of steps if that moves the end of sequence-length warmup, which is a fraction of all steps.
+    The warmup must be over by both the old and the new number."""
     was, now, step = info["config"]["train"]["steps"], cfg.train.steps, info["step"]
     fraction = cfg.train.length_warmup_fraction
     most = int(step / fraction) if fraction else now
@@ -358,13 +358,13 @@ def check_steps(info: dict[str, Any], cfg: Config) -> None:
 def differences(
     info: dict[str, Any], cfg: Config, sections: Iterable[str], keys: Iterable[str] = ()
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value then, value now) where settings are not those of a checkpoint: in these sections, and of these keys.
-    What an optimizer has to find in a checkpoint is always compared."""
+    """Yield (key, value then, value now) for settings that differ from a checkpoint's, in these sections and for these
+    keys. Settings that decide which optimizer state a checkpoint holds are always compared."""
     before, now, default = info["config"], asdict(cfg), asdict(Config())
     inside = [f"{part}.{key}" for part in sections for key in default[part] | before.get(part, {})]
     no_ema = ["optim.ema"] if cfg.optim.ema and not before["optim"]["ema"] else []
     for key in (*inside, *keys, "optim.name", *no_ema):
-        # an older version had fewer keys, and did what the default of a later one says
+        # an older version had fewer keys, and behaved like the default of a later one
         was, value = value_of(before, key, value_of(default, key)), value_of(now, key)
         if was != value:
             yield key, was, value
@@ -377,7 +377,7 @@ def value_of(settings: dict[str, Any], key: str, missing: Any = None) -> Any:
 
 
 def changes(info: dict[str, Any], cfg: Config, parts: Iterable[str] = ("data", "optim", "train")) -> list[str]:
-    """What else is not as it was, for whoever resumes to read."""
+    """Say which other settings have changed since the checkpoint."""
     before, now = info["config"], asdict(cfg)
     return [
         f"{part}.{key} was {value}, is {now[part][key]}"
@@ -388,7 +388,7 @@ def changes(info: dict[str, Any], cfg: Config, parts: Iterable[str] = ("data", "
 
 
 def ignored_start(info: dict[str, Any], cfg: Config) -> list[str]:
-    """A word about checkpoint.init_from where it is not what the run that resumes has begun with."""
+    """Say if checkpoint.init_from is not what the resuming run started from."""
     was, now = value_of(info["config"], "checkpoint.init_from", ""), cfg.checkpoint.init_from
     if not now or path_of(was).absolute() == path_of(now).absolute():
         return []
@@ -396,7 +396,7 @@ def ignored_start(info: dict[str, Any], cfg: Config) -> list[str]:
 
 
 class Fork(NamedTuple):
-    """A checkpoint of another run, from which a new one starts: with its weights, EMA, optimizer and step, and other
+    """A checkpoint of another run, from which a new one starts: with its weights, EMA, optimizer and step, but other
     settings."""
 
     checkpoints: Checkpoints
@@ -404,7 +404,7 @@ class Fork(NamedTuple):
 
     @staticmethod
     def named(place: str) -> bool:
-        """Whether checkpoint.init_from is a checkpoint and not an exported folder."""
+        """Whether checkpoint.init_from names a checkpoint, not an exported folder."""
         return step_of(path_of(place).name) is not None and (path_of(place) / STATE).is_file()
 
     @classmethod
@@ -416,7 +416,7 @@ class Fork(NamedTuple):
         return fork
 
     def check(self, info: dict[str, Any], cfg: Config, tokenizer: Tokenizer) -> None:
-        """Refuse what its tensors do not fit."""
+        """Refuse a run that its tensors do not fit."""
         said = f"checkpoint.init_from={cfg.checkpoint.init_from!r}"
         check_state(info, said)
         require(info["tokenizer"] == tokenizer.fingerprint, f"{said} has another tokenizer than this run's data")
@@ -429,7 +429,7 @@ class Fork(NamedTuple):
 
 
 def with_absolute_paths(cfg: Config) -> Config:
-    """The settings as a run stores them: what it reads is found again from any folder."""
+    """The settings as a run stores them, with absolute paths, so that they work from any folder."""
     places = {
         "data": absolute_paths(DataConfig, vars(cfg.data)),
         "reason": absolute_paths(ReasonConfig, vars(cfg.reason)),

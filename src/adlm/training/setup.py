@@ -1,6 +1,6 @@
-"""What stands before the first step: data, model, objective, and a word about what the run will cost.
+"""Everything before the first step: data, model, objective, and the plan of the run with its cost.
 
-Below, too: batches of sequences become corrupted batches, ahead of the network.
+The module starts with how batches of sequences become corrupted batches, ahead of the network.
 """
 
 import hashlib
@@ -34,16 +34,16 @@ from adlm.training.parallel import World
 # ---- batches ---------------------------------------------------------------------------------------------------------
 # From batches of sequences to corrupted batches, on the host and ahead of the network; and the bound in validation.
 #
-# The host has to know how many positions are masked. If the device drew the noise, the host would wait for the answer
-# at every step; drawing itself takes it 2 ms for 16 sequences of 1024, while the step before is still running. Noise
-# is a hash of counters, so it does not matter where it is drawn.
+# The host has to know how many positions are masked. If the device drew the noise, the host would wait for that number
+# at every step. Drawing it on the host takes 2 ms for 16 sequences of 1024, while the previous step is still running.
+# Noise is a hash of counters, so it does not matter where it is drawn.
 
 FEWEST_VALIDATED = 8
-"""A bound of fewer noised sequences is mostly chance: one of them may have no mask at all."""
+"""A bound on fewer noised sequences is mostly chance: one of them may have no mask at all."""
 
 
 def sequences_on(device: torch.device, batch: Batch, total: int) -> Sequences:
-    """Clean sequences as tensors of a device."""
+    """Clean sequences as tensors on a device."""
     found = (batch.tokens, batch.examples, batch.attention_mask, batch.prompts)
     tokens_BL, example_B, mask_BL, given_BL = (None if x is None else put(torch.from_numpy(x), device) for x in found)
     assert tokens_BL is not None and example_B is not None
@@ -56,7 +56,7 @@ def batch_of(blocks: Blocks, indices: np.ndarray, examples: np.ndarray) -> Batch
 
 
 def shortened(batch: Batch, pieces: int) -> Batch:
-    """The sequence-length warmup: the same tokens in sequences of a `pieces`-th of the length, numbered anew."""
+    """The sequence-length warmup: cut every sequence into `pieces` shorter ones, and renumber them."""
     B, L = batch.tokens.shape
     examples = (batch.examples[:, None] * pieces + np.arange(pieces)).ravel()
     parts = (batch.tokens, batch.attention_mask, batch.prompts)
@@ -66,8 +66,8 @@ def shortened(batch: Batch, pieces: int) -> Batch:
 
 
 def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Config) -> list[CorruptedBatch]:
-    """One rank's batch of optimizer step `step` as corrupted micro-batches, on the host: `parts` of them, or for each
-    part as many as its objective makes groups."""
+    """One rank's batch of optimizer step `step` as corrupted micro-batches, on the host: `parts` of them, or more if
+    the objective splits a part into groups."""
     total = cfg.train.global_batch_size
     if step < math.ceil(cfg.train.length_warmup_fraction * cfg.train.steps) and cfg.train.length_warmup > 1:
         batch, total = shortened(batch, cfg.train.length_warmup), total * cfg.train.length_warmup
@@ -76,7 +76,7 @@ def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Conf
         own = Batch(*(None if x is None else x[part] for x in batch))  # type: ignore[arg-type]
         clean = sequences_on(torch.device("cpu"), own._replace(examples=own.examples % total), total)
         progress = step / cfg.train.steps
-        # ranks that share the weights of a pass must make as many passes as the others
+        # with sharded weights, all ranks must make the same number of passes
         groups = [clean] if cfg.train.is_sharded else objective.groups(clean, step, progress)
         corrupted += [objective.corrupt(group, step, progress) for group in groups]
     return [rounded(micro_batch) for micro_batch in corrupted] if cfg.train.cuda_graphs else corrupted
@@ -85,14 +85,14 @@ def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Conf
 def corrupted_batches(
     objective: Objective, batches: Iterator[Batch], first: int, cfg: Config, ranks: World
 ) -> Iterator[tuple[Batch, list[CorruptedBatch]]]:
-    """Batches with their corrupted micro-batches, from optimizer step `first` on; beside a GPU a thread draws ahead."""
+    """Batches with their corrupted micro-batches, from optimizer step `first` on; with a GPU, a thread draws ahead."""
     parts = cfg.train.micro_batches(ranks.size)
     steps = ((batch, corrupt(objective, batch, i, parts, cfg)) for i, batch in enumerate(batches, first))
     return read_ahead(steps) if ranks.device.type == "cuda" else steps
 
 
 def padded_indices(n: int, rank: int, size: int, batch: int) -> np.ndarray:
-    """Sequences of one rank: [batches, batch], -1 where there is none; the same number of batches on every rank."""
+    """Sequence indices of one rank, [batches, batch], padded with -1; every rank has the same number of batches."""
     batches = math.ceil(n / (size * batch))
     indices = np.full(batches * size * batch, -1, dtype=np.int64)
     indices[:n] = np.arange(n)
@@ -102,7 +102,7 @@ def padded_indices(n: int, rank: int, size: int, batch: int) -> np.ndarray:
 @torch.no_grad()
 def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: TrainConfig, ranks: World) -> float:
     """The bound on the first valid_sequences of the validation split, nats per token. The noise is the same every time,
-    so that curves are comparable. A few sequences are read several times, at other times of the noise each."""
+    so that curves are comparable. If there are very few sequences, each is read several times, with different noise."""
     found = min(len(valid), cfg.valid_sequences or len(valid))
     n = found if found >= FEWEST_VALIDATED else found * math.ceil(FEWEST_VALIDATED / found)
     batch = cfg.at_once(ranks.size)
@@ -124,7 +124,7 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
         )
     wrapped.train(was_training)
     if hasattr(wrapped, "reshard"):
-        wrapped.reshard()  # type: ignore[operator]  # gathered weights are those of the EMA, which go away now
+        wrapped.reshard()  # type: ignore[operator]  # drop the gathered EMA weights, which are about to be swapped out
     nats, count = ranks.sum(sums).tolist()
     return nats / count
 
@@ -132,15 +132,15 @@ def validate(wrapped: nn.Module, objective: Objective, valid: Blocks, cfg: Train
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 IDENTITY = ("origin", "packing", "max_sequences")
-"""Facts of prepared data by which a run knows its data again."""
+"""Facts of prepared data by which a run recognises its data."""
 COUNTED_SEQUENCES = 256
-"""Sequences corrupted once to see which fraction of positions goes through which head."""
+"""Sequences corrupted once to count the fraction of positions that goes through each head."""
 
 
 MOST_EPOCHS = 100
-"""A run that reads its text more often is warned about."""
+"""A run that reads its text more often gets a warning."""
 HOPELESS = 3
-"""A run whose memory is estimated at so many times what there is does not start."""
+"""A run does not start if its estimated memory exceeds the available memory by this factor."""
 
 
 class Data(NamedTuple):
@@ -149,7 +149,7 @@ class Data(NamedTuple):
     valid: Blocks
 
     def fingerprints(self) -> dict[str, str]:
-        """What each split is, whatever tokenizer and length cut it: content, reader, what is held out, packing."""
+        """A hash of each split, independent of tokenizer and length: content, reader, held-out part, packing."""
         return {
             split: hashlib.sha256(
                 json.dumps([blocks.manifest.get(key) for key in IDENTITY], sort_keys=True).encode()
@@ -168,16 +168,16 @@ def prepare_data(cfg: Config, world: World) -> Data:
 
 
 def valid_data(cfg: Config) -> DataConfig:
-    """Settings of the validation corpus: the training corpus' own split unless another corpus is named."""
+    """Settings of the validation corpus: the training corpus's own split unless another corpus is named."""
     if not cfg.data.valid_name:
         return cfg.data
     return replace(cfg.data, name=cfg.data.valid_name, path=cfg.data.valid_path, valid_path=cfg.data.valid_path)
 
 
 def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network:
-    """The model with its initial weights: the seed's, or those of checkpoint.init_from unless a checkpoint of the run
-    itself is going to replace them (not `fresh`). With lora.rank the latter stay as they are, and adapters are added,
-    which is all that a checkpoint holds."""
+    """The model with its initial weights: random by the seed, or those of checkpoint.init_from, unless a checkpoint of
+    the run itself will replace them (not `fresh`). With lora.rank the weights of checkpoint.init_from stay frozen, and
+    adapters are added; a checkpoint then holds only the adapters."""
     torch.manual_seed(cfg.seed)
     model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
     low_rank = cfg.lora.rank > 0
@@ -204,8 +204,8 @@ def make_model(cfg: Config, tokenizer: Tokenizer, fresh: bool = True) -> Network
 
 
 def adapter_facts(cfg: Config, model: Network) -> dict[str, Any]:
-    """What an adapter says about itself: its settings, and the model it belongs to, by place and content; nothing
-    where all weights train."""
+    """The description stored with adapters: their settings, and path and digest of their base; empty if all weights
+    train."""
     if not cfg.lora.rank:
         return {}
     base = Path(cfg.checkpoint.init_from).absolute()
@@ -215,7 +215,7 @@ def adapter_facts(cfg: Config, model: Network) -> dict[str, Any]:
 
 
 def objective_for(cfg: Config, data: Data) -> Objective:
-    """The objective of the run, held to the model it trains."""
+    """The objective of the run, checked against the model it trains."""
     objective = make_objective(cfg.objective, cfg.noise, data.tokenizer.mask_id, cfg.seed, cfg.model)
     objective.check(cfg.objective, cfg.model)
     return objective
@@ -232,13 +232,13 @@ def scored_fractions(objective: Objective, clean: Sequences) -> tuple[float, flo
 
 
 def causal_part(cfg: ObjectiveConfig, model: ModelConfig) -> float:
-    """Fraction of a run in which a model that is not causal reads as if it were."""
+    """Fraction of a run in which a diffusion model reads causally."""
     return 0.0 if model.causal else cfg.causal_until
 
 
 def fractions_of(corrupted: CorruptedBatch, positions: int) -> tuple[float, float]:
     """Fractions of the positions of a batch that go through the denoiser's and the anchor network's head. Prompts and
-    padding do not, but are read."""
+    padding are read, but go through neither."""
     through = {"denoiser": 0, "anchor": 0}
     for term in corrupted.terms.values():
         through[term.head] += len(term.positions_N)
@@ -246,7 +246,7 @@ def fractions_of(corrupted: CorruptedBatch, positions: int) -> tuple[float, floa
 
 
 def text_like(shape: tuple[int, ...], vocab_size: int) -> torch.Tensor:
-    """Tokens with frequencies like text's (1 / rank), so that there are as many anchors as in text."""
+    """Random tokens with the frequencies of text (1 / rank), so that there are as many anchors as in text."""
     frequency = 1 / (torch.arange(vocab_size - 1, dtype=torch.float64) + 10)
     n = torch.Size(shape).numel()
     return torch.multinomial(frequency, n, replacement=True, generator=torch.Generator().manual_seed(0)).view(shape)
@@ -260,7 +260,7 @@ def training_flops(cfg: Config, objective: Objective, data: Data) -> float:
 
 
 def average_flops(cfg: Config, objective: Objective, clean: Sequences, vocab_size: int) -> float:
-    """The same, judged by some sequences. Steps differ: the first may be causal, and may read shorter sequences."""
+    """`training_flops`, estimated from some sequences. The first steps may be causal, or read shorter sequences."""
     length, causal = cfg.model.length, causal_part(cfg.objective, cfg.model)
     pieces, short = cfg.train.length_warmup, cfg.train.length_warmup_fraction if cfg.train.length_warmup > 1 else 0.0
     alike = replace(cfg.model, causal=True, block_length="")
@@ -270,13 +270,13 @@ def average_flops(cfg: Config, objective: Objective, clean: Sequences, vocab_siz
         early = max(0.0, min(short, end) - begin)
         for part, L in ((early, length // pieces), (end - begin - early, length)):
             flops = count_flops(model, vocab_size, L, *scored)
-            # gradients of weights cost as much as the forward pass; frozen ones have none, adapters next to nothing
+            # gradients of weights cost as much as the forward pass; frozen weights have none, adapters almost none
             average += part * (flops.training_per_token - bool(cfg.lora.rank) * flops.forward_per_token)
     return average
 
 
 def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) -> dict[str, Any]:
-    """What a run is going to be, and what of it cannot be meant: printed by --dry-run and at the start. `flops`: of one
+    """The facts of a run, with warnings about likely mistakes: printed by --dry-run and at the start. `flops`: per
     token."""
     parameters, trained = parameter_count(model), parameter_count(model, trained=True)
     sequences = cfg.train.steps * cfg.train.global_batch_size
@@ -309,9 +309,9 @@ def plan(cfg: Config, model: Network, data: Data, flops: float, world: World) ->
 
 
 def memory_estimate(cfg: Config, parameters: int, trained: int, sequence_bytes: int, shards: int) -> float:
-    """GiB of one device. Weights in float32, and of those that train gradients, two moments and EMA, divided into
-    shards; about 18 values per position, width and block kept for the backward pass (2 when recomputed); one chunk of
-    logits. `sequence_bytes`: sequences at once times the bytes of a value."""
+    """GiB of one device. Weights in float32 with gradients, two moments and EMA of those that train, divided into
+    shards; and about 18 values per position, width and block kept for the backward pass (2 when recomputed).
+    `sequence_bytes`: sequences at once times the bytes of a value."""
     blocks = cfg.model.n_blocks + (cfg.model.n_denoiser_blocks if cfg.model.anchored else 0)
     kept = 2 if cfg.train.checkpoint_activations else 18
     state = 4 * (parameters + trained * (4 if cfg.optim.ema else 3)) // shards
@@ -320,7 +320,7 @@ def memory_estimate(cfg: Config, parameters: int, trained: int, sequence_bytes: 
 
 
 def doubts(cfg: Config, epochs: float, memory: float, available: float) -> list[str]:
-    """What cannot be meant, one line each. `memory` and `available` are GiB."""
+    """Warnings about settings that are likely mistakes, one line each. `memory` and `available` are GiB."""
     steps, warmup, ema = cfg.train.steps, cfg.optim.warmup, cfg.optim.ema
     found = []
     if warmup >= steps:
@@ -349,18 +349,18 @@ def check_memory(needed: float, device: torch.device) -> None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Memory of the device, or of this machine."""
+    """Memory of a GPU, or else of this machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
     try:
-        sizes = getattr(os, "sysconf")  # noqa: B009  # which Windows lacks
+        sizes = getattr(os, "sysconf")  # noqa: B009  # Windows has none
         return sizes("SC_PAGE_SIZE") * sizes("SC_PHYS_PAGES") / 2**30
-    except (AttributeError, ValueError, OSError):  # a system that does not say
+    except (AttributeError, ValueError, OSError):  # a system that does not report it
         return math.inf
 
 
 def show(facts: dict[str, Any]) -> str:
-    """The facts of a plan, one a line, then its warnings."""
+    """The facts of a plan, one per line, then its warnings."""
     lines = []
     for key, value in facts.items():
         if key == "warnings":

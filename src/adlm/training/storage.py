@@ -1,4 +1,4 @@
-"""Where checkpoints lie: what makes a folder of files a whole checkpoint, and folders at a URL."""
+"""Storage of checkpoints: the manifest that makes a folder a complete checkpoint, and folders at a URL."""
 
 import contextlib
 import json
@@ -12,14 +12,14 @@ from adlm.errors import require
 from adlm.io.paths import check_object, digest, read_json, step_of, sync_folder
 
 # ---- the manifest ----------------------------------------------------------------------------------------------------
-# The manifest of a checkpoint: size and SHA-256 of every file. Where it is and agrees, the checkpoint is whole.
+# The manifest of a checkpoint: size and SHA-256 of every file. If it exists and agrees, the checkpoint is complete.
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 Entries = dict[str, dict[str, Any]]
 
 
 def described(files: Iterable[Path]) -> Entries:
-    """Push files to the disk, and say what they are: name -> size and digest."""
+    """Flush files to the disk, and describe them: name -> size and digest."""
     found = {}
     for path in files:
         flush(path)
@@ -28,13 +28,13 @@ def described(files: Iterable[Path]) -> Entries:
 
 
 def flush(path: Path) -> None:
-    with path.open("r+b") as file:  # Windows flushes only what may be written
+    with path.open("r+b") as file:  # Windows flushes only files opened for writing
         os.fsync(file.fileno())
 
 
 def seal(folder: Path, entries: Entries | None = None) -> list[Path]:
-    """Write the manifest of a folder. `entries`: of the files that hold tensors, where other ranks may have written
-    them. Returns what is added to those, the manifest last."""
+    """Write the manifest of a folder. `entries` describe the files that hold tensors, which other ranks may have
+    written. Returns the other files, the manifest last."""
     if entries is None:
         entries = described(sorted(folder.glob("__*")))
     own = [folder / METADATA, folder / STATE]
@@ -74,9 +74,9 @@ def problem_of(folder: Path) -> str | None:
 # ---- checkpoints at a URL --------------------------------------------------------------------------------------------
 # Checkpoints at a URL of fsspec (s3://, gs://, file://, memory://), for nodes that share no disk.
 #
-# A checkpoint is a folder of files there, too. Nothing can be renamed in an object store, so what makes it complete is
-# its manifest, which is written last and removed first. Every rank sends what it has written; to resume, one rank of
-# each node fetches all files into a folder of its own, where they are checked and read like any other checkpoint.
+# There, too, a checkpoint is a folder of files. An object store cannot rename, so its manifest makes it complete: it is
+# written last and removed first. Every rank sends what it has written. To resume, one rank of each node fetches all
+# files into a local folder, where they are checked and read like any other checkpoint.
 
 
 class RemoteFolder:
@@ -113,7 +113,7 @@ class RemoteFolder:
             self.files.put_file(str(file), self.path(step, file.name))
 
     def fetch(self, step: int, folder: Path) -> None:
-        """All files of a checkpoint into a local folder, which is emptied first."""
+        """Fetch all files of a checkpoint into a local folder, which is emptied first."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for entry in self.files.ls(self.path(step), detail=False):
@@ -122,8 +122,8 @@ class RemoteFolder:
             self.files.get_file(entry, str(folder / name))
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, its manifest first: what is left of it is no checkpoint."""
-        with contextlib.suppress(OSError):  # one too many is no failure
+        """Remove a checkpoint, its manifest first: without one, the rest is no checkpoint."""
+        with contextlib.suppress(OSError):  # an extra checkpoint is harmless
             if self.files.exists(self.path(step, MANIFEST)):
                 self.files.rm_file(self.path(step, MANIFEST))
             self.files.rm(self.path(step), recursive=True)

@@ -1,9 +1,9 @@
-"""Who waits for whom: ranks say what they do, those that wait say what for, and a rank that hangs shows its stack.
+"""Detects hanging ranks: every rank reports what it does or waits for, and a rank that hangs prints its stacks.
 
-Every rank notes what it does (`Watch.at`: two assignments), and a thread of it tells the others through the store where
-the ranks have met. The first rank's thread reads all of them. Where somebody waits for half a minute it says so once,
-and names the ranks that are furthest behind: each of these then prints the stacks of its threads. A rank whose threads
-stand still too (stopped, or inside a call that holds Python's lock) is named all the same, and in the second case
+Every rank notes what it does (`Watch.at`: two assignments), and one of its threads publishes that in the store through
+which the ranks have met. The first rank's thread reads all notes. When a rank has waited for half a minute, it prints
+that once, and names the ranks that are furthest behind: each of these then prints the stacks of its threads. A rank
+whose threads all hang (it is stopped, or inside a call that holds Python's lock) is named, too, and in the second case
 faulthandler prints its stacks without Python's help.
 """
 
@@ -20,35 +20,35 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 LATE = 30.0
-"""Seconds after which a rank that waits says so, and one that is waited for shows its stack."""
+"""Seconds after which a waiting rank is reported, and a rank that others wait for prints its stacks."""
 EVERY = 5.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 
 def note(message: str) -> None:
-    """Say something beside the log lines; to nobody, if the terminal is gone."""
+    """Print a message beside the log lines; ignored if the terminal is gone."""
     with contextlib.suppress(OSError):
         print(f"adlm: {message}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank does."""
+    """What a rank is doing."""
 
     rank: int
     what: str = "starting"
     step: int = -1
     """Optimizer steps taken; -1: training has not begun."""
     waits: bool = False
-    """For the other ranks, and not for itself."""
+    """It waits for other ranks."""
     long: bool = False
-    """May take minutes or hours: no reason to show a stack."""
+    """It may take minutes or hours: no reason to print a stack."""
     seconds: float = 0.0
-    """For how long."""
+    """How long it has been doing this."""
     silent: float = 0.0
-    """Seconds since its threads were last heard of, as the first rank counts them."""
+    """Seconds since its watching thread last reported, as the reading rank counts them."""
     where: str = ""
-    """Host and process."""
+    """Host and process id."""
 
     def __str__(self) -> str:
         quiet = f", not heard of for {self.silent:.0f} s" if self.silent > LATE / 2 else ""
@@ -56,8 +56,8 @@ class Doing:
 
 
 def behind(ranks: Sequence[Doing], late: float = LATE) -> list[Doing]:
-    """The ranks that the others wait for: of those that have taken the fewest steps the ones that do not wait
-    themselves, or all of them; nobody, where no rank has waited for `late` seconds."""
+    """The ranks that the others wait for: among those with the fewest steps, the ones that do not wait themselves, or
+    all if all wait. Empty if no rank has waited for `late` seconds."""
     if not any(r.waits and r.seconds >= late for r in ranks):
         return []
     last = [r for r in ranks if r.step == min(r.step for r in ranks)]
@@ -65,7 +65,7 @@ def behind(ranks: Sequence[Doing], late: float = LATE) -> list[Doing]:
 
 
 def describe(ranks: Sequence[Doing], suspects: Sequence[Doing]) -> str:
-    """Who waits for what since when, and for whom."""
+    """Say which rank waits, for what, since when, and for which ranks."""
     waiting = max((r for r in ranks if r.waits), key=lambda r: r.seconds)
     n = sum(r.waits for r in ranks)
     more = f" ({n} of {len(ranks)} ranks wait)" if n > 1 else ""
@@ -73,10 +73,10 @@ def describe(ranks: Sequence[Doing], suspects: Sequence[Doing]) -> str:
 
 
 class Watch:
-    """The watch of one rank; `start` sets it going, leaving it ends it."""
+    """The watching thread of one rank, between `start` and `stop`."""
 
     def __init__(self, rank: int, size: int, store: Any):
-        """`store`: of the ranks, a connection of its own: a wait through a shared one would block the watch, too."""
+        """`store`: a separate connection to the ranks' store; a wait on a shared one would block this thread, too."""
         self.size, self.store = size, store
         self.doing = Doing(rank, where=f"{socket.gethostname()}, process {os.getpid()}")
         self.since = time.monotonic()
@@ -97,7 +97,7 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def at(self, what: str, step: int | None = None, waits: bool = False, long: bool = False) -> Doing:
-        """Note what this rank begins to do; returns what it did before."""
+        """Note what this rank starts to do; returns what it did before."""
         before, self.since = self.doing, time.monotonic()
         step = before.step if step is None else step
         self.doing = replace(before, what=what, step=step, waits=waits, long=long)
@@ -109,7 +109,7 @@ class Watch:
                 # printed by a thread that needs no Python, unless this one comes back in time
                 faulthandler.dump_traceback_later(LATE + EVERY)
                 self.tell()
-                if self.doing.rank < 2:  # the second stands in for a first one that is not heard of
+                if self.doing.rank < 2:  # the second rank takes over if the first is silent
                     ranks = self.read()
                     first = next((r for r in ranks if r.rank == 0), None)
                     if self.doing.rank == 0 or (first is not None and first.silent > LATE / 2):
@@ -122,7 +122,7 @@ class Watch:
         self.store.set(f"adlm/watch/{self.doing.rank}", json.dumps(told))
 
     def read(self) -> list[Doing]:
-        """What every rank does, as far as it has said so."""
+        """What every rank is doing, for ranks that have reported."""
         keys = [key for rank in range(self.size) if self.store.check([key := f"adlm/watch/{rank}"])]
         now, found = time.monotonic(), []
         for text in self.store.multi_get(keys):
@@ -135,7 +135,7 @@ class Watch:
         return found
 
     def judge(self, ranks: Sequence[Doing]) -> None:
-        """Say who waits for whom, at growing intervals, and ask those for their stacks."""
+        """Report which ranks the others wait for, at growing intervals, and ask those for their stacks."""
         suspects = behind(ranks, self.patience)
         if not suspects:
             if not any(r.waits and r.seconds >= LATE for r in ranks):
@@ -153,7 +153,7 @@ class Watch:
         self.store.set("adlm/watch/stacks", json.dumps({"number": self.shown + 1, "ranks": hung}))
 
     def obey(self) -> None:
-        """Show the stacks of this rank if the first rank has asked for them."""
+        """Print the stacks of this rank if they have been asked for."""
         if not self.store.check(["adlm/watch/stacks"]):
             return
         asked = json.loads(self.store.get("adlm/watch/stacks"))
