@@ -5,15 +5,18 @@ import math
 from dataclasses import replace
 
 import httpx
+import numpy as np
 import pytest
 from dense_blocks import DenseBlocks
 from served import load_tiny, serving
 
 from adlm import cli
 from adlm.api.scoring import left_to_right, whole
+from adlm.diffusion.process import make_schedule
 from adlm.engine import Request, block_of, most_evaluations
 from adlm.io.export import CONFIG
-from adlm.schema import SamplingConfig
+from adlm.samplers.base import make_sampler
+from adlm.schema import NoiseConfig, SamplingConfig
 
 PROMPT = "the cat"
 
@@ -94,6 +97,18 @@ def test_evaluations_are_counted_ahead(lm):
         assert result.nfe <= most_evaluations(request, lm.model, lm.schedule) == 20
         assert sampler == "entropy" or result.nfe == 20
     assert block_of(Request([1, mask], SamplingConfig()), lm.model) == 8
+
+
+@pytest.mark.parametrize("sampler", ["ddpm", "mdlm", "analytic", "remdm-cap", "remdm-loop", "dfm"])
+@pytest.mark.parametrize("parity", ["", "release"])
+def test_the_filling_step_is_counted_ahead(lm, sampler, parity):
+    """A sequence may take one evaluation more than the sampler has steps, where the last step leaves masks."""
+    schedule = make_schedule(NoiseConfig(name="geometric" if sampler in ("ddpm", "analytic") else "loglinear"))
+    settings = SamplingConfig(sampler=sampler, steps=4, parity=parity, block_length=32)
+    request = Request([1, *[lm.model.mask_id] * 31], settings)
+    drawn = make_sampler(settings, schedule)
+    taken = [sum(1 for _ in drawn.trajectory(np.arange(31), seed)) for seed in range(40)]
+    assert max(taken) <= most_evaluations(request, lm.model, schedule) <= max(taken) + 1
 
 
 def test_the_server(lm):

@@ -321,6 +321,9 @@ def most_evaluations(request: Request, model: Network, schedule: Schedule) -> in
     s, block, mask_id = request.settings, block_of(request, model), model.mask_id
     sampler = make_sampler(s, schedule)
     steps = len(getattr(sampler, "t", ())) or s.steps  # a sampler with its own times may take more or fewer
+    rates = getattr(sampler, "rates", None)
+    if rates is not None and bool(rates.reveal[-1] < 1 or rates.remask[-1] > 0):
+        steps += 1  # the filling step, for what the last one leaves masked
     size = block or len(request.tokens)
     holes = [list(request.tokens[a : a + size]).count(mask_id) for a in range(0, len(request.tokens), size)]
     if not sampler.steps_matter:
