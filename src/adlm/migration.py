@@ -191,7 +191,7 @@ def _join_packing(old: dict[str, Any]) -> str:
 
 
 def _split_packing(value: str) -> dict[str, Any]:
-    """Old values for a packing. For `documents`, which are not wrapped: if they were wrapped, they would be a stream."""
+    """Old values for a packing. `documents` are not wrapped; if a setting wraps them after all, they are a stream."""
     one_each = value == "documents"
     return {"data.wrap": not one_each, "data.packing": DataConfig.packing if one_each else value}
 
