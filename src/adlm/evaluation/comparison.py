@@ -2,7 +2,7 @@
 
 Every run is measured on the same sequences with the same noise, so the difference of two bounds is paired: its interval
 is that of the per-sequence differences, far narrower than the two intervals suggest. A bound is never paired with an
-exact likelihood: a causal model is given the first token of a sequence, and a bound lies above the likelihood.
+exact likelihood: a causal model is given the first token of a sequence, and a bound may lie above the true value.
 """
 
 import math

@@ -11,7 +11,7 @@ loglikelihood          causal models: exact. Diffusion: minus the bound on -log 
                        rest masked. It has no noise, and the server returns the same numbers to `local-completions`.
 is_greedy              diffusion: the whole continuation is masked, then the position with the highest confidence is
                        filled with its best token, again and again; true if every token is that of the continuation.
-loglikelihood_rolling  the same for a whole text after a begin token; longer ones in parts of the model's length.
+loglikelihood_rolling  the same for a whole text after a begin token; long texts in parts of the model's length.
 generate_until         the context as prompt, then the sampler of `sampler`, `steps`, ...; greedy unless do_sample.
 """
 
@@ -26,7 +26,7 @@ from adlm.engine.blocks import own_block
 from adlm.errors import choose, missing_extra, require
 
 try:
-    from lm_eval import models  # noqa: F401  # with ours alone in its registry, the harness would not look for its own
+    from lm_eval import models  # noqa: F401  # with only ours registered, the harness would not load its own
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ModuleNotFoundError as error:

@@ -33,7 +33,7 @@ DRAFT = re.compile(r"\.(?:.+\.|writable-)(?P<pid>\d+)")
 KINDS = {
     str: "a text", int: "an integer", float: "a number", bool: "true or false", dict: "a table", list: "a list",
 }  # fmt: skip
-"""Types of JSON in words."""
+"""Names of JSON types, for messages."""
 LARGEST_JSON = 4 * 2**20
 """Most bytes of a file of settings; real ones have a few thousand."""
 MOST_VALUES = 2_500_000

@@ -308,7 +308,7 @@ class InfillLayout:
 
 
 class TaskRows(Blocks):
-    """Sequences in memory, for the loop, which reads prepared ones. Their `lengths` are the predicted positions."""
+    """Sequences in memory, with the interface of prepared ones. Their `lengths` are the predicted positions."""
 
     def __init__(self, examples: list[Example], layout: InfillLayout, tokenizer: Tokenizer):
         self.folder, self.tokens = Path("task"), layout.rows(examples, tokenizer)

@@ -1,4 +1,4 @@
-"""The language of ProsQA and ProntoQA: a parser from sentences about who is what to facts, and what follows from them.
+"""The language of ProsQA and ProntoQA: sentences about who is what, parsed into facts, and what follows from them.
 
 Grading and generation need no parser (published files and generators include the trace); it exists to check that the
 text of a question alone determines its answer.

@@ -116,7 +116,7 @@ def serve_models(cfg: Config, paths: list[str], listener: socket.socket, said: s
     if said:
         print(said, flush=True)
     server.run(sockets=[listener])
-    service.stop_workers(0.1)  # after a second signal they were not told yet
+    service.stop_workers(0.1)  # a second signal ends the server without stopping them
     if service.undone:
         log.warning("left undone, inside a step: %s", "; ".join(service.undone))
         atexit.register(leave, service)

@@ -133,27 +133,27 @@ async def static(name: str) -> Response:
 @router.head("/healthz", response_class=PlainTextResponse, include_in_schema=False)
 @router.get("/healthz", response_class=PlainTextResponse, responses=NAME_ONLY)
 async def healthz() -> str:
-    """The process answers."""
+    """Whether the process is alive."""
     return "ok\n"
 
 
 @router.head("/readyz", response_class=PlainTextResponse, include_in_schema=False)
 @router.get("/readyz", response_class=PlainTextResponse, responses={**NAME_ONLY, 503: {"description": MEANING[503]}})
 async def readyz(request: Request) -> Response:
-    """Models are loaded and new work is taken."""
+    """Whether models are loaded and new work is accepted."""
     ready = request.app.state.service.ready
     return PlainTextResponse("ready\n" if ready else "not ready\n", 200 if ready else 503)
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=KEY_ONLY)
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     return PlainTextResponse(request.app.state.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/v1/models", responses=KEY_ONLY)
 async def models(request: Request) -> answers.ModelList:
-    """The models that are served, with their samplers and defaults."""
+    """The served models, with their samplers and defaults."""
     return answers.ModelList(data=[served.card() for served in request.app.state.service.models.values()])
 
 
@@ -167,7 +167,7 @@ async def model(id: str, request: Request) -> answers.ModelCard:
 
 @router.post("/v1/tokenize", responses=ERRORS)
 async def tokenize(body: b.TextBody, request: Request) -> answers.Pieces:
-    """The pieces a text is made of."""
+    """Split a text into tokens, each with its piece of the text."""
     service: Service = request.app.state.service
     return await service.prepare(service.model(body.model).tokenize, body.text)
 

@@ -161,8 +161,8 @@ Settings: Any = create_model("Settings", __base__=Body, **FIELDS)
 
 
 class CanvasBody(Settings):
-    """What is to be filled: free text, after a prompt, into a template, or holes (null) between tokens. Settings that
-    are left out have the server's defaults; a seed that is left out is drawn, and returned."""
+    """The canvas to fill: free text, text after a prompt, a template, or tokens with holes (null). Omitted settings
+    have the server's defaults; an omitted seed is drawn at random, and returned."""
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
     prompt: Text | None = Field(None, description=keys()["sampling.prompt"].help)
