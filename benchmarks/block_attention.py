@@ -1,10 +1,10 @@
-"""Attention of block diffusion on a GPU: flex_attention against a dense mask, forward and backward, and their times.
+"""Attention of block diffusion on a GPU: flex_attention compared with a dense mask, forward and backward, and timed.
 
     python benchmarks/block_attention.py [--batch 32] [--length 1024]
 
-Prints one JSON line: the largest differences in bf16 and float32, and milliseconds of both ways. Also compares one
-training step of a small network, compiled, with the same step uncompiled and with a dense mask. Ends with status 1 if
-anything differs by more than rounding.
+Prints one JSON line: the largest differences in bf16 and float32, and milliseconds of both versions. Also compares one
+compiled training step of a small network with the same step uncompiled and with a dense mask. Ends with status 1 if any
+difference is larger than rounding.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def block_lengths(batch: int, length: int) -> Tensor:
 
 
 def attention(batch: int, length: int, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
-    """Largest relative differences of output and gradients, and milliseconds of both ways."""
+    """Largest relative differences of output and gradients, and milliseconds of both versions."""
     torch.manual_seed(0)
     shapes = [(batch, heads, 2 * length, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
@@ -55,7 +55,7 @@ def attention(batch: int, length: int, dtype: torch.dtype) -> tuple[dict[str, fl
 
 
 def step(anchored: bool, shift: bool, compiled: bool, tiled: bool) -> tuple[float, Tensor]:
-    """Loss and gradient of the embedding of one training step of a small Llama-type network."""
+    """Loss, and gradient of the embedding, of one training step of a small Llama-type network."""
     torch.manual_seed(0)
     cfg = ModelConfig(
         hidden_size=192, n_heads=3, n_kv_heads=1, n_blocks=4, n_denoiser_blocks=2, length=256, dropout=0.0,

@@ -1,19 +1,19 @@
-"""Generation in blocks against autoregressive decoding of the same weights: tokens per second, in one run.
+"""Generation in blocks compared with autoregressive decoding of the same weights: tokens per second, in one run.
 
     python benchmarks/blocks.py MODEL [--judge FOLDER]                # a run folder or export that writes in blocks
     python benchmarks/blocks.py --random                              # random weights of SmolLM2-135M's shape
     python benchmarks/blocks.py --random --shape tiny --tokens 64     # small enough for a CPU
 
-Autoregressive decoding is block length 1 in the same engine: one clean token read an evaluation, with the same cache,
-the same CUDA graphs and the same draw. Blocks of `--block` tokens are drawn with 16, 8 and 4 evaluations each
-(`--evaluations`): by `mdlm`, whose steps that draw nothing cost nothing, so that it takes fewer than its steps, and by
-`confidence`, the surest positions first, exactly so many. Batches of 1, 16 and 64 (`--batches`); every text has
-`--tokens` new tokens after its prompt. The first texts of each kind warm up and are not counted.
+Autoregressive decoding is block length 1 in the same engine: one clean token per evaluation, with the same cache, the
+same CUDA graphs and the same way of drawing. Blocks of `--block` tokens are drawn with 16, 8 and 4 evaluations each
+(`--evaluations`): by `mdlm`, which skips steps that draw nothing and so needs fewer, and by `confidence`, which draws
+the most confident positions first and needs exactly that many. Batches of 1, 16 and 64 (`--batches`); every text has
+`--tokens` new tokens after its prompt. The first texts of each kind are a warm-up and are not counted.
 
 With `--judge` a causal model (a folder, a GGUF file, or a hub name) scores the texts of the largest batch: perplexity,
-and entropy of tokens, at `--temperature` and `--top-p`. Random weights have nothing to be judged.
+and entropy of tokens, at `--temperature` and `--top-p`. Texts of random weights are not judged.
 
-One line a setting, and one JSON document at the end (`--out` writes it to a file, too).
+Prints one line per setting, and one JSON document at the end (`--out` also writes it to a file).
 """
 
 import argparse
@@ -52,7 +52,7 @@ FIELDS = ("method", "batch", "evaluations", "tokens_per_s", "ms_per_evaluation",
 
 
 def random_model(shape: str, block: int, length: int) -> Network:
-    """A model whose predictions are as peaked as a trained one's, so that confidences differ."""
+    """A model with random weights, but with predictions as peaked as a trained model's, so that confidences differ."""
     vocab_size, sizes = SHAPES[shape]
     cfg = ModelConfig(**LLAMA, **sizes, length=length, block_length=f"{block},1")
     model = build_model(cfg, vocab_size, vocab_size - 1)
@@ -73,7 +73,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(engine: Engine, asked: list[Request], device: torch.device) -> tuple[list[Result], float, int]:
-    """Results, seconds and network calls of a batch that starts together."""
+    """Results, seconds and network calls of a batch of requests that start together."""
     for request in asked:
         engine.submit(request)
     synchronize(device)
@@ -111,7 +111,7 @@ def cases(args: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
     ar = {"sampler": "autoregressive", "block_length": 1}
     found = [{"method": "ar", "batch": batch, "settings": ar}]
     for T in args.evaluations:
-        for sampler, more in (("mdlm", {}), ("confidence", {"threshold": 2.0})):  # never sure: as many as must be
+        for sampler, more in (("mdlm", {}), ("confidence", {"threshold": 2.0})):  # one evaluation per step
             settings = {"sampler": sampler, "steps": T, "block_length": args.block, **more}
             found.append({"method": f"{sampler} K={args.block} T={T}", "batch": batch, "settings": settings})
     return found

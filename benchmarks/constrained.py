@@ -1,9 +1,9 @@
-"""What a constraint costs a step: seconds of a step with and without one, at a large vocabulary; one JSON line.
+"""The cost of a constraint: seconds of a step with and without one, with a large vocabulary; one JSON line.
 
     python benchmarks/constrained.py                           # CPU, vocabulary 49,152, 256 positions
     python benchmarks/constrained.py --device cuda --length 1024
 
-Weights are random. The vocabulary is made of random pieces of text, so that no file is needed.
+Weights are random. The vocabulary consists of random pieces of text, so no file is needed.
 """
 
 import argparse

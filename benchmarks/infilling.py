@@ -1,14 +1,14 @@
-"""How well does a model fill holes in sentences that it has not seen? Exact matches, and what a judge thinks.
+"""How well does a model fill holes in unseen sentences? Exact matches, and the likelihood under a judge.
 
     python benchmarks/infilling.py MODEL [MODEL ...] --texts held-out.jsonl --judge FOLDER [--sentences 200] [--hole 5]
 
-Up to two sentences of each document of `--texts`, in order, of 12 to 40 words. The hole is `--hole` tokens of the
-judge's tokenizer that are whole words, somewhere inside. A diffusion model reads what stands on both sides and is told
-how many of its own tokens are missing; it fills in the surest one first. A causal model continues the left side with as
-many tokens, and never sees the right one. All are greedy. The judge, a causal model, reads the whole sentences; so does
-it those that were not changed.
+The sentences are up to two of each document of `--texts`, in order, with 12 to 40 words. The hole is `--hole` tokens of
+the judge's tokenizer that are whole words, somewhere inside. A diffusion model reads both sides of the hole and gets
+the number of its own tokens that are missing; it fills in the most confident token first. A causal model continues the
+left side with as many tokens and never sees the right side. All are greedy. The judge, a causal model, scores the
+whole sentences, and also the original ones.
 
-One line a model, and one JSON document at the end (`--out` writes it, with all fillings, to a file).
+Prints one line per model, and one JSON document at the end (`--out` writes it, with all fillings, to a file).
 """
 
 import argparse
@@ -32,14 +32,14 @@ from adlm.io.paths import pick_device  # noqa: E402
 from adlm.reasoning.answers import wilson  # noqa: E402
 
 WORDS = range(12, 41)
-"""Of a sentence."""
+"""Numbers of words that a sentence may have."""
 BATCH = 16
 UNSURE = 2.0
-"""A threshold of confidence that nothing reaches, so that every evaluation fills in one token."""
+"""A confidence threshold that is never reached, so that every evaluation fills in one token."""
 
 
 class Hole(NamedTuple):
-    """A sentence in three parts; the middle one begins with a space."""
+    """A sentence in three parts; the middle part begins with a space."""
 
     left: str
     middle: str
@@ -47,7 +47,7 @@ class Hole(NamedTuple):
 
 
 def sentences(documents: Iterable[str]) -> Iterator[str]:
-    """Of each document the second and third sentence that is neither short nor long, nor looks like a template."""
+    """The second and third sentences of each document that are neither short nor long, nor look like a template."""
     for document in documents:
         parts = re.split(r"(?<=[.!?])\s+", document)
         fit = (s for s in parts if len(s.split()) in WORDS and s.isprintable() and "[" not in s and s[-1] in ".!?")
@@ -55,7 +55,7 @@ def sentences(documents: Iterable[str]) -> Iterator[str]:
 
 
 def cut(sentence: str, judge: Judge, tokens: int, chance: random.Random) -> Hole | None:
-    """A hole of so many tokens between whole words; None where there is no room for one."""
+    """A hole of `tokens` tokens between whole words; None if there is no room for one."""
     starts = [match.start() for match in re.finditer(r" (?=\w)", sentence)]
     found = []
     for i, a in enumerate(starts[1:-1], 1):
@@ -65,7 +65,7 @@ def cut(sentence: str, judge: Judge, tokens: int, chance: random.Random) -> Hole
 
 
 def fill(lm: LanguageModel, holes: list[Hole]) -> list[str]:
-    """What the model puts in each hole."""
+    """The model's text for each hole."""
     numbers = [len(lm.tokenizer.encode(hole.middle)) for hole in holes]
     if lm.model.config.causal:
         texts = [

@@ -1,13 +1,13 @@
-"""Is the loss curve of the fast step that of the dense reference implementation?
+"""Does the fast step have the same loss curve as the dense reference implementation?
 
 Both have the same starting weights, the same text (GPT-2 tokens) and the same noise.
 
     python benchmarks/loss_parity.py FOLDER [steps=200] [out=FILE] [key=value ...]     # FOLDER: of `adlm data prepare`
 
-Dropout and rounding make two runs of one step differ too, so the fast step is also run with another seed: the
-difference between the two must stay below the difference between the seeds. The rate rises over the first steps:
-without that all curves spike early, and a spike multiplies every difference. One JSON document: the root mean square
-of both differences in the first ten steps and over the last half; FILE also has all losses.
+Dropout and rounding make two runs of the same step differ, too. So the fast step is also run with another seed: the
+difference between the two implementations must be smaller than the difference between the seeds. The learning rate
+has a warmup: without it all curves spike early, and a spike multiplies every difference. Prints one JSON document: the
+root mean square of both differences in the first ten steps and over the last half; FILE also has all losses.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""How long a visitor waits for the first whole text: the page in a browser, the model in the package, default settings.
+"""Time until a visitor sees the first complete text: the page in a browser, the model in the package, default settings.
 
     python benchmarks/page.py          on idle cores; needs the extras serve and test, and chromium
 
-Prints one JSON document: seconds from the click to the whole text, evaluations, milliseconds of each, and the layout
+Prints one JSON document: seconds from the click to the complete text, evaluations, milliseconds of each, and the layout
 shift of the film and of the run.
 """
 

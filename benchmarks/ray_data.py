@@ -2,8 +2,8 @@
 
     python benchmarks/ray_data.py --megabytes 40 --workers 1 2
 
-First the plain path; then Ray with each number of workers; then Ray with a worker killed in the middle, which Ray
-mends; then the whole command killed in the middle, and a rerun that continues. It fails if a prepared folder differs.
+First without Ray; then Ray with each number of workers; then Ray with a worker killed in the middle, from which Ray
+recovers; then the whole command killed in the middle, and a rerun that resumes. Fails if a prepared folder differs.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def prepare(line: list[str]) -> tuple[Path, dict]:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Everything in a prepared folder, the time it took left out."""
+    """The contents of a prepared folder, except for the time it took."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("seconds")
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "manifest.json"} | {"manifest": manifest}
@@ -63,7 +63,7 @@ def wait_for_shards(cache: Path, n: int, process: subprocess.Popen) -> None:
 
 
 def kill_one_worker(process: subprocess.Popen) -> str:
-    """A worker of the Ray that this process has started: a grandchild, called after its task."""
+    """Kill a worker of the Ray that this process has started: a grandchild process, named after its task."""
     import psutil
 
     found = psutil.Process(process.pid).children(recursive=True)

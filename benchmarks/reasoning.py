@@ -1,13 +1,13 @@
-"""Every reasoning method from scratch on a CPU: does a nano model learn a 2-hop task, to which accuracy, in which time?
+"""Every reasoning method from scratch on a CPU: does a nano model learn a 2-hop task, how accurately, and how fast?
 
-    python benchmarks/reasoning.py [method ...] [key=value ...]      # OMP_NUM_THREADS cores, one unless said otherwise
+    python benchmarks/reasoning.py [method ...] [key=value ...]      # OMP_NUM_THREADS cores, by default one
 
 The questions are those of task=prosqa-2hop: two chains of two statements, shuffled, and two candidates of equal depth,
-so that only who is asked about tells which one is right. They are generated once for all methods. Every method has the
-same settings and begins with the same steps on stories (reason.story_steps), which its time includes. Accuracies are
-on 500 test questions that share nothing with the training set; the goal is above 95 % for every method
-(docs/reasoning.md has the results). Rules that do not look at the name are scored beside them. The last line of stdout
-is one JSON document.
+so that only the name in the question determines the right one. They are generated once for all methods. Every method
+has the same settings and begins with the same steps on stories (reason.story_steps), which are part of its time.
+Accuracies are on 500 test questions that are not in the training set; the goal is above 95 % for every method
+(docs/reasoning.md has the results). Rules that do not look at the name are scored for comparison. The last line of
+stdout is one JSON document.
 """
 
 import json
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> None:
 
 
 def questions(folder: Path, overrides: list[str]) -> tuple[dict[str, float], list[str]]:
-    """Training, validation and test questions as files: how well blind rules do on the test, and the overrides."""
+    """Write training, validation and test questions to files; return the accuracies of blind rules on the test
+    questions, and the overrides."""
     cfg = config.load([*SETTINGS, *overrides])
     splits = load_splits(cfg.reason, cfg.seed)
     sets = {"train": splits.train, "valid": splits.valid, "test": splits.tests["generated"]}

@@ -8,16 +8,16 @@ Three ways to the same answers, from scratch, of the same width and number of bl
   adlm          two stages; the anchors are the nodes of the path (objective.anchor_rule=given)
   mdlm-matched  one stage with as many blocks
   acot          a causal model with as many blocks, staged as in the paper
-All three read the same questions and nothing else: no stories come first (reason.story_steps), which are made for the
-causal model. `prepare` needs hydra and writes FOLDER/settings.json; `run` needs neither. `reads` are the sequences that
-adlm reads; the others get as many as cost the same. The diffusion models are asked twice: with one step per position in
-random order (mdlm), and most certain positions first (confidence), both greedy. A run that the time cuts short is
-continued by the same command. With until=N a diffusion model that had 90% of the validation questions right N times in
-a row is through: it is not trained further and not tested, and the report compares how long each kind of run waited
-(the log-rank test, its p from all ways to deal the runs out). REPORT receives diffusion.json and metrics.jsonl; the
-table is printed. Its column `90% at` is the share of the training FLOPs after which a run had 90% of the validation
-questions right and did not fall below again (train.sample_every=N asks a diffusion model every N steps,
-train.valid_every=N a causal one).
+All three read the same questions and nothing else: there are no stories first (reason.story_steps), since they are
+designed for the causal model. `prepare` needs hydra and writes FOLDER/settings.json; `run` does not need hydra. `reads`
+is the number of sequences that adlm reads; the others get as many as cost the same. The diffusion models answer twice:
+with one step per position in random order (mdlm), and most confident positions first (confidence), both greedy. The
+same command resumes a run that ran out of time. With until=N a diffusion model that had 90% of the validation questions
+right N times in a row is through: it is not trained further and not tested, and the report compares the times that the
+two kinds of runs needed (log-rank test, p from all permutations of the runs). REPORT receives diffusion.json and
+metrics.jsonl; the table is printed. Its column `90% at` is the fraction of the training FLOPs after which a run had 90%
+of the validation questions right and never fell below again (train.sample_every=N tests a diffusion model every N
+steps, train.valid_every=N a causal one).
 """
 
 import itertools
@@ -59,11 +59,11 @@ RUNS = {
     "acot": ("algo=ar-matched", "method=acot", "train.compile=block", "train.valid_every=700"),
 }
 TESTS = {"prosqa-terse": "prosqa-terse-balanced"}
-"""Test sets of a task beside its own."""
+"""Further test sets of a task."""
 THROUGH = 0.9
-"""Fraction of the validation questions that a run has right when it is through."""
+"""A run is through when it has this fraction of the validation questions right."""
 MOST_RUNS = 20
-"""That are compared by dealing them out in all ways."""
+"""The most runs that are compared by trying all permutations."""
 ACCURACY = re.compile(r"accuracy ([\d.]+) %")
 OPTIONS = {
     "folder": "", "out": "runs/infill", "report": "", "minutes": "9", "reads": "894000", "seeds": "1,2,3", "runs": "",
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
 
 
 def run(folder: Path, options: dict[str, str], overrides: dict[str, str]) -> None:
-    """Train and ask what is missing until the time is up; then the report."""
+    """Train and test the missing runs until the time is up; then write the report."""
     out, report = Path(options["out"]), Path(options["report"] or options["out"])
     report.mkdir(parents=True, exist_ok=True)
     settings = json.loads((folder / "settings.json").read_text())
@@ -123,7 +123,7 @@ def run(folder: Path, options: dict[str, str], overrides: dict[str, str]) -> Non
 
 
 def with_length(cfg: Config, task: Infilling) -> Config:
-    """The settings with one position for each of a sequence, and one step of a sampler for each that is filled in."""
+    """The settings with the length of the task's sequences, and one sampler step for each position to fill in."""
     sampling = replace(cfg.sampling, steps=task.layout.filled)
     return replace(cfg, model=replace(cfg.model, length=task.layout.length), sampling=sampling)
 
@@ -139,7 +139,8 @@ def row_flops(cfg: Config, task: Infilling) -> float:
 
 
 def diffusion(cfg: Config, task: Infilling, budget: float, until: int) -> dict[str, Any] | None:
-    """Train through the loop of `adlm train`, then fill in the test questions; none where it is through before."""
+    """Train with the loop of `adlm train`, then answer the test questions; none if the run is through before its
+    end."""
     cfg = with_length(cfg, task)
     cost, size = row_flops(cfg, task), cfg.train.global_batch_size
     steps = max(1, round(budget / (cost * size)))
@@ -165,7 +166,7 @@ def diffusion(cfg: Config, task: Infilling, budget: float, until: int) -> dict[s
 
 @contextmanager
 def stopped_when_through(cfg: Config, until: int) -> Iterator[None]:
-    """Stop the training within, as a user would, once it is through; never if `until` is 0."""
+    """Stop training inside this context, as a user would, once the run is through; never if `until` is 0."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -190,7 +191,8 @@ def is_through(curve: list[tuple[float, float]], until: int) -> bool:
 
 
 def causal(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None:
-    """The same for the causal model, in as many epochs as cost the same. Its last stage is twice as long as another."""
+    """The same for the causal model, with as many epochs as cost the same. Its last stage is twice as long as the
+    others."""
     plans, encoded = plans_of(cfg.reason), encode(task.train[:256], task.tokenizer)
     costs = []
     for plan in plans:
@@ -200,7 +202,7 @@ def causal(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None
         costs.append(len(task.train) * length * flops.training_per_token)
 
     def spent(epochs: int) -> np.ndarray:
-        """FLOPs after each epoch of so many."""
+        """FLOPs after each epoch of a run with `epochs` epochs."""
         each = max(1, epochs // (len(plans) + 1))
         return np.cumsum([costs[min(epoch // each, len(plans) - 1)] for epoch in range(epochs)])
 
@@ -224,7 +226,7 @@ def causal(cfg: Config, task: Infilling, budget: float) -> dict[str, Any] | None
 
 
 def along(cfg: Config) -> list[tuple[int, float]]:
-    """Steps, and the fraction of the validation questions that was right after so many."""
+    """(steps, fraction of the validation questions that was right after them) during training."""
     found = []
     for event in read_metrics(Path(cfg.out)):
         said = ACCURACY.search(event.get("text", ""))
@@ -234,14 +236,14 @@ def along(cfg: Config) -> list[tuple[int, float]]:
 
 
 def reached(curve: list[tuple[float, float]]) -> float | None:
-    """The share of the training FLOPs after which the run was through and stayed so."""
+    """The fraction of the training FLOPs after which the run was through and stayed so."""
     late = list(itertools.takewhile(lambda point: point[1] >= THROUGH, reversed(curve)))
     return late[-1][0] if late else None
 
 
 def log_rank(waits: list[float | None], of_first: int) -> float:
-    """How much sooner the first `of_first` runs are through than chance has it, with the rest as the other kind; in
-    runs. None: never."""
+    """The log-rank statistic, in runs: how many more of the first `of_first` runs were through early than expected by
+    chance, compared with the rest. None: never through."""
     times = sorted({wait for wait in waits if wait is not None})
     sooner = 0.0
     for time in times:
@@ -252,7 +254,7 @@ def log_rank(waits: list[float | None], of_first: int) -> float:
 
 
 def log_rank_p(first: list[float | None], second: list[float | None]) -> float:
-    """Two-sided, over all ways to deal the runs out."""
+    """Two-sided p-value over all permutations of the runs."""
     waits, n = first + second, len(first)
     seen, as_far, ways = abs(log_rank(waits, n)), 0, 0
     for chosen in itertools.combinations(range(len(waits)), n):
@@ -262,7 +264,7 @@ def log_rank_p(first: list[float | None], second: list[float | None]) -> float:
 
 
 def write_report(report: Path, out: Path) -> None:
-    """Every run with its accuracies; and all metrics."""
+    """Write every run with its accuracies, and all metrics."""
     runs = sorted(path.parent for path in out.glob("*/answers.json"))
     results = {run.name: json.loads((run / "answers.json").read_text()) for run in runs}
     (report / "diffusion.json").write_text(json.dumps(results, indent=1))

@@ -1,17 +1,17 @@
-"""The reasoning experiments from a pretrained base on one GPU: the paper's numbers, and whether anchors earn them.
+"""The reasoning experiments from a pretrained base on one GPU: are the paper's numbers reached, and due to anchors?
 
     python benchmarks/reasoning_gpu.py prepare data=DATA folder=FOLDER
     python benchmarks/reasoning_gpu.py run folder=FOLDER base=SmolLM2.gguf out=runs/reasoning report=REPORT [minutes=9]
         [runs=prosqa-icot-1,...] [gate=0.9] [tiny=true] [key=value ...]
 
 `prepare` needs hydra and the published files (DATA/prosqa, prontoqa, gsm8k, gsm8k_icot); it writes the questions and
-the settings of every run to FOLDER (10 MB), which is all that `run` needs beside the package and the base: no hydra.
+the settings of every run to FOLDER (10 MB). `run` needs only these, the package and the base, and not hydra.
 
-`run` trains what has no results yet, in the order of SCHEDULE, until `minutes` are over; then it saves and stops, and
-the same command continues bit for bit where it stopped, as long as `out` is there. The first run is the gate: if its
+`run` trains the runs without results, in the order of SCHEDULE, until `minutes` are over; then it saves and stops, and
+the same command resumes bit for bit where it stopped, as long as `out` exists. The first run is the gate: if its
 accuracy on the published test is below `gate`, the others are not started. Methods with the same first stage share it.
 REPORT receives table.txt (accuracies with intervals, McNemar's tests), results.json (with the speed of every run),
-answers.json (which questions each run answered rightly), speed.json and metrics.jsonl.
+answers.json (which questions each run answered correctly), speed.json and metrics.jsonl.
 """
 
 import json
@@ -52,8 +52,8 @@ class Planned(NamedTuple):
         return f"{self.task}-{self.method}{self.label}-{self.seed}"
 
 
-# Batches of 128 in one micro-batch, one compiled block. A step takes 100 ms, which the host can launch in time: CUDA
-# graphs would gain nothing, and hold the memory of each of six lengths.
+# Batches of 128 in one micro-batch, one compiled block. A step takes 100 ms, long enough for the host to launch the
+# kernels: CUDA graphs would gain nothing, and would take memory for each of six lengths.
 FAST = (
     "algo=ar", "train.compile=block", "train.log_every=20", "eval.batch_size=500", "checkpoint.every=1000000",
     "checkpoint.keep=1",
@@ -84,12 +84,12 @@ SCHEDULE = [
     Planned("prosqa", "acot", 1, ",mixed", ("reason.mixing=0.1",)),
 ]
 SIZES = {"prosqa": (17_920, 300, 500), "prontoqa": (9_088, 200, 800)}
-"""Training, validation and test questions that are generated. Those that a test set holds, too, are left out of the
-training; what is kept are whole batches of 128, so that no batch has a shape of its own."""
+"""Numbers of generated training, validation and test questions. Questions that are also in a test set are left out of
+the training set, which is then cut to whole batches of 128, so that all batches have the same shape."""
 SPARE = 128
 EXTRA_TESTS = {"prosqa": ("prosqa-balanced", "prosqa-7hop", "prosqa-8hop"), "prontoqa": ()}
 PUBLISHED = {"prosqa": "prosqa_test", "prontoqa": "prontoqa_test", "gsm8k": "test"}
-"""The test set of each task by which it is judged."""
+"""The published test set of each task."""
 TINY = {
     "model.hidden_size": 32, "model.n_heads": 2, "model.n_blocks": 1, "train.global_batch_size": 4,
     "train.batch_size": 4, "train.log_every": 2, "train.valid_every": 0,
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
 
 
 def prepare(data: Path, folder: Path, tiny: bool) -> None:
-    """The questions of all tasks, and the settings of all runs."""
+    """Write the questions of all tasks, and the settings of all runs."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {}
     for task in COURSES:
@@ -128,7 +128,7 @@ def prepare(data: Path, folder: Path, tiny: bool) -> None:
 
 
 def make_questions(task: str, data: Path, folder: Path, tiny: bool) -> dict[str, Any]:
-    """Files of a task's questions, written once, and the settings that name them, relative to the folder."""
+    """Write the files of a task's questions, once; return the settings that name them, relative to the folder."""
     sizes = (16, 4, 4) if tiny else SIZES[task]
     made = questions(task, sum(sizes))
     sets = {"train": made[: sizes[0]], "valid": made[sizes[0] : sizes[0] + sizes[1]], "generated": made[-sizes[2] :]}
@@ -151,7 +151,7 @@ def make_questions(task: str, data: Path, folder: Path, tiny: bool) -> dict[str,
 
 
 def copy_gsm8k(data: Path, folder: Path) -> dict[str, Any]:
-    """All problems of the published training file but those of the validation file."""
+    """Copy all problems of the published training file except those of the validation file."""
     for path in (data / "gsm8k/train.jsonl.xz", data / "gsm8k/test.jsonl", data / "gsm8k_icot/valid.txt"):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
@@ -162,7 +162,7 @@ def copy_gsm8k(data: Path, folder: Path) -> dict[str, Any]:
 
 
 def questions(task: str, n: int) -> list[Example]:
-    """n different questions, made by all cores: each worker has its own seed, and doubles are dropped."""
+    """n different questions, generated on all cores: each worker has its own seed, and duplicates are dropped."""
     cores = min(os.cpu_count() or 1, max(1, n // 50))
     each = -(-n // cores) + n // (20 * cores) + 1
     with ProcessPoolExecutor(cores) as pool:
@@ -180,7 +180,7 @@ def some(task: str, n: int, worker: int) -> list[Example]:
 
 
 def run(options: dict[str, str], overrides: dict[str, str]) -> None:
-    """Train what is missing until the time is up."""
+    """Train the missing runs until the time is up."""
     began, folder, out = time.monotonic(), Path(options["folder"]), Path(options["out"])
     report, minutes = Path(options["report"] or out), float(options["minutes"])
     settings = json.loads((folder / "settings.json").read_text())
@@ -190,7 +190,7 @@ def run(options: dict[str, str], overrides: dict[str, str]) -> None:
     report.mkdir(parents=True, exist_ok=True)
     timer = threading.Timer(60 * minutes, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.daemon = True
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("time is up"))  # between two runs; inside one it saves and stops
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("time is up"))  # between two runs; a run saves and stops
     timer.start()
     try:
         for name in names:
@@ -226,7 +226,7 @@ def config_of(
 
 
 def passes(gate: Path, least: float) -> bool:
-    """The gate is not there yet, or good enough on the published test (or, without one, on the validation)."""
+    """Whether the gate has not been run yet, or is good enough on the published test (without one, on validation)."""
     if not (gate / "results.json").is_file():
         return True
     results = read_results(gate)
@@ -242,7 +242,7 @@ def say(began: float, text: str) -> None:
 
 
 def write_report(report: Path, out: Path, names: list[str]) -> None:
-    """All results so far, and the metrics of the run that is not finished."""
+    """Write all results so far, and the metrics of the unfinished run."""
     done = [name for name in names if (out / name / "results.json").is_file()]
     begun = [name for name in names if (out / name / "metrics.jsonl").is_file()]
     lines = [json.dumps({"run": name} | event) for name in begun for event in read_metrics(out / name)]
@@ -270,7 +270,7 @@ def write_report(report: Path, out: Path, names: list[str]) -> None:
 
 
 def speed(run: Path) -> dict[str, float]:
-    """Medians over the log lines, the first ones, in which shapes are compiled, left out."""
+    """Medians over the log lines, without the first ones, during which shapes are compiled."""
     events = [event for event in read_metrics(run) if event["kind"] == "train"]
     keys = ("examples_per_s", "tokens_per_s", "mfu", "memory_gib")
     return {key: median(e[key] for e in events[len(events) // 4 :]) for key in keys if events and key in events[-1]}

@@ -1,10 +1,10 @@
-"""Two replicas behind HAProxy under load, on loopback: one is killed with -9, one drained with TERM.
+"""Two replicas behind HAProxy under load, on loopback: one is killed with SIGKILL, one drained with SIGTERM.
 
     python benchmarks/replicas.py --clients 16 --seconds 60
 
-Clients ask for texts of known seeds and compare every answer, as in benchmarks/serving.py. After a quarter of the time
-one replica is killed and started again; after it is back the other one gets SIGTERM. It fails if an answer is wrong, if
-a request got no answer at all, if more requests failed than the killed replica had in hand, or if the drained replica
+Clients request texts with known seeds and compare every answer, as in benchmarks/serving.py. After a quarter of the
+time one replica is killed and started again; when it is back, the other one gets SIGTERM. Fails if an answer is wrong,
+if a request got no answer, if more requests failed than the killed replica was working on, or if the drained replica
 did not end with status 0. HAProxy's configuration is deploy/haproxy.cfg.
 """
 
@@ -52,13 +52,13 @@ def start(path: Path, port: int, slots: int) -> subprocess.Popen:
 
 
 def in_hand(port: int) -> int:
-    """Sequences that a replica works on or holds back."""
+    """Sequences that a replica is working on or has in its queue."""
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     return sum(int(float(v)) for v in re.findall(r"^adlm_(?:slots_in_use|queue_depth)\{.*\} (\S+)", text, re.MULTILINE))
 
 
 class Load:
-    """Clients that ask until told to stop."""
+    """Clients that send requests until told to stop."""
 
     def __init__(self, port: int, pool: list[dict], texts: list[list[int]]):
         self.port, self.pool, self.texts = port, pool, texts
@@ -96,7 +96,7 @@ async def scene(args: argparse.Namespace, path: Path, load: Load, ports: list[in
     clients = [asyncio.create_task(load.client(i)) for i in range(args.clients)]
     await asyncio.sleep(args.seconds / 4)
     events["answers before the kill"] = sum(load.statuses.values())
-    # what is asked and what is killed are not one moment: what it may have had at most is the number of clients
+    # this count is taken just before the kill; by then the replica may have up to one sequence per client
     events["in hand of the killed"] = await asyncio.to_thread(in_hand, ports[0])
     replicas[0].send_signal(signal.SIGKILL)
     replicas[0].wait()

@@ -1,4 +1,4 @@
-"""Load on a server over loopback: throughput, latency, memory, and every answer checked; one JSON line at the end.
+"""Load test of a server over loopback: throughput, latency, memory, every answer checked; one JSON line at the end.
 
     python benchmarks/serving.py                                        # CPU: a small model, short sequences
     python benchmarks/serving.py --model wide --causal --lengths 24 32  # CPU: bound by reading weights
@@ -7,15 +7,15 @@
 
 A server is started as its own process. Clients (standard library only) draw from a fixed pool of requests of mixed
 lengths, steps and samplers, first one at a time, then `--concurrency` at once, for `--seconds` each. The pool's texts
-are computed with `lm.generate` before, and every answer is compared. At last `--requests` more are sent while the
-server's memory is watched. Weights are random. It fails if an answer is wrong, lost or not 200.
+are computed with `lm.generate` before, and every answer is compared. Finally `--requests` more are sent while the
+server's memory is watched. Weights are random. Fails if an answer is wrong, lost or not 200.
 
-With `--hostile` it measures something else: the latency of `--ordinary` clients alone, then beside hostile ones, then
-alone again, in one run. The hostile ones are those of HOSTILE, each again as soon as it is answered.
+With `--hostile` it measures the latency of `--ordinary` clients instead: alone, then beside hostile ones, then alone
+again, in one run. The hostile requests are those of HOSTILE; each is sent again as soon as it is answered.
 
-On a GPU bf16 rounds differently in batches of different sizes, so that now and then a draw falls to another token:
-there an answer is wrong if less than half of its tokens are the expected ones (of two different requests about one in
-twenty agrees), and the fraction of equal tokens is reported.
+On a GPU bf16 rounds differently in batches of different sizes, so that a draw sometimes gives another token: there an
+answer is wrong if less than half of its tokens are the expected ones (for two different requests about one in twenty
+agrees), and the fraction of equal tokens is reported.
 """
 
 import argparse
@@ -45,13 +45,13 @@ from adlm.models import build_model  # noqa: E402
 from adlm.schema import Config, DataConfig, ModelConfig  # noqa: E402
 
 MODELS = {
-    # Small enough that a step's fixed cost (dispatch, Python) outweighs its arithmetic: more sequences are nearly free.
+    # So small that a step's fixed cost (dispatch, Python) outweighs its arithmetic: more sequences are nearly free.
     "short": {"hidden_size": 64, "n_heads": 2, "n_blocks": 2, "n_denoiser_blocks": 1, "cond_dim": 16},
-    # Large enough that a step of few tokens is the time it takes to read the weights.
+    # So large that a step of a few tokens takes the time of reading the weights.
     "wide": {"hidden_size": 1024, "n_heads": 8, "n_blocks": 4, "n_denoiser_blocks": 2, "cond_dim": 16},
     "small": {},
 }
-# What one client can do to the others: every text it may ask for at every step, the longest score, the largest body
+# Requests by which one client may slow down others: the most texts and steps, the longest score, the largest body
 HOSTILE = {
     "infill": ("/v1/infill", {"n": 16, "steps": 4096, "sampler": "forward-backward"}),
     "infill, the most that is allowed": ("/v1/infill", {"n": 16, "steps": 256, "sampler": "forward-backward"}),
@@ -85,7 +85,7 @@ def make_pool(args: argparse.Namespace) -> list[dict]:
     for seed in range(args.pool):
         body = {"prompt": "the cat"[: rng.randrange(4)], "length": rng.choice(args.lengths), "seed": seed}
         if not args.causal:
-            # an order by confidence turns a rounding into another text
+            # with an order by confidence, a rounding error changes the text
             samplers = SAMPLERS[:-1] if args.device.startswith("cuda") else SAMPLERS
             body |= {"sampler": rng.choice(samplers), "steps": rng.choice(args.steps), "eta": 0.05}
             body |= {"top_p": rng.choice([1.0, 0.9])}
@@ -122,14 +122,14 @@ class Client:
 class Tally:
     def __init__(self, agreement: float) -> None:
         self.agreement = agreement
-        """Fraction of an answer's tokens that must be the expected ones."""
+        """Fraction of an answer's tokens that must be as expected."""
         self.seconds: list[float] = []
         self.statuses: dict[int, int] = {}
         self.wrong = 0
         self.tokens = 0
         self.compared = 0
         self.equal = 0
-        """Tokens that are the expected ones, of those compared."""
+        """How many of the compared tokens were as expected."""
         self.began = time.perf_counter()
 
     def add(self, status: int, answer: dict, tokens: list[int], seconds: float) -> None:
@@ -169,7 +169,7 @@ async def load_with(
     most: int = 0,
     agreement: float = 1,
 ) -> dict:
-    """`clients` at once until the time is over or `most` requests are sent; all answers are waited for."""
+    """Run `clients` clients until the time is over or `most` requests are sent; wait for all answers."""
     tally, sent = Tally(agreement), 0
 
     async def one(number: int) -> None:
@@ -191,7 +191,7 @@ async def load_with(
 async def beside_hostile(
     port: int, pool: list[dict], texts: list[list[int]], args: argparse.Namespace, length: int
 ) -> dict:
-    """Ordinary clients alone, beside two of each hostile kind, and alone again."""
+    """Run ordinary clients alone, beside two hostile clients of each kind, and alone again."""
     answered: dict[str, dict[int, int]] = {name: {} for name in HOSTILE}
 
     async def hostile(name: str) -> None:
@@ -201,7 +201,7 @@ async def beside_hostile(
             while True:
                 status, _ = await client.ask(body | more, path)
                 answered[name][status] = answered[name].get(status, 0) + 1
-                await asyncio.sleep(0.1 if status != 200 else 0)  # a refusal is quick; the loop is the server's, too
+                await asyncio.sleep(0.1 if status != 200 else 0)  # refusals are quick; do not flood the server
         finally:
             client.close()
 
@@ -228,7 +228,7 @@ def ready(port: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time the process has used, all threads, user and system."""
+    """CPU time of a process: all threads, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -285,7 +285,7 @@ def run(args: argparse.Namespace, path: str) -> dict:
         for n in (1, *args.concurrency):
             before = cpu_seconds(server.pid)
             runs.append(asyncio.run(loaded(port, pool, texts, n, args.seconds)))
-            # unlike the clock, this does not change when other programs want the cores too
+            # unlike elapsed time, this does not depend on other programs on the same cores
             runs[-1]["cpu_ms_per_request"] = round(1000 * (cpu_seconds(server.pid) - before) / runs[-1]["answers"], 2)
             print(json.dumps(runs[-1]), file=sys.stderr)
         memory = [memory_mib(server.pid)]

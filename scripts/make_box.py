@@ -1,13 +1,12 @@
-"""An adapted model in four bits -> the model in the box, inside the package.
+"""Install an adapted model in four bits as the model that ships in the package ("box").
 
     adlm export runs/box runs/box-4bit --four-bit
     adlm ppl runs/box-4bit eval.block_length=1,4,16,64,0
     python scripts/make_box.py runs/box-4bit [1,4,16,64,0]
 
-The weights are copied as they are, so the bounds on the card are those of what is shipped. The last argument puts the
-block lengths of model.block_length into another order: the first is that of texts for which none is asked. Refuses what
-is no model for every block length, what is larger than 80 MB, what was not measured, and what was not made of the model
-that the licence names.
+The weights are copied unchanged, so the bounds on the card are those of the shipped model. The last argument reorders
+the block lengths of model.block_length; the first one is the default. Refuses a model that does not support every block
+length, is larger than 80 MB, has not been measured, or was not made from the model that the licence names.
 """
 
 import json
@@ -26,7 +25,7 @@ from adlm.io.quantised import CODES
 MOST_BYTES = 80_000_000
 BASE = "SmolLM2-135M-Instruct"
 NEW_TOKENS = 256
-"""Of a text for which no length is asked: seconds on a CPU."""
+"""Default number of new tokens of a text: takes seconds on a CPU."""
 DATA = "wikipedia and pydocs"
 LICENCE = "cc-by-sa-4.0"
 LICENCE_TEXT = f"""\
@@ -55,14 +54,14 @@ The code of adlm is under Apache-2.0.
 
 
 def make_box(source: Path, order: str = "", folder: Path = BOX) -> Path:
-    """`order`: of the block lengths; empty: that of model.block_length."""
+    """Write the folder. `order`: order of the block lengths; empty: that of model.block_length."""
     loaded = load_folder(source)
     words = check(source, loaded)
     found = bounds(source)
     model = loaded.model.config
     order = order or model.block_length
     lengths = replace(model, block_length=order).block_lengths
-    same = set(lengths) == set(model.block_lengths)  # one that came up more often in training is named once here
+    same = set(lengths) == set(model.block_lengths)  # training may repeat one; here each is named once
     require(same, f"{order} is no order of the block lengths of {source}, which are {model.block_length}")
     missing = ",".join(str(length) for length in sorted(set(lengths)) if length not in found)
     require(not missing, f"{source} was not measured for K={missing}: adlm ppl {source} eval.block_length={missing}")
@@ -79,7 +78,7 @@ def make_box(source: Path, order: str = "", folder: Path = BOX) -> Path:
 
 
 def check(source: Path, loaded: Loaded) -> list[str]:
-    """Refuse what cannot be in the box; returns the command that made it, without the paths of its machine."""
+    """Refuse models that cannot be shipped; return the command that made the model, without paths of its machine."""
     model = loaded.model.config
     whole = {1, model.length} <= set(model.block_lengths)
     require(whole, f"{source} has model.block_length={model.block_length!r}: the box continues texts, and fills holes")

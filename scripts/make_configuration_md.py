@@ -2,8 +2,8 @@
 
     python scripts/make_configuration_md.py [--check]
 
-With --check nothing is written, and the status is 1 if the page is not what this script writes. Run it after a change
-of src/adlm/schema.py, src/adlm/migration.py, src/adlm/compat/command_lines.py or of a group.
+With --check nothing is written, and the status is 1 if the page is out of date. Run it after a change of
+src/adlm/schema.py, src/adlm/migration.py, src/adlm/compat/command_lines.py or a group.
 """
 # ruff: noqa: E501
 
@@ -94,7 +94,7 @@ def sections() -> list[str]:
 def entry(key: Key) -> tuple[str, str, str, str]:
     default = f"`{key.default!r}`" if key.kind is str else f"`{str(key.default).lower()}`"
     section = key.name.split(".")[0]
-    if key.choices is not None and len(key.choices) > 8 and section in GROUPS:  # the group's own table has them
+    if key.choices is not None and len(key.choices) > 8 and section in GROUPS:  # the group's table lists them
         allowed = f"a name of `{section}=`" + (", or empty" if "" in key.choices else "")
     elif key.choices is not None:
         allowed = ", ".join(f"`{name}`" if name else "empty" for name in key.choices)

@@ -1,9 +1,9 @@
-"""The recorded run that the page opens with: the events of one run of the model in the package, unedited.
+"""Record the run that the page opens with: the unedited events of one run of the model in the package.
 
     python scripts/make_film.py [SETTING=VALUE ...] > src/adlm/serving/static/film.json
 
-Settings are those of `lm.generate`, such as seed=3 block_length=16 sampler=confidence; SETTINGS has the others. A film
-names all of them: `adlm.load().generate(**film["settings"])` gives the same text.
+Settings are those of `lm.generate`, such as seed=3 block_length=16 sampler=confidence; SETTINGS has the defaults. A
+film stores all of them: `adlm.load().generate(**film["settings"])` gives the same text.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ async def record(settings: dict[str, Any]) -> dict[str, Any]:
         else:
             found[name] = json.loads(data)
     service.stop_workers(5)
-    # neither says anything about the text, and both differ from run to run
+    # both differ from run to run and have nothing to do with the text
     del found["start"]["id"]
     found["end"]["seconds"] = 0
     return found

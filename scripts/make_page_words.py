@@ -1,10 +1,10 @@
-"""The words that the page may mark as telling: the commonest content words of the text the model in the package learned
-from, one a line, commonest first, so that a word's line is its rank.
+"""Write the words that the page may highlight: the most common content words of the training text of the model in the
+package, one per line, the most common first, so that a word's line is its rank.
 
     python scripts/make_page_words.py WIKIPEDIA_FILE.jsonl.xz ... > src/adlm/serving/static/words.txt
 
-Function words are left out: articles, pronouns, prepositions, conjunctions, auxiliaries, and the adverbs, numbers and
-connectives that carry a sentence rather than its subject. So are words of one or two letters.
+Function words are left out: articles, pronouns, prepositions, conjunctions, auxiliaries, and adverbs, numbers and
+connectives that say nothing about the subject of a sentence. So are words of one or two letters.
 """
 
 import collections
@@ -58,7 +58,7 @@ def main(paths: list[str]) -> None:
             for line in lines:
                 counts.update(WORD.findall(json.loads(line)["text"].lower()))
     left_out = set(FUNCTION_WORDS.split())
-    # ties in the order of the alphabet: the same text gives the same list
+    # ties in alphabetical order, so that the same text gives the same list
     found = sorted((w for w in counts if len(w) > 2 and w not in left_out), key=lambda w: (-counts[w], w))
     print("\n".join(found[:MOST]))
 

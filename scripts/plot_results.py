@@ -1,4 +1,4 @@
-"""The plots of docs/results.md, from the numbers beside it: `python scripts/plot_results.py` (extra: plot)."""
+"""Draw the plots of docs/results.md from the numbers beside it: `python scripts/plot_results.py` (extra: plot)."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ RELEASE, OURS = "#b8b8b8", "#1f6f8b"
 
 
 def plot_speed() -> None:
-    """Bars: how many times faster than the public release, and the figures themselves."""
+    """Bars: the speedup over the public release, with the measured values."""
     rows = json.loads((RESULTS / "speed.json").read_text())["rows"]
     figure, axis = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.2), layout="constrained")
     for y, row in enumerate(reversed(rows)):
@@ -48,7 +48,7 @@ def plot_box() -> None:
 
 
 def plot_evidence() -> None:
-    """Held-out bound over training tokens, one line a run: what differs between lines of one colour is the seed."""
+    """Held-out bound over training tokens, one line per run; lines of one colour differ only in the seed."""
     families = {
         "adlm+recipe=fast": ("ours: anchors read inside one stack", OURS, "-"),
         "mdlm-matched+recipe=fast": ("the same block and optimizer, no anchors", "#e08e45", "-"),
@@ -75,8 +75,8 @@ def plot_evidence() -> None:
 
 
 def plot_first_quarter() -> None:
-    """Held-out bound over training compute, anchors in the first quarter of the run against none: mean and range of
-    three seeds."""
+    """Held-out bound over training compute, with anchors in the first quarter of the run and without: mean and range
+    of three seeds."""
     entries = json.loads((RESULTS / "evidence-first-quarter" / "table.json").read_text())["entries"]
     compute = {e["name"]: e["flops_per_token"] * e["training_tokens"] / 1e15 for e in entries}
     curves: dict[str, list[list[float]]] = {}
@@ -90,7 +90,7 @@ def plot_first_quarter() -> None:
         ("adlm", OURS, "anchors in the first quarter of the run"),
     ):
         points = sorted(curves[family])
-        steps = [points[i : i + 3] for i in range(0, len(points), 3)]  # three seeds of a step stand together
+        steps = [points[i : i + 3] for i in range(0, len(points), 3)]  # the three seeds of a step are adjacent
         x = [sum(c for c, _ in step) / 3 for step in steps]
         bounds = [[nats for _, nats in step] for step in steps]
         axis.plot(x, [sum(b) / 3 for b in bounds], color=color, marker="o", markersize=4, label=label)
@@ -102,7 +102,7 @@ def plot_first_quarter() -> None:
 
 
 def plot_compute() -> None:
-    """Held-out bound against training compute, a point a run: recipe fast, three seeds of each."""
+    """Held-out bound against training compute, one point per run: recipe fast, three seeds each."""
     share = "adlm+recipe=fast+objective.anchor_rule=all+objective.anchor_share=0.25"
     kinds = {  # runs: colour, marker, label
         ("evidence", "mdlm-matched+recipe=fast"): ("#e08e45", "o", "no anchors: 2,200, 2,314 and 2,478 steps"),
@@ -131,7 +131,7 @@ def plot_compute() -> None:
 
 
 def plot_quick() -> None:
-    """Held-out bound after 8.0M tokens, a point for each change of the recipe."""
+    """Held-out bound after 8.0M tokens, one point for each change of the recipe."""
     ends = {e["run"]: e["nll"] for e in events_of("quick") if e["kind"] == "valid" and e["tokens"] == 488 * 16 * 1024}
     names = sorted(ends, key=lambda name: ends[name], reverse=True)
     colors = [OURS if name.startswith("quick") else "#9aa5b1" for name in names]
@@ -147,7 +147,7 @@ def plot_quick() -> None:
 
 
 def plot_time() -> None:
-    """Held-out bound over seconds, compilation and validations included, and when the release reaches its own."""
+    """Held-out bound over seconds, including compilation and validation, and when the release reaches its bound."""
     runs = {
         ("time-to-bound", "model=small"): ("243M parameters, recipe quick, 6.5M tokens", OURS, "-"),
         ("time-to-bound", "model=tiny"): ("115M parameters, the same", OURS, ":"),
@@ -175,7 +175,7 @@ def plot_time() -> None:
 
 
 def plot_controls() -> None:
-    """Paired differences to the run without anchors, equal tokens, one dot a continuation; and the bases themselves."""
+    """Paired differences to the run without anchors at equal tokens, one dot per continuation; and the base models."""
     lines = json.loads((RESULTS / "controls" / "continuations.json").read_text())
     bound = {(e["base"], e["base_seed"], e["variant"], e["seed"]): e["bound"] for e in lines}
     names = ["shuffled", "probe", "rare", "tied", "gamma-off", "random", "common", "anchors"]
@@ -201,7 +201,7 @@ def plot_controls() -> None:
 
 
 def plot_reasoning() -> None:
-    """Accuracy on the published test files with intervals, the paper's beside it, and training losses."""
+    """Accuracy on the published test files with intervals, beside the paper's, and training losses."""
     results = json.loads((RESULTS / "reasoning" / "results.json").read_text())
     events = events_of("reasoning")
     tasks = {"prosqa": "ProsQA", "prontoqa": "ProntoQA", "gsm8k": "GSM8K"}

@@ -1,4 +1,4 @@
-"""How far the code of a task is spread: functions, files and switches between folders until its first result.
+"""How widely the code of a task is spread: functions, files and switches between folders until its first result.
 
     python scripts/walks.py [--json] [--list WALK]
 
@@ -11,15 +11,15 @@
 | ppl | `adlm ppl` of a small run, its data prepared | the end of the command |
 | reason train | `adlm reason train` of a small network | the first optimizer update |
 
-Functions: those of the package that are called, each counted once. Lambdas, comprehensions, the bodies of modules and
-classes, and whatever runs while a module is being imported are left out; so are the methods that `dataclass` and
-`NamedTuple` write. Files: those that hold these functions. Switches: the functions stand in the order of their first
-call, thread after thread; a switch is a place in this order where the next function belongs to another folder of the
-package. Threads count from their first call, so that reading ahead and the worker of a server are part of the walk.
+Functions: those of the package that are called, each counted once. Not counted: lambdas, comprehensions, the bodies of
+modules and classes, everything that runs during imports, and the methods that `dataclass` and `NamedTuple` generate.
+Files: those with these functions. Switches: with the functions in the order of their first call, thread after thread, a
+switch is a place where the next function belongs to another folder of the package. Threads count from their first call,
+so that reading ahead and the worker of a server are part of the walk.
 
-Everything is entered from outside: `adlm.cli.main`, `adlm.load`, and the application that `adlm serve` hands to
-uvicorn. An update is a call of `torch.optim.Optimizer.step`. Each walk has a process of its own, with torch and other
-libraries loaded before; nothing of the package is. Takes less than a minute on one core.
+Every walk starts from outside: `adlm.cli.main`, `adlm.load`, or the application that `adlm serve` passes to uvicorn. An
+update is a call of `torch.optim.Optimizer.step`. Each walk has its own process, with torch and other libraries loaded
+before, but nothing of the package. Takes less than a minute on one core.
 """
 
 import argparse
@@ -43,15 +43,15 @@ from typing import Any, NamedTuple
 PACKAGE = Path(next(iter(importlib.util.find_spec("adlm").submodule_search_locations)))  # type: ignore[union-attr]
 LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "hydra", "omegaconf", "tokenizers")
 LIBRARIES += ("rich.progress", "rich.table", "safetensors.torch", "fastapi", "starlette.testclient", "uvicorn")
-OPTIMIZED = 1  # a flag of the code of functions, which the bodies of modules and classes lack
-# The size of the model that `adlm demo` trains; a file for the corpus, so that preparing it takes no time.
+OPTIMIZED = 1  # a code flag that functions have, but not the bodies of modules and classes
+# The size of the model that `adlm demo` trains, with a file as the corpus, so that preparing it takes no time.
 DEMO = ("experiment=demo", "data=file", "data.tokenizer=bpe-300", "train.valid_sequences=4", "train.device=cpu")
-LONGEST = 120.0  # seconds of a walk
+LONGEST = 120.0  # most seconds of a walk
 
 
 class Visit(NamedTuple):
     file: str
-    """Relative to the package."""
+    """Path relative to the package."""
     name: str
     line: int
 
@@ -68,7 +68,7 @@ class Walk(NamedTuple):
 
 
 class Recorder:
-    """Notes the first call of every function of the package in every thread, while it is on."""
+    """Records the first call of every function of the package in every thread, while it is on."""
 
     def __init__(self) -> None:
         self.on = False
@@ -86,7 +86,7 @@ class Recorder:
         threading.setprofile(None)
 
     def start(self) -> None:
-        """Begin a walk; what was noted before is forgotten."""
+        """Begin a walk; earlier records are dropped."""
         self.threads, self.local, self.on = [], threading.local(), True
 
     def read(self) -> Walk:
@@ -96,7 +96,7 @@ class Recorder:
         return Walk(len(visits), len({visit.file for visit in visits}), switches, visits)
 
     def note(self, frame: FrameType, event: str, argument: object) -> None:
-        """Called by Python at every call and return."""
+        """The profile function, which Python calls at every call and return."""
         if event not in ("call", "return"):
             return
         code, local = frame.f_code, self.local
@@ -124,7 +124,7 @@ def visit_of(code: CodeType) -> Visit | None:
 
 class Updates:
     """Calls `done(n)` after optimizer update n = 1, 2, ...: once for each optimizer of the model, so the last call for
-    an update is its end. Ends the command, as Ctrl-C does, when update `last` is over and another one is due."""
+    an update is its end. Ends the command, as Ctrl-C does, when update `last` is over and the next one begins."""
 
     def __init__(self, last: int, done: Callable[[int], None]) -> None:
         from torch.optim import optimizer
@@ -143,7 +143,7 @@ class Updates:
 
 
 def command(*line: object) -> int:
-    """A line of the command line, without its output."""
+    """Run a command line without its output."""
     from adlm.cli import main
 
     with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
@@ -203,7 +203,7 @@ def walk_reason(folder: Path) -> Walk:
 
 
 def train_model(folder: Path) -> None:
-    """What the other walks load: two steps of the same training, in a process of its own."""
+    """Train the model that the other walks load: two steps of the same training, in a separate process."""
     finished(*training(folder, "model"), "train.steps=2", "train.valid_every=0")
 
 
@@ -226,7 +226,7 @@ def walk_ppl(folder: Path) -> Walk:
 
 
 def walk_completions(folder: Path) -> Walk:
-    """`adlm serve` starts up to the point where uvicorn would listen; its application is asked in process instead."""
+    """Start `adlm serve` up to the point where uvicorn would listen; the request goes to its application in process."""
     import uvicorn
     from starlette.testclient import TestClient
 
@@ -260,7 +260,7 @@ WALKS: dict[str, Callable[[Path], Walk]] = {
 
 
 def apart(function: Callable[[Path], Any], folder: Path) -> Any:
-    """What the function returns in a process of its own, forked from this one."""
+    """The result of the function in a separate process, forked from this one."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply_async(function, (folder,)).get(LONGEST)
 

@@ -1,8 +1,8 @@
 """The command line: `adlm <command> [word ...] [key=value ...] [--flag ...]`.
 
-The table of commands stands in commands.py. The function of a command is imported only when it is called, so that
-`--help` and a mistyped key are answered before torch is loaded. Exit status: 0; 1 bad input (one line on stderr;
-ADLM_DEBUG=1 shows the traceback); 2 wrong usage; 128 + N stopped by signal N, training after it has saved (130 Ctrl-C,
+The table of commands is in commands.py. The function of a command is imported only when it is called, so that `--help`
+and errors for mistyped keys appear before torch is loaded. Exit status: 0; 1 bad input (one line on stderr;
+ADLM_DEBUG=1 shows the traceback); 2 wrong usage; 128 + N stopped by signal N, for training after saving (130 Ctrl-C,
 143 SIGTERM).
 """
 
@@ -34,12 +34,12 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None, strict: bool = True) -> int:
-    """Run one command line and return its exit status. `strict`: keys that the command does not read are refused."""
+    """Run one command line and return its exit status. `strict`: refuse keys that the command does not read."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a console with a code page cannot show every character
+        sys.stdout.reconfigure(errors="backslashreplace")  # a console's code page may lack characters
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv), strict)
-        sys.stdout.flush()  # a reader that left is noticed here and not at interpreter exit
+        sys.stdout.flush()  # notices a closed pipe here, not at interpreter exit
         return status
     except UsageError as error:
         return _fail(f"{error}; `adlm --help` shows how", 2)
@@ -64,7 +64,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def release_main(program: str, argv: Sequence[str] | None = None) -> int:
-    """`python -m adlm_main mode=... ...` and `python -m main ...`, as the public release's users type them."""
+    """Run `python -m adlm_main mode=... ...` and `python -m main ...`, the public release's command lines."""
     try:
         line = release_line(program, list(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
@@ -106,7 +106,7 @@ def _run(argv: list[str], strict: bool) -> int:
         raise UsageError(f"adlm {name}: {rest[0]!r} is not of the form key=value; quote a value that has spaces")
     line = [*_defaults(command, overrides), *(f"{k}={w}" for k, w in zip(command.words, named)), *overrides]
     arguments: dict[str, Any] = {flag.replace("-", "_"): True for flag in flags if flag != "json"}
-    # Checked before the command is imported: a typing error must not cost the seconds that torch takes to load.
+    # Checked before the command is imported: a typo must be reported before the seconds that torch takes to load.
     refuse = functools.partial(refuse_unread, name, command) if strict else lambda key: None
     if command.sweeps:
         cfg, arguments["sweep"] = config.load_sweep(line, refuse)
@@ -127,7 +127,7 @@ def _run(argv: list[str], strict: bool) -> int:
 
 
 def _defaults(command: Command, overrides: list[str]) -> list[str]:
-    """The defaults of a command, but for groups of which the user's experiment chooses a name."""
+    """The defaults of a command, without groups that the user's experiment sets."""
     named = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
     experiments = GROUPS["experiment"]
     chosen = experiments.chooses(named[-1]) if named and named[-1] in experiments else set()
@@ -135,7 +135,7 @@ def _defaults(command: Command, overrides: list[str]) -> list[str]:
 
 
 def refuse_unread(name: str, command: Command, key: str) -> None:
-    """Refuse a key or group that would change nothing."""
+    """Refuse a key or group that the command does not use."""
     if key in GROUPS:
         require(
             key in command.groups,
@@ -151,7 +151,7 @@ def refuse_unread(name: str, command: Command, key: str) -> None:
 
 
 def _sort(command: Command, argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """argv -> overrides, words, flags. A word may hold an equals sign: the name of a file, or a variant such as
+    """argv -> overrides, words, flags. A word may contain an equals sign: a file name, or a variant such as
     `adlm+seed=2`."""
     overrides, words, flags = [], [], []
     for text in argv:
@@ -178,20 +178,20 @@ def _target(command: Command) -> Callable[..., Any]:
 
 
 def _plain(result: Any) -> Any:
-    """What a command returned, as JSON can say it."""
+    """The result of a command, converted to types that JSON has."""
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         return dataclasses.asdict(result)
     return {} if result is None or isinstance(result, int) else result
 
 
 def run_config(cfg: Config) -> dict[str, Any]:
-    """`adlm config`: the settings as YAML."""
+    """`adlm config`: print the settings as YAML."""
     print(as_yaml(cfg), end="")
     return dataclasses.asdict(cfg)
 
 
 def print_choices(key: str) -> None:
-    """`adlm config model=list`."""
+    """`adlm config model=list`: print the names of a group."""
     if key in GROUPS:
         for name in group_choices(key):
             print(f"{name:<18} {group_help(key, name)}")
@@ -211,7 +211,7 @@ def print_overview() -> None:
 
 
 def print_help(name: str, command: Command) -> None:
-    """Usage, flags, groups and the keys of the command's sections, with default, meaning and what is allowed."""
+    """Print usage, flags, groups and the keys of the command's sections, with default, help and allowed values."""
     words = "".join(f" [{key.rsplit('.', 1)[-1]}]" for key in command.words) + (" [word ...]" if command.rest else "")
     print(f"usage: adlm {name}{words} [key=value ...]{''.join(f' [--{f}]' for f in command.flags)} [--json]\n")
     print(f"{command.help}\n")

@@ -1,4 +1,4 @@
-"""How bad input is answered: one ValueError that says what, got, allowed, and which key to change."""
+"""Errors for bad input: one ValueError that names the setting, the given value and the allowed ones."""
 
 import difflib
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
 
 
 def similar(name: str, names: Iterable[str]) -> str | None:
-    """What was probably meant: letters in another order before letters left out or added."""
+    """The name that was probably meant; transposed letters count as closer than missing or extra ones."""
     near = difflib.get_close_matches(name, list(names), n=3)
     return min(near, key=lambda n: sorted(n) != sorted(name), default=None)
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition`: checks at public borders, never inside a step."""
+    """Raise ValueError(message) unless `condition`. For checks at public borders, never inside a step."""
     if not condition:
         raise ValueError(message)
 
@@ -32,7 +32,7 @@ EXTRAS = {
     "accelerate": "eval", "mauve": "mauve", "lm_eval": "harness", "matplotlib": "plot", "tensorboard": "track",
     "wandb": "track", "fastapi": "serve", "uvicorn": "serve", "outlines_core": "constrain", "ray": "ray",
 }  # fmt: skip
-"""Optional packages and the extra that brings them."""
+"""Optional package -> the extra that installs it."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:

@@ -1,8 +1,8 @@
-"""Settings of earlier versions, read as today's: renamed keys, renamed values, keys that are gone.
+"""Conversion of settings of earlier versions to today's: renamed keys, renamed values, removed keys.
 
-Exported folders, run folders and command lines of every version still load. A key that is gone is dropped where its
-value asked for nothing, and refused where a model or run really used it. `adlm.config` calls `migrate` wherever
-settings come in, and nothing below it knows old names.
+Exported folders, run folders and command lines of every version still load. A removed key is dropped if its value had
+no effect, and refused if a model or run really used it. `adlm.config` calls `migrate` wherever settings come in, and no
+code below it knows old names.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -44,14 +44,14 @@ RENAMED = {
     "train.row_pieces_share": "train.length_warmup_fraction",
     "train.valid_rows": "train.valid_sequences",
 }
-"""Old key -> today's. One that is also in REMOVED is renamed on the command line, where the user asked for it, and
-dropped from saved settings, unless it asks for something there: then it is in the place of today's."""
+"""Old key -> today's. A key that is also in REMOVED is renamed on the command line, where the user typed it, and
+dropped from saved settings, unless its value had an effect there: then it replaces today's key."""
 
 VALUES = {("model.bridge", "collapsed"): "linear"}
 """(today's key, old value) -> today's value."""
 
 REMOVED_VALUES = {("model.bridge", "residual"), ("noise.name", "polynomial")}
-"""(today's key, old value) that no version of today can read."""
+"""(today's key, old value) that this version cannot read."""
 
 REMOVED: dict[str, tuple[Any, ...]] = {
     "bench.dense_steps": (),
@@ -80,11 +80,11 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "mode": (),
     "model.skips": (False,),
     "model.value_residual": (False,),
-    "noise.power": (),  # of the schedule polynomial alone
+    "noise.power": (),  # only for the schedule polynomial
     "objective.gamma_end": (-1.0,),
-    "objective.hard": (),  # a threshold of anchor_rule=loss alone
-    "objective.rarity": (),  # a threshold of anchor_rule=rarity alone
-    "objective.time_density_anneal": (0.8,),  # any, where times are uniform: see `migrate`
+    "objective.hard": (),  # a threshold only for anchor_rule=loss
+    "objective.rarity": (),  # a threshold only for anchor_rule=rarity
+    "objective.time_density_anneal": (0.8,),  # any value, if times are uniform: see `migrate`
     "objective.time_density_b": (),  # see `migrate`
     "optim.muon_momentum": (),
     "reason.balanced": (False,),
@@ -121,40 +121,40 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "train.spike_factor": (0.0,),
     "train.valid_batch_size": (),
 }
-"""Key that is gone -> the values that ask for nothing, so that dropping the key changes nothing. An empty tuple: any
-value may be dropped (it never touched what a model computes)."""
+"""Removed key -> the values without effect, so that dropping the key changes nothing. An empty tuple: any value may be
+dropped (the key never affected what a model computes)."""
 
 TRAINING_ONLY = {
     "lora.alpha", "objective.gamma_end", "objective.time_density_anneal", "reason.fresh", "reason.sorted_batches",
     "train.spike_factor",
 }  # fmt: skip
-"""Keys of REMOVED that said how a run goes on, and not what its model computes (adapters say their alpha
-themselves): such a model is loaded, and such a run is not resumed."""
+"""Keys of REMOVED that affect how a run continues, not what its model computes (adapters store their own alpha): such a
+model is loaded, but such a run is not resumed."""
 
 REPORT_ONLY = {
     "bench.vocab_size", "cluster.links", "cluster.mtbf", "eval.mauve", "eval.seed", "reason.max_new_tokens",
     "reason.minutes", "reason.valid_every",
 }  # fmt: skip
-"""Keys of REMOVED that said how a run was measured, or what a prediction says: any saved value is dropped."""
+"""Keys of REMOVED that only affected how a run was measured or predicted: any saved value is dropped."""
 
 ADVICE = {
     "eval.mauve": "MAUVE is computed where mauve-text is installed and there is data to compare with",
     "reason.valid_every": "train.valid_every says it, in optimizer steps",
 }
-"""Key that is gone -> what to do instead, where it is more than a name."""
+"""Removed key -> what to do instead, if it takes more than another name."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Old keys that said together what one key says today."""
+    """Several old keys that became one key."""
 
     key: str
     default: Any
-    """Of this key today, which says what the defaults of the old ones said."""
+    """Default of today's key, equivalent to the defaults of the old keys."""
     join: Callable[[dict[str, Any]], Any]
     """Values of the old keys -> today's value."""
     split: Callable[[Any], dict[str, Any]]
-    """Today's value -> those of the old keys that say the same: what they are where they are not given."""
+    """Today's value -> equivalent values of the old keys, for those that are not given."""
 
     @property
     def old(self) -> set[str]:
@@ -176,7 +176,8 @@ def _split_conditioning(value: str) -> dict[str, Any]:
 
 
 def _join_init(old: dict[str, Any]) -> str:
-    """Loaded weights do not depend on it, so any two values are read. Zeros beside torch were never run."""
+    """Today's value. Loaded weights do not depend on it, so any two old values are accepted. Zeros together with torch
+    were never run."""
     zero = _is_true(old, "model.zero_init") and old["model.init"] == "normal"
     return "normal-zero" if zero else old["model.init"]
 
@@ -190,7 +191,7 @@ def _join_packing(old: dict[str, Any]) -> str:
 
 
 def _split_packing(value: str) -> dict[str, Any]:
-    """Documents that are wrapped after all are a stream, unless something else is said."""
+    """Old values for a packing. `documents` are not wrapped; if a setting wraps them after all, they are a stream."""
     one_each = value == "documents"
     return {"data.wrap": not one_each, "data.packing": DataConfig.packing if one_each else value}
 
@@ -215,13 +216,13 @@ TASK_OF_SHAPE: dict[tuple[Any, ...], str] = {
     (2, 6, 8, 4, True, True): "prosqa-2hop",
     (0, 0, 0, 0, True, False): "prosqa-balanced",
 }
-"""Values of these keys, which shaped the questions of ProsQA -> the task that has this shape today."""
+"""Values of the keys that shaped the questions of ProsQA -> today's task with this shape."""
 METHOD_KEYS = ("reason.slots_per_stage", "reason.remove_steps")
 METHOD_OF_SLOTS = {("acot", "3"): "acot-triple", ("coconut", "2"): "coconut-double"}
-"""Method and slots of a stage, where that was another number than 1 -> the method that has it today."""
+"""(method, slots per stage), if that number was not 1 -> today's method."""
 
 OLD = {*RENAMED, *REMOVED, *METHOD_KEYS, "model.mlp_ratio"} | {key for joined in JOINED for key in joined.old}
-"""Every key that is not today's."""
+"""All keys of earlier versions."""
 
 
 def migrate(
@@ -230,11 +231,11 @@ def migrate(
     groups: Callable[[], Mapping[str, Any]] | None = None,
     resumed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Flat settings {"train.row_pieces": 4} of any version, as today's version names them. `source`: for messages.
+    """Flat settings {"train.row_pieces": 4} of any version, with today's names. `source`: for messages.
 
-    `groups`: they were typed on a command line, as texts, and change what the groups of that line say, which this
-    returns. `resumed`: they are those of a run that resumes, which reads these sections. Where an old name and today's
-    are both given, today's counts.
+    `groups`: given if the settings were typed on a command line, as texts; returns the values of that line's groups,
+    which the settings override. `resumed`: the sections that a resuming run reads, if the settings are those of such a
+    run. If an old name and today's are both given, today's counts.
     """
     # Earlier versions had lists of single values.
     items = {key: value if isinstance(value, list) else [value] for key, value in settings.items()}
@@ -251,7 +252,7 @@ def migrate(
 def _renamed(
     settings: dict[str, Any], source: str, groups: Callable[[], Mapping[str, Any]] | None, resumed: Collection[str]
 ) -> dict[str, Any]:
-    """Settings of an earlier version with today's keys; arguments as of `migrate`."""
+    """Settings of an earlier version with today's keys; arguments as in `migrate`."""
     saved = groups is None
     a, b = (settings.get(f"objective.time_density_{end}", 1.0) for end in "ab")
     require(
@@ -289,14 +290,14 @@ def _renamed(
 
 
 def today_of(key: str) -> str:
-    """Today's name of a key of an earlier version; empty: it has none, or its name is today's."""
+    """Today's name of an old key; empty if it has none or was not renamed."""
     return RENAMED.get(key) or next((joined.key for joined in JOINED if key in joined.old), "")
 
 
 def _with_joined(
     settings: dict[str, Any], joined: Joined, source: str, groups: Callable[[], Mapping[str, Any]] | None
 ) -> dict[str, Any]:
-    """The settings with today's key in the place of the old ones."""
+    """The settings with today's key in place of the old ones."""
     key = joined.key
     if not joined.old & settings.keys():
         return settings
@@ -313,8 +314,8 @@ def _with_joined(
 def _with_mlp_size(
     settings: dict[str, Any], source: str, groups: Callable[[], Mapping[str, Any]] | None
 ) -> dict[str, Any]:
-    """The settings with the width of the MLP in the place of its ratio to the width of the model. A command line that
-    does not say that width is refused: it may follow from a text."""
+    """The settings with the width of the MLP in place of its ratio to the width of the model. A command line without
+    the model's width is refused, since that width may follow from a text."""
     if "model.mlp_ratio" not in settings:
         return settings
     found = {key: value for key, value in settings.items() if key != "model.mlp_ratio"}
@@ -335,21 +336,21 @@ def _with_mlp_size(
 
 
 def _is_true(settings: Mapping[str, Any], key: str) -> bool:
-    """A value that is true or false, or its text on a command line."""
+    """Whether a boolean value, or its text on a command line, is true."""
     text = str(settings[key]).lower()
     require(text in TRUTH, f"{key}={settings[key]!s:.60} is not true or false")
     return TRUTH[text]
 
 
 def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """The method by its name, where two keys said how many slots a stage adds, and whether acot removes steps."""
+    """The settings with a method's name in place of two old keys: slots of a stage, and whether acot removes steps."""
     per_stage, removes = (None if settings.get(key) is None else str(settings[key]).lower() for key in METHOD_KEYS)
     if per_stage is None and removes is None:
         return settings
     key = "method" if "method" in settings else "reason.method"
     method, task = str(settings.get(key, "acot")), str(settings.get("reason.task", settings.get("task", "prosqa")))
     today: str | None = method
-    if per_stage not in (None, "1") and method.removeprefix("no-") not in ("cot", "pause"):  # which have no stages
+    if per_stage not in (None, "1") and method.removeprefix("no-") not in ("cot", "pause"):  # those have no stages
         today = METHOD_OF_SLOTS.get((method, str(per_stage)))
     if method == "acot" and removes is not None:
         does, did = task.startswith("prosqa"), removes in ("true", "yes", "on", "1")
@@ -361,7 +362,7 @@ def _with_method(settings: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def migrate_tree(config: dict[str, Any], source: str, resumed: Collection[str] = ()) -> dict[str, Any]:
-    """Stored settings, by section and key, as this version names them."""
+    """Stored settings, by section and key, with the names of this version."""
     flat = {key: value for key, value in config.items() if not isinstance(value, dict)}
     for section, values in config.items():
         if isinstance(values, dict):

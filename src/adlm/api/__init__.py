@@ -1,7 +1,7 @@
-"""The public face: `adlm.load(...)` gives a LanguageModel that generates, streams and scores.
+"""The public API: `adlm.load(...)` returns a LanguageModel that generates, streams and scores.
 
-language_model.py  load, LanguageModel, and what it returns: Generation, Partial
-scoring.py         the bound (or exact likelihood) of given text: Score
+language_model.py  load, LanguageModel, and its results: Generation, Partial
+scoring.py         the bound (or exact likelihood) of a given text: Score
 command.py         `adlm sample`, with the live view in the terminal
 """
 

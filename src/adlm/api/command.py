@@ -1,11 +1,11 @@
-"""`adlm sample CHECKPOINT ...`: texts to the terminal and, line by line as they are finished, to the jsonl file `out`;
+"""`adlm sample CHECKPOINT ...`: prints texts and appends each finished one to the jsonl file `out`;
 `adlm score 'some words' CHECKPOINT`; and `adlm.train`, which is `adlm train` from Python.
 
-Sample i is a function of (settings, seed + i), so the file is its own progress: a rerun reads it, drops a line that a
-crash cut short, and draws only what is missing. Under torchrun ranks take every size-th missing seed and write files of
-their own; the first rank merges them, before and after drawing. Whatever is killed, and however many ranks resume, the
-same file comes out, sorted by seed. With --watch one text appears live from masks; anchors - tokens rare in
-their sequence - are marked.
+Sample i is a function of (settings, seed + i), so the file itself records the progress: a rerun reads it, drops a line
+that a crash cut short, and draws only what is missing. Under torchrun each rank takes every size-th missing seed and
+writes its own file; the first rank merges the files before and after drawing. The final file is sorted by seed and
+does not depend on interruptions or on the number of ranks. With --watch one text appears live from masks, and its
+anchors (tokens that are rare in their sequence) are marked.
 """
 
 import hashlib
@@ -44,23 +44,23 @@ from adlm.training.parallel import World, world
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
-# Settings that are gone, as they were: a rerun still continues files of earlier versions.
+# Removed settings, with the values they had: a rerun still continues files of earlier versions.
 GONE = {"grid": "", "guidance": 0.0}
-# Settings that earlier versions had not, as they were: they are left out where they say what they said.
+# Settings newer than some files, with the values that reproduce the old behaviour: with those they are left out.
 LATER = {"block_length": 0}
-# How every line of `record` begins
+# The beginning of every line that `record` writes
 BEGINNING = b'{"text": "'
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
 
 
 def open_model(cfg: Config) -> LanguageModel:
-    """The model that a command line names, by default the one in the box."""
+    """The model that a command line names, by default the one in the package."""
     where = cfg.eval.checkpoint or BOX_NAME
     return LanguageModel(load_any(where, cfg.train.device, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root))
 
 
 def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
-    """Draw sampling.n texts; returns how many, where, and how fast."""
+    """Draw sampling.n texts; return how many, where they are, and how fast they were drawn."""
     c = cfg.sampling
     require(not (watch and c.n > 1), f"--watch shows one text, got sampling.n={c.n}")
     with processes(cfg) as ranks:
@@ -76,14 +76,14 @@ def run_sample(cfg: Config, watch: bool = False) -> dict[str, Any]:
         again = file.is_file() or file.is_dir() or not file.exists()
         require(again, f"out={cfg.out!r} cannot be written: samples are read again, which a device or pipe cannot be")
         path = writable_file("out", file)
-        # two that read the file before either has written would both draw what is missing
+        # two processes that read the file before either has written would both draw the same texts
         refusal = f"out={cfg.out!r} is being written by another process; wait for it, or use another"
         with claimed(path, lambda _: refusal) if ranks.is_main else nullcontext():
             return draw_missing(lm, request, c, path, watch, ranks)
 
 
 def processes(cfg: Config) -> AbstractContextManager[World]:
-    """The ranks of torchrun, or this process alone, whose settings are left as they are."""
+    """The ranks of torchrun; or this process alone, without changing any of its settings."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return world(cfg.train)
     return nullcontext(World(0, 1, torch.device("cpu"), "fp32", "none"))
@@ -92,7 +92,7 @@ def processes(cfg: Config) -> AbstractContextManager[World]:
 def draw_missing(
     lm: LanguageModel, request: Request, c: SamplingConfig, path: Path | None, watch: bool, ranks: World
 ) -> dict[str, Any]:
-    """Draw the texts that are not in the file yet, as many on every rank."""
+    """Draw the texts that are not in the file yet, divided evenly among the ranks."""
     identity = fingerprint(lm, replace(c, sampler=request.settings.sampler)) if path else ""
     have = collect(path, identity, ranks) if path else {}
     wanted = [c.seed + i for i in range(c.n) if c.seed + i not in have]
@@ -113,7 +113,7 @@ def draw_missing(
                 record(own, text, identity)
                 drawn.append(text)
                 ready[text.seed] = text
-                with advance.paused():  # in the order of seeds, whichever is finished first
+                with advance.paused():  # printed in the order of seeds, whichever text is finished first
                     while unseen and unseen[-1] in ready:
                         shown = ready.pop(unseen.pop())
                         print(f"--- seed {shown.seed}, {shown.nfe} evaluations\n{shown.text}", flush=True)
@@ -134,7 +134,7 @@ def draw_missing(
 
 
 def request_of(lm: LanguageModel, c: SamplingConfig) -> Request:
-    """The request of the configuration, for seed c.seed; `adlm serve` and evaluation read settings the same way."""
+    """The request that the configuration describes, with seed c.seed; `adlm serve` and evaluation use it, too."""
     lists = ("banned", "required", "choices")
     words = {name: [w.strip() for w in getattr(c, name).split(",") if w.strip()] for name in lists}
     empty = [name for name in lists if getattr(c, name).strip() and not words[name]]
@@ -154,7 +154,7 @@ def draw(
 
 
 def watch_text(lm: LanguageModel, request: Request, console: Console | None = None) -> Generation:
-    """Draw one text and show every evaluation; returns the finished text."""
+    """Draw one text and show every evaluation; return the finished text."""
     engine = lm.engine(request.settings.batch_size)
     with Live(console=console, refresh_per_second=20, transient=False) as live:
         for update in engine.stream(replace(request, watch=True)):
@@ -166,7 +166,7 @@ def watch_text(lm: LanguageModel, request: Request, console: Console | None = No
 
 
 def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, request: Request) -> Panel:
-    """One evaluation: holes as dots, tokens just drawn lit up, anchors in colour."""
+    """The canvas after one evaluation: holes as dots, newly drawn tokens highlighted, anchors in colour."""
     tok, new = lm.tokenizer, set(drawn)
     rare = (counts_in_sequence(torch.tensor([tokens])) <= lm.loaded.objective.tau)[0].tolist()
     text = Text()
@@ -182,7 +182,7 @@ def view(lm: LanguageModel, tokens: list[int], drawn: list[int], nfe: int, reque
 
 
 def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
-    """The digest of what must agree for two samples of one seed to be the same text."""
+    """A digest of everything that decides, together with the seed, which text is drawn."""
     settings = {k: v for k, v in asdict(c).items() if k not in NOT_IDENTITY and LATER.get(k) != v}
     model = {k: lm.info.get(k) for k in ("algo", "model", "step", "vocab_size")}
     what = [GONE | settings, model, lm.tokenizer.fingerprint, lm.weights_digest]
@@ -190,7 +190,7 @@ def fingerprint(lm: LanguageModel, c: SamplingConfig) -> str:
 
 
 def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> None:
-    """Append one line; opened and closed each time, so that what is drawn is on disk."""
+    """Append one line. The file is opened and closed each time, so that every finished text is on disk."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,12 +202,12 @@ def record(path: Path | None, text: Generation, identity: str, **facts: Any) -> 
 
 
 def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
-    """Samples by seed; a last line that a crash cut short is removed. Samples of other settings are refused, and files
-    of anything else, which stay as they are."""
+    """Samples by seed; a last line that a crash cut short is removed. A file with samples of other settings, or with
+    anything else, is refused and left as it is."""
     if not path.exists():
         return {}
     whole = path.read_bytes()
-    # Not str.splitlines: it also breaks at characters that may stand inside a text (U+2028, U+0085).
+    # Not str.splitlines: it also breaks at characters that may occur inside a text (U+2028, U+0085).
     *lines, rest = whole.split(b"\n")
     have = {}
     for number, line in enumerate(lines, 1):
@@ -229,13 +229,13 @@ def read_samples(path: Path, identity: str) -> dict[int, dict[str, Any]]:
 
 
 def part_of(path: Path, ranks: World) -> Path:
-    """Where a rank writes: one that is alone into the file itself."""
+    """The file that a rank writes to: the output file itself if there is only one rank."""
     return path if ranks.size == 1 else path.with_suffix(f".part{ranks.rank}{path.suffix}")
 
 
 def collect(path: Path, identity: str, ranks: World) -> dict[int, dict[str, Any]]:
-    """Samples by seed, after the first rank has put into one file, sorted by seed, what ranks of this run, or of one
-    that was killed, have drawn. All ranks call it."""
+    """Samples by seed. The first rank merges the files of all ranks, of this run or of a killed one, into one file
+    sorted by seed. All ranks call this."""
     ranks.barrier()
     if ranks.is_main:
         name = re.compile(rf"{re.escape(path.stem)}\.part\d+{re.escape(path.suffix)}")
@@ -294,9 +294,9 @@ def read_text(args: Sequence[str], usage: str) -> str:
 
 
 def run_export(cfg: Config, transformers: bool = False, four_bit: bool = False) -> dict[str, Any]:
-    """`adlm export MODEL FOLDER [--transformers | --four-bit]`: whatever can be loaded, as an exported folder."""
+    """`adlm export MODEL FOLDER [--transformers | --four-bit]`: write any model that can be loaded as an export."""
     require(not (transformers and four_bit), "--transformers and --four-bit do not go together: its files are plain")
-    if cfg.out.endswith(".ckpt"):  # what this command did in earlier versions
+    if cfg.out.endswith(".ckpt"):  # earlier versions of this command wrote such files
         print("adlm: note: `adlm export MODEL FILE.ckpt` is now `adlm convert`", file=sys.stderr)
         return run_convert(cfg)
     lm = open_model(cfg)
@@ -314,8 +314,8 @@ def run_export(cfg: Config, transformers: bool = False, four_bit: bool = False) 
 def train(source: str | Path | Sequence[str] = (), **settings: Any) -> LanguageModel:
     """Train as `adlm train` does, or resume, and load the result.
 
-    `source`: a file or folder of text, or the overrides that the command line would have. `settings`: the same by
-    name, the section left out where that is clear: adlm.train("my.txt", model="nano", steps=500, out="runs/mine").
+    `source`: a file or folder of text, or a list of overrides as on the command line. `settings`: overrides by name,
+    without the section where the name is unambiguous: adlm.train("my.txt", model="nano", steps=500, out="runs/mine").
     """
     from adlm.training.loop import train as run
 
@@ -326,5 +326,5 @@ def train(source: str | Path | Sequence[str] = (), **settings: Any) -> LanguageM
 
 
 def as_typed(value: Any) -> str:
-    """A value of Python as the command line writes it."""
+    """A Python value as it is written on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,7 +6,7 @@
     lm.generate("The capital of [MASK:2] is [MASK:3].")
 
 Everything random follows from `seed`: text i of a prompt uses seed + i, whatever the batch size. Every method may be
-called from any thread: calls that generate share network calls, and no two calls use the network at once.
+called from any thread: concurrent calls to generate are batched together, and only one call uses the network at a time.
 """
 
 import contextlib
@@ -48,14 +48,14 @@ from adlm.schema import SamplingConfig, TrainConfig
 
 Words = Sequence[str]
 SETTINGS = get_type_hints(SamplingConfig, include_extras=True)
-"""Fields of SamplingConfig, with the rules their values obey."""
-# How messages of the command line name what a Python argument says; not inside of paths and texts.
+"""Fields of SamplingConfig, with the rules for their values."""
+# Keys in messages of the command line -> names of Python arguments; KEYS does not match inside paths and quoted texts.
 PYTHON_NAMES = {"sampling.": "", "train.device": "device", "eval.checkpoint": "source", "eval.ema": "ema"}
 KEYS = re.compile(r"(?<![\w/.'\"])(" + "|".join(map(re.escape, PYTHON_NAMES)) + ")")
 
 
 class StreamSettings(TypedDict, total=False):
-    """The fields of SamplingConfig as keywords, for type checkers and editors; a test holds the two together."""
+    """The fields of SamplingConfig as keywords, for type checkers and editors; a test compares the two."""
 
     prompt: str
     template: str
@@ -98,13 +98,13 @@ class Generation:
     nfe: int
     """Network evaluations (a diffusion model needs far fewer than steps x tokens)."""
     seconds: float
-    """From its first evaluation to its end; texts of one batch share that time."""
+    """Time from its first evaluation to its end; texts of one batch share it."""
     seed: int
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A text on its way: holes still show as the mask token."""
+    """An unfinished text: holes still show as the mask token."""
 
     text: str
     tokens: list[int]
@@ -116,7 +116,7 @@ class Partial:
 
 @contextlib.contextmanager
 def python_words() -> Iterator[None]:
-    """Errors inside name Python arguments: `temperature=-1`, where the command line has `sampling.temperature=-1`."""
+    """Make errors name Python arguments: `temperature=-1`, not the command line's `sampling.temperature=-1`."""
     try:
         yield
     except ValueError as error:
@@ -132,15 +132,15 @@ def load(
     dtype: str | torch.dtype = "auto",
     revision: str = "",
 ) -> "LanguageModel":
-    """Load a run folder, an exported folder, a release's .ckpt, or a released model: a folder, a GGUF file or a hub
-    name "owner/model", of which `revision` is a branch, tag or commit; by default the model in the box.
+    """Load a run folder, an exported folder, a .ckpt of the public release, or a released model: a folder, a GGUF file
+    or a hub name "owner/model", whose `revision` is a branch, tag or commit. By default: the model in the package.
 
-    `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in; auto is bfloat16 on a GPU while
-    generating, and else the precision of the weights: float32 for our models, that of the file for released ones.
-    `tokenizer` and `root` (a folder with vocabulary files) help a model that comes without its tokenizer.
+    `device`: auto, cpu, cuda or cuda:N. `dtype`: what the network computes in. auto is bfloat16 while generating on a
+    GPU, and otherwise the precision of the weights: float32 for our models, that of the file for released ones.
+    `tokenizer` and `root` (a folder with vocabulary files) are for a model that comes without its tokenizer.
     """
     name = str(dtype).removeprefix("torch.")
-    precision = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)  # torch's names, and ours
+    precision = {"float32": "fp32", "bfloat16": "bf16"}.get(name, name)  # torch's names -> ours
     rules_of(TrainConfig)["precision"].check("dtype", precision)
     with python_words():
         loaded = load_any(source, str(device), ema, tokenizer, root, revision)
@@ -152,7 +152,7 @@ def load(
 def load_any(
     source: str | Path, device: str, ema: bool = True, tokenizer: str = "", root: str = "", revision: str = ""
 ) -> Loaded:
-    """A model from a place or from the hub; errors in the words of the command line."""
+    """A model from this machine or from the hub; errors name keys of the command line."""
     path_given("source", source)
     return load_checkpoint(source, ema, pick_device(device), tokenizer, root, revision)
 
@@ -167,7 +167,7 @@ class LanguageModel:
     """A trained model with its tokenizer; `adlm.load` makes one."""
 
     def __init__(self, loaded: Loaded, precision: str = "auto"):
-        """`precision`: auto, fp32 or bf16, as `dtype` of `load`."""
+        """`precision`: auto, fp32 or bf16; see `dtype` of `load`."""
         self.loaded, self.precision = loaded, precision
         self.model, self.info = loaded.model, loaded.info
         self.tokenizer: Tokenizer = loaded.tokenizer
@@ -175,11 +175,11 @@ class LanguageModel:
         self.length: int = loaded.model.config.length
         """Longest sequence in tokens."""
         self.new_tokens: int = loaded.info.get("new_tokens") or self.length
-        """Tokens of a text, beside its prompt, where nobody says how many."""
+        """Tokens to draw after a prompt when a request does not say how many."""
         self.objective: type[Objective] = tables.OBJECTIVES.load(loaded.objective.name)
         self.kept_engine: Engine | None = None
         self.lock = threading.Lock()
-        """Held by whoever uses the network; the engine's own, too."""
+        """Held while the network is in use; the engine uses the same lock."""
 
     @property
     def device(self) -> torch.device:
@@ -187,7 +187,7 @@ class LanguageModel:
 
     @functools.cached_property
     def weights_digest(self) -> str:
-        """The sha256 of all weights: two runs with the same settings are still two models."""
+        """The sha256 of all weights, which tells apart two runs with the same settings."""
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
@@ -202,22 +202,22 @@ class LanguageModel:
     # Generating
 
     def generate(self, text: str | Words = "", **settings: Unpack[GenerateSettings]) -> list[Generation]:
-        """Draw n texts for `text`, sorted by their seeds; of a list of texts, n for each, in the list's order.
+        """Draw n texts for `text`, sorted by seed; for a list of texts, n for each, in the order of the list.
 
-        A text without holes is a prompt to be continued, one with holes ([MASK], [MASK:3]) a template to be filled, and
-        an empty one asks for free text. `prompt` and `template` say which it is, whatever it holds.
-        `length` counts all tokens, those of the prompt and its begin-of-text token included (0: the model's own);
-        `max_new_tokens` only those that are drawn. `stop` ends a text at its first end-of-text token. `banned` and
-        `required` are lists of words. What fills the holes can be held to a `regex`, to one of `choices`, or to
-        `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those of
-        the command line's `sampling` section.
+        A text without holes is a prompt to continue; a text with holes ([MASK], [MASK:3]) is a template to fill; an
+        empty one asks for free text. Use `prompt` or `template` instead to say which it is, whatever it contains.
+        `length` counts all tokens, including the prompt and its begin-of-text token (0: the model's own);
+        `max_new_tokens` counts only those that are drawn. `stop` ends a text at its first end-of-text token. `banned`
+        and `required` are lists of words. What fills the holes can be constrained by a `regex`, by a list of `choices`,
+        or by `response_format`: a JSON schema, or OpenAI's form of one (docs/sampling.md). The other settings are those
+        of the command line's `sampling` section.
         """
         with python_words():
             n = accept("sampling.n", settings.pop("n", 1), SETTINGS["n"])
             several = isinstance(text, Iterable) and not isinstance(text, bytes)
             require(several, f"text must be a text or a list of texts, got {text!r:.60}")
             texts = [text] if isinstance(text, str) else text
-            for name in {"banned", "required", "choices"} & settings.keys():  # every text asks for them again
+            for name in {"banned", "required", "choices"} & settings.keys():  # read once for each text
                 if settings[name] is not None:
                     settings[name] = listed(f"sampling.{name}", settings[name])
             requests = [self.checked_request(one, **settings) for one in texts]
@@ -225,11 +225,11 @@ class LanguageModel:
             if not requests:
                 return []
             results = self.engine(requests[0].settings.batch_size).run(asked)
-            # In the order asked: an engine numbers requests as it takes them.
+            # In the order of the requests: the engine numbers them as it takes them.
             return [self.finish(result) for result in sorted(results, key=lambda result: result.id)]
 
     def stream(self, text: str = "", **settings: Unpack[StreamSettings]) -> Iterator[Partial | Generation]:
-        """Draw one text, with the arguments of `generate`: partial texts after each evaluation, then the Generation."""
+        """Draw one text with the arguments of `generate`: a Partial after each evaluation, then the Generation."""
         require("n" not in settings, "stream yields one text; draw several with generate(n=...)")
         with python_words():
             request = self.checked_request(text, **settings)
@@ -249,7 +249,7 @@ class LanguageModel:
         return request
 
     def request(self, text: str = "", **settings: Any) -> Request:
-        """What the engine is asked for; the arguments are those of `generate`, checked by the rules of the schema."""
+        """A request for the engine from the arguments of `generate`, checked by the rules of the schema."""
         banned, required, choices = (settings.pop(name, ()) for name in ("banned", "required", "choices"))
         form = settings.pop("response_format", "")
         new = accept("max_new_tokens", settings.pop("max_new_tokens"), Count) if "max_new_tokens" in settings else 0
@@ -272,8 +272,8 @@ class LanguageModel:
         return Request(tokens, c, c.seed, avoided, placed, stop_id, constraint)
 
     def canvas(self, c: SamplingConfig, new: int = 0) -> list[int]:
-        """The sequence to be filled: template or prompt as tokens, masks where something is to be drawn. `new`: how
-        many masks, where c.length does not say how many positions."""
+        """The sequence to fill: the tokens of the template or prompt, and masks where tokens are to be drawn. `new`:
+        the number of masks, when c.length does not give the number of positions."""
         tok = self.tokenizer
         check_canvas(c.length, prompt=c.prompt, template=c.template)
         require(not (new and c.length), f"give only one of max_new_tokens={new} and sampling.length={c.length}")
@@ -281,7 +281,7 @@ class LanguageModel:
         if c.template:
             limit = None if c.stride > 0 else Limit(self.length)
             return parse_template(c.template, tok.encode, tok.mask_id, [tok.bos_id], limit)
-        # Training sequences begin so; without a prompt a diffusion model finds that out by itself.
+        # Training sequences begin with this token; without a prompt a diffusion model draws it itself.
         given = c.prompt or c.stop or self.model.config.causal or self.model.config.shift
         start = [tok.bos_id, *tok.encode(c.prompt)] if given else []
         total = len(start) + new if new else c.length or min(self.length, len(start) + self.new_tokens)
@@ -293,7 +293,7 @@ class LanguageModel:
         return start + [tok.mask_id] * (total - len(start))
 
     def sampler_of(self, configured: str) -> str:
-        """The sampler of that name, or without one the model's own."""
+        """The sampler of that name; for an empty name, the model's default."""
         return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
 
     def misfit(self, sampler: str) -> str:
@@ -301,8 +301,8 @@ class LanguageModel:
         return tables.SAMPLERS.load(sampler).misfit(self.model.config, self.objective.learns_score)
 
     def engine(self, slots: int) -> Engine:
-        """The engine with that many slots; kept, since on a GPU its compiled graphs are worth keeping, until another
-        number is asked for: each engine has its own copy of the blocks. Who still reads from another one may."""
+        """The engine with that many slots. It is kept for its compiled graphs (on a GPU) until another number of slots
+        is requested, since each engine has its own copy of the blocks. A stream from a replaced engine still works."""
         with self.lock:
             if self.kept_engine is not None and len(self.kept_engine.slots) != slots:
                 self.drop_engine()
@@ -313,37 +313,37 @@ class LanguageModel:
             return self.kept_engine
 
     def drop_engine(self) -> None:
-        """Free the memory of the kept engine. It refers to itself: only the collector finds it."""
+        """Free the memory of the kept engine. It refers to itself, so only the garbage collector can free it."""
         self.kept_engine = None
         gc.collect()
 
     def finish(self, result: Result) -> Generation:
-        """A sequence of the engine as text; one that was given up is raised as the problem it met."""
+        """A finished sequence of the engine as text; an abandoned one raises its problem."""
         if result.problem:
             raise ValueError(result.problem)
         return Generation(self.text(result.tokens), result.tokens, result.nfe, result.seconds, result.seed)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text of a sequence without its begin and end tokens; masks show by name."""
+        """Text of a sequence without begin, end and padding tokens; masks show by name."""
         return self.tokenizer.decode([t for t in tokens if t not in self.tokenizer.silent_ids])
 
     # Reading predictions
 
     def score(self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()) -> Score:
-        """The bound on -log p(text | context), with `draws` draws of noise (`Score.exact`: no bound, but that)."""
+        """The bound on -log p(text | context) from `draws` draws of noise; the exact value where `Score.exact`."""
         return whole(self.score_in_parts(text, draws, context))
 
     def score_in_parts(
         self, text: str | Sequence[int], draws: int = 64, context: str | Sequence[int] = ()
     ) -> Parts[Score]:
-        """As `score`; a generator that yields after every pass of the network, for who has other things to do."""
+        """As `score`, as a generator that yields after every pass of the network: callers can do other work there."""
         draws = accept("draws", draws, Count)
         tokens, given = self.encode("text", text), self.encode("context", context)
         noise, objective = self.loaded.noise, self.loaded.objective
         return self.in_turns(score_tokens(self.model, tokens, self.tokenizer.bos_id, noise, objective, draws, given))
 
     def in_turns(self, parts: Parts[T]) -> Parts[T]:
-        """A computation each part of which is alone with the network."""
+        """Run each part of a computation with the network's lock held."""
         while True:
             try:
                 with self.using_network():
@@ -353,11 +353,11 @@ class LanguageModel:
             yield
 
     def encode(self, what: str, value: str | Sequence[int]) -> list[int]:
-        """Token ids of a text, or those given."""
+        """Token ids of a text; given ids are returned as a list."""
         if isinstance(value, str):
             return self.tokenizer.encode(accept(what, value, str))
         wrong = f"{what} must be one text or a list of token ids, got {value!r:.60}"
-        require(not isinstance(value, bytes), wrong)  # whose elements are integers, too
+        require(not isinstance(value, bytes), wrong)  # its elements are integers, too
         try:
             return [operator.index(token) for token in value]
         except TypeError:
@@ -370,12 +370,12 @@ class LanguageModel:
             return self.model.log_probs(tokens_BL, self.noise_level(tokens_BL))
 
     def fill_distribution(self, template: str | Sequence[int], top: int = 5, draws: int = 0) -> SlotReads:
-        """What the model puts into every hole of a template: the likeliest tokens, entropy, and (with `draws` of the
-        other holes) how much it would still change."""
+        """The model's prediction for every hole of a template: the likeliest tokens, the entropy and, with `draws`
+        draws of the other holes, the standard error of each probability."""
         return whole(self.slots_in_parts(template, top, draws))
 
     def slots_in_parts(self, template: str | Sequence[int], top: int = 5, draws: int = 0) -> Parts[SlotReads]:
-        """As `fill_distribution`; a generator that yields after every pass of the network."""
+        """As `fill_distribution`, as a generator that yields after every pass of the network."""
         top, draws = accept("top", top, Count), accept("draws", draws, WholeNumber)
         tokens_L = self.tokens(template)[0]
         return self.in_turns(read_slots(self.model, tokens_L, self.noise_level, top, draws))
@@ -395,13 +395,13 @@ class LanguageModel:
 
     @contextlib.contextmanager
     def using_network(self) -> Iterator[None]:
-        """Alone with the network, in the precision asked for, without gradients."""
+        """Hold the network's lock; compute in the requested precision, without gradients."""
         with self.lock, torch.no_grad(), autocast(self.device, self.precision == "bf16"):
             yield
 
     def tokens(self, text: str | Sequence[int] | Tensor) -> Tensor:
-        """A text, which may have holes, after its begin-of-text token; or token ids, one sequence or [B, L] of one
-        length: int64 [B, L], on the model's device."""
+        """Token ids [B, L], int64, on the model's device: of a text (which may have holes) after a begin-of-text token,
+        or as given: one sequence, or several of one length."""
         if isinstance(text, str):
             tok, start = self.tokenizer, [self.tokenizer.bos_id]
             holes = LIKE_A_HOLE.search(accept("text", text, str))
@@ -416,15 +416,15 @@ class LanguageModel:
         return tokens_BL.to(self.device)
 
     def noise_level(self, tokens_BL: Tensor) -> Tensor:
-        """The sigma_B at which as many masks are expected as each sequence has: what time-conditioned models read."""
+        """The sigma_B at which each sequence's number of masks is the expected one, for time-conditioned models."""
         masked_B = (tokens_BL == self.model.mask_id).float().mean(-1).to(float64_device(self.device))
         return noise_level(masked_B, self.schedule).to(self.device)
 
     # Keeping
 
     def save(self, folder: str | Path, precision: str = "fp32", **facts: Any) -> None:
-        """Write an exported folder: weights (fp32; bf16: half the size; 4bit: a seventh), config.json, tokenizer.json,
-        model card; `facts` are added to what the card knows, such as licence="cc-by-sa-4.0"."""
+        """Write an exported folder: weights (fp32; bf16: half the size; 4bit: a seventh), config.json, tokenizer.json
+        and a model card. `facts` are added to the card, such as licence="cc-by-sa-4.0"."""
         weights = in_precision(self.model.state_dict(), precision)
         try:
             place = place_for_export(path_given("folder", folder))

@@ -1,13 +1,13 @@
-"""The bound of given text, also after a context, with an error bar and every token's part of it.
+"""The bound of a given text, optionally after a context, with a standard error and the contribution of every token.
 
-Causal models, and those whose own blocks have one token: one pass, exact. Diffusion: a begin-of-text token and the
-context stand in front, always visible and never scored; of the n tokens of the text k are masked, k = 1..n stratified
-over the draws, and the bound on -log p(text | context) is n E[S_k / k] with S_k the cross-entropy of the masked ones
-(objectives/nelbo.py). A text of one token has no noise at all. The sequence ends with the text: nothing is assumed
-about what may follow.
+Causal models, and models with blocks of one token: one pass, exact. Diffusion models: a begin-of-text token and the
+context come first, always visible and never scored. Of the n tokens of the text k are masked, k = 1..n stratified
+over the draws, and the bound on -log p(text | context) is n E[S_k / k] with S_k the cross-entropy of the masked tokens
+(objectives/nelbo.py). The bound of a text of one token has no noise. The sequence ends with the text: nothing is
+assumed about what may follow.
 Models of another kind (score entropy, D3PM) are scored at random times, by their own bound.
 
-Below, too: what the model puts into each hole of a text.
+The second half of the module reads the model's prediction for each hole of a text.
 """
 
 import math
@@ -31,43 +31,43 @@ from adlm.models.transformer import PAST
 from adlm.objectives import Objective, Sequences, make_objective, position_losses
 from adlm.schema import NoiseConfig, ObjectiveConfig
 
-# Tokens of one forward pass, by kind of device: memory is bounded, and a CPU gains nothing from more. A server makes
-# others wait for one pass.
+# Tokens of one forward pass, by kind of device. The limit bounds memory and, in a server, how long other requests wait
+# for one pass; a CPU gains nothing from more.
 TOKENS_AT_ONCE = {"cpu": 1 << 9}
 TOKENS_ELSEWHERE = 1 << 14
 T = TypeVar("T")
 Parts = Generator[None, None, T]
-"""A computation in parts: its value, with a yield after each pass of the network."""
+"""A computation in parts: a generator that yields after each pass of the network and returns the value."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is: an upper bound on its negative log-likelihood, or that itself."""
+    """How likely a text is: an upper bound on its negative log-likelihood, or its exact value."""
 
     nll: float
     """Nats per token."""
     ppl: float
     """exp(nll)."""
     stderr: float | None
-    """Standard error of nll over the noise draws; 0 where it is exact, None where one draw cannot tell. Strata make it
-    an overestimate."""
+    """Standard error of nll over the noise draws; 0 if nll is exact, None if there is only one draw. Stratification
+    makes it an overestimate."""
     per_token: list[float]
-    """Each token's part of the bound, nats; they sum to nll * tokens."""
+    """Each token's contribution to the bound, in nats; they sum to nll * len(tokens)."""
     tokens: list[int]
     exact: bool = False
-    """No bound but the likelihood: causal models, and those whose own blocks have one token."""
+    """Whether nll is the likelihood itself, not a bound: causal models, and models with blocks of one token."""
 
 
 class ScoredSequence(NamedTuple):
-    """One sequence: what is given, and what is scored."""
+    """One sequence: its given tokens, and the tokens that are scored."""
 
     given: list[int]
     scored: list[int]
 
 
 def split(tokens: Sequence[int], context: Sequence[int], bos_id: int, length: int) -> Iterator[ScoredSequence]:
-    """Sequences that hold the text after as much of the end of its context as fits; a text longer than a sequence is
-    divided, and every part after the first stands alone."""
+    """Sequences with the text after as much of the end of its context as fits. A text longer than one sequence is
+    divided, and the parts after the first have no context."""
     room = length - 1
     first, rest = list(tokens[:room]), list(tokens[room:])
     kept = room - len(first)
@@ -94,7 +94,7 @@ def score_tokens(
     draws: int,
     context: Sequence[int] = (),
 ) -> Parts[Score]:
-    """The score of `tokens` after `context`, by the bound of the model's own kind."""
+    """The score of `tokens` after `context`, by the bound of the model's objective."""
     require(len(tokens) > 0, "there is nothing to score: the text has no tokens")
     bad = [t for t in (*tokens, *context) if not 0 <= t < model.vocab_size or t == model.mask_id]
     require(not bad, f"token {bad[0] if bad else ''} cannot be scored: outside 0..{model.vocab_size - 1}, or the mask")
@@ -103,7 +103,7 @@ def score_tokens(
     bound = make_objective(objective, noise, model.mask_id, seed=0, model=model.config)
     per_draw, per_token, varies = np.zeros(draws), [], False
     for part in split(tokens, context, bos_id, model.config.length):
-        # a single token is masked in every draw: one draw is enough, unless the model is conditioned on its noise level
+        # a single token is masked in every draw: one draw is enough, unless the model is conditioned on the noise level
         alike = len(part.scored) == 1 and not model.config.is_time_conditioned and bound.subs
         varies = varies or not (exact or alike)
         nats = yield from position_nats(model, part, bound, 1 if alike else draws)
@@ -129,7 +129,7 @@ def position_nats(model: Network, part: ScoredSequence, objective: Objective, dr
         sequences = Sequences(tokens_L.expand(len(example), -1), example, draws, given_BL=given)
         corrupt = objective.corrupt_exact_count if objective.subs else objective.corrupt_for_bound
         batch = corrupt(sequences, 0)
-        # a causal model's hidden state is one ahead of the token it predicts
+        # a causal model's hidden state is one position before the token it predicts
         found[b : b + len(example), int(causal) :] = position_losses(model, batch).cpu().numpy()
         yield
     return found
@@ -150,10 +150,10 @@ class TokenLogProbs(NamedTuple):
 def left_to_right(
     model: Network, tokens: Sequence[int], given: Sequence[int], schedule: Schedule, top: int
 ) -> Parts[list[TokenLogProbs]]:
-    """log p(token | tokens before it) for each of `tokens` after `given`: the chain rule, which is what a causal model
-    says anyway. A diffusion model reads each token's past with everything from that token on masked: its likelihood
-    when it writes from left to right, in its own blocks if it has some. Sums over the end of a text are those of that
-    end given its beginning."""
+    """log p(token | tokens before it) for each of `tokens` after `given`, by the chain rule, as a causal model factors
+    the text anyway. A diffusion model reads each token's past with that token and all later ones masked: its likelihood
+    when it writes from left to right, in its own blocks if it has them. The sum over the end of a text is the
+    log-likelihood of that end given the beginning."""
     device, first, length = next(model.parameters()).device, len(given), len(given) + len(tokens)
     tokens_L, found = torch.tensor([*given, *tokens], device=device), []
     in_one_pass = own_block(model) == 1 and shift_of(model) == 1
@@ -176,8 +176,8 @@ def left_to_right(
 
 
 def states_in_writing(model: Network, canvas_BL: Tensor, sigma_B: Tensor) -> Tensor:
-    """The states [B, L, D] of canvases as a diffusion model reads them when it writes: as a whole, or in its own
-    blocks, where those of the block with the first mask are what it writes from. The last block is a whole one."""
+    """The hidden states [B, L, D] of canvases as in generation: the whole canvas at once, or in the model's own blocks,
+    where the block with the first mask is the one being written. The last block is padded with masks to full length."""
     block, length = own_block(model), canvas_BL.shape[1]
     if not block:
         return model(canvas_BL, sigma_B).denoiser_BLD
@@ -198,14 +198,14 @@ def read_log_probs(model: Network, hidden_ND: Tensor, targets_N: Tensor, top: in
 
 
 # ---- holes -----------------------------------------------------------------------------------------------------------
-# What the model puts into each hole of a text, read in one evaluation.
+# The model's prediction for each hole of a text, read in one evaluation.
 #
-# At hole l of a canvas z the network predicts p_l(v | z), which is the model's distribution of that position with all
-# other holes open: the average over everything the others could become. How much of it hangs on the others is told by
-# `stderr`. For k = 1..K all other holes are filled by draws of the same prediction and p_l is read again, once for each
-# hole; the standard error of the probability of token v is sd_k(p_l(v | z_k)) / sqrt(K). A hole whose reading does not
-# change has none. Draws of one prediction are independent of each other, as in a sampler that reveals all
-# holes but one in one step; so this is the error of a one-step reading, not of the data.
+# At hole l of a canvas z the network predicts p_l(v | z), the model's distribution of that position with all other
+# holes open: the average over everything the others could become. `stderr` says how much it depends on the others:
+# for k = 1..K all other holes are filled by draws from the same prediction, and p_l is read again, once for each hole;
+# the standard error of the probability of token v is sd_k(p_l(v | z_k)) / sqrt(K). It is 0 for a hole whose prediction
+# does not change. The draws of one prediction are independent across holes, as in a sampler that reveals all holes but
+# one in one step; so this is the error of a one-step reading, not of the data.
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,12 @@ class SlotRead:
 
     position: int
     tokens: list[int]
-    """The likeliest, most probable first."""
+    """The likeliest tokens, most probable first."""
     probabilities: list[float]
     stderr: list[float] | None
-    """Of each of these probabilities, over draws of the other holes; None: fewer than two were asked for."""
+    """Standard error of each of these probabilities over draws of the other holes; None for fewer than two draws."""
     entropy: float
-    """Of the whole prediction, nats."""
+    """Entropy of the whole prediction, in nats."""
 
 
 SlotReads = Sequence[SlotRead]
@@ -228,7 +228,7 @@ SlotReads = Sequence[SlotRead]
 def read_slots(
     model: Network, tokens_L: Tensor, noise_level: Callable[[Tensor], Tensor], top: int, draws: int
 ) -> Parts[list[SlotRead]]:
-    """Every hole of one sequence."""
+    """The predictions at every hole of one sequence."""
     c = model.config
     require(not c.causal, "a causal model predicts no hole in the middle; this needs a diffusion model")
     require(
@@ -283,7 +283,7 @@ def each_hole_again(
 def predictions(
     model: Network, tokens_BL: Tensor, noise_level: Callable[[Tensor], Tensor], rows: Tensor, at: Tensor
 ) -> Tensor:
-    """Log-probabilities [N, V] at positions of sequences, the mask excluded."""
+    """Log-probabilities [N, V] at the positions `at` of the sequences `rows`, the mask excluded."""
     with torch.no_grad():
         hidden_BLD = model(tokens_BL, noise_level(tokens_BL)).denoiser_BLD
         logits_NV = model.head(hidden_BLD[rows, at]).float()

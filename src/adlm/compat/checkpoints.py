@@ -1,11 +1,11 @@
 """Checkpoints of the public release (ADLM, MDLM, AR, SEDD, D3PM; Lightning's .ckpt) to our exported folders and back.
 
-The shape of a model is read off its weights and compared with the settings stored beside them; every name, count and
-shape must fit before anything is used. Nothing pickled is executed (`pickles.py`).
+The shape of a model is inferred from its weights and compared with the settings stored beside them; every name, count
+and shape must fit before anything is used. Nothing pickled is executed (`pickles.py`).
 
-Parameter names: the release has `backbone` (anchor network, or the only network) and `denoiser`; its head sits inside
-the last layer of each. Ours are `anchor`, `denoiser`, `bridge`, `head` and `anchor_head`, so the map depends on whether
-the model is anchored.
+Parameter names: the release has `backbone` (anchor network, or the only network) and `denoiser`; the last layer of each
+has its head. Ours are `anchor`, `denoiser`, `bridge`, `head` and `anchor_head`, so the mapping depends on whether the
+model is anchored.
 """
 
 import re
@@ -43,7 +43,7 @@ _WITHIN_STACK = [
 
 
 def from_release(name: str, anchored: bool) -> str | None:
-    """Our name of a release parameter; None for what we recompute (rotary frequencies)."""
+    """Our name of a release parameter; None for rotary frequencies, which we recompute."""
     name = _modern(name)
     if name.endswith("rotary_emb.inv_freq"):
         return None
@@ -99,7 +99,7 @@ def _network(*first: str, n_blocks: int, adaln: bool) -> list[str]:
 
 @dataclass
 class Release:
-    """What a release checkpoint holds, in our terms."""
+    """The contents of a release checkpoint, with our names and settings."""
 
     algo: str
     model: ModelConfig
@@ -108,7 +108,7 @@ class Release:
     vocab_size: int
     step: int
     weights: "dict[str, Tensor]" = field(repr=False)
-    """By our names, float32."""
+    """Our names -> float32 weights."""
     settings: dict[str, Any] = field(repr=False)
     """The release's own settings, as plain data."""
     tokenizer_json: str = field(default="", repr=False)
@@ -116,7 +116,7 @@ class Release:
 
 
 def read_release(path: str | Path, ema: bool = True) -> Release:
-    """Read a checkpoint: EMA weights, or with ema=False those of the last step."""
+    """Read a checkpoint: its EMA weights or, with ema=False, the raw weights of the last step."""
     from adlm.io.export import MOST_TENSORS, expected_shapes
 
     with Checkpoint(path) as file:
@@ -161,19 +161,19 @@ def read_release(path: str | Path, ema: bool = True) -> Release:
 
 
 def _mapping(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    """The dictionary under `key`; an empty one where the file has something else."""
+    """The dictionary under `key`; an empty one if the file has anything else."""
     found = tree.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def _number(tree: dict[str, Any], key: str, default: float) -> float:
-    """The number under `key`, an integer or not; the default where the file has something else."""
+    """The number under `key`; the default if the file has anything else."""
     found = tree.get(key)
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else default
 
 
 def _modern(name: Any) -> str:
-    """Names as the current release writes them: without torch.compile's prefix, `denoiser` for the older `replica`."""
+    """A name as in the current release: without torch.compile's prefix, with `denoiser` for the older `replica`."""
     name = str(name).replace("_orig_mod.", "")
     return "denoiser." + name.removeprefix("replica.") if name.startswith("replica.") else name
 
@@ -186,7 +186,7 @@ def _size(path: str | Path, shapes: dict[str, Any], name: str) -> tuple[int, ...
 
 
 def shape_of(path: str | Path, refs: dict[str, Any], settings: dict[str, Any]) -> ModelConfig:
-    """The model's shape from the shapes of its weights; what the stored settings say must agree."""
+    """The model's shape from the shapes of its weights; the stored settings must agree."""
 
     def blocks(network: str) -> int:
         return len({name.split(".")[2] for name in refs if name.startswith(f"{network}.blocks.")})
@@ -235,7 +235,7 @@ def _objective_of(path: str | Path, model: ModelConfig, settings: dict[str, Any]
     if not model.anchored:
         return ALGOS[kind], ObjectiveConfig(OBJECTIVES[kind], gamma=0.0, gamma_warmup=0.0, T=T or 0, sampling_eps=eps)
     require(kind == "subs", f"{path}: a two-stage model with parameterization={kind} is none of the release's")
-    if settings and settings.get("enable_anchor_loss") is not True:  # the release's switch is off unless it is on
+    if settings and settings.get("enable_anchor_loss") is not True:  # the release's switch is off by default
         return "two-stage", ObjectiveConfig(gamma=0.0, gamma_warmup=0.0, sampling_eps=eps)
     gamma, warmup = anchor_weight(
         _number(settings, "base_scaling_factor1", 3e-3), _number(settings, "base_scaling_factor2", 1.0)
@@ -263,7 +263,7 @@ def _ema_weights(path: str | Path, tree: dict[str, Any], names: list[str]) -> li
 
 
 def _tokenizer_json(pickled: Any) -> str:
-    """A fast tokenizer carries its tokenizer.json as bytes in its state."""
+    """The tokenizer.json of a pickled fast tokenizer, which has it as bytes in its state."""
     state = pickled.state if isinstance(pickled, Inert) else None
     backend = state.get("_tokenizer") if isinstance(state, dict) else None
     text = backend.state if isinstance(backend, Inert) else None
@@ -274,14 +274,14 @@ def _tokenizer_json(pickled: Any) -> str:
 
 
 def tokenizer_of(release: Release, name: str = "", root: str = "") -> "Tokenizer":
-    """The tokenizer of a checkpoint: `name` if given, else the one in the file, else the one its settings name."""
+    """The tokenizer of a checkpoint: `name` if given, else the one in the file, else the one named in its settings."""
     from adlm.data.tokenizers import load_tokenizer, tokenizer_from
 
     stored = str(_mapping(release.settings, "data").get("tokenizer_name_or_path") or "gpt2")
     if name or not release.tokenizer_json:
         found = load_tokenizer(name or stored, root=root)
     else:
-        # The release gives GPT-2 a [PAD] that has the id of the mask: the mask is what that entry was trained as.
+        # In the release GPT-2's [PAD] has the same id as the mask, and that entry was trained as the mask.
         pad = {"content": "[PAD]", "id": release.vocab_size - 1}
         try:
             found = tokenizer_from(release.tokenizer_json.encode(), stored, "the tokenizer in the checkpoint", pad)
@@ -298,7 +298,7 @@ def tokenizer_of(release: Release, name: str = "", root: str = "") -> "Tokenizer
 def import_release(
     path: str | Path, out: str | Path, ema: bool = True, tokenizer: str = "", root: str = ""
 ) -> dict[str, Any]:
-    """Write a release checkpoint as an exported folder; returns its config.json."""
+    """Write a release checkpoint as an exported folder; return its config.json."""
     from adlm.io.export import place_for_export, save_folder
 
     place = place_for_export(Path(out))
@@ -310,7 +310,7 @@ def import_release(
 
 
 def load_release(path: str | Path, ema: bool = True, tokenizer: str = "", root: str = "") -> "Loaded":
-    """A release checkpoint as a model ready for inference, without writing anything."""
+    """Load a release checkpoint as a model ready for inference, without writing anything."""
     from adlm.io.export import Loaded
     from adlm.models import build_model
 
@@ -345,13 +345,13 @@ def _describe(release: Release, tokenizer: "Tokenizer", path: Path, ema: bool) -
 
 
 def export_release(folder: str | Path, path: str | Path) -> Path:
-    """Write an exported folder as a checkpoint that the release's code loads (config and tokenizer given by it)."""
+    """Write an exported folder as a checkpoint that the release's code loads (with its own config and tokenizer)."""
     import torch
 
     from adlm.io.export import load_folder
 
     folder = Path(folder)
-    loaded = load_folder(folder / "export" if (folder / "export").is_dir() else folder)  # a run folder holds one
+    loaded = load_folder(folder / "export" if (folder / "export").is_dir() else folder)  # inside a run folder
     model, step = loaded.model.config, int(loaded.info.get("step") or 0)
     check_expressible(model, loaded.noise, loaded.objective)
     settings = release_settings(model, loaded.noise, loaded.objective)
@@ -369,7 +369,7 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
         "global_step": step,
         "pytorch-lightning_version": "2.2.1",
         "state_dict": state,
-        # What the release's on_load_checkpoint looks up.
+        # The release's on_load_checkpoint reads these.
         "loops": {
             "fit_loop": {
                 "epoch_progress": {"total": {"completed": 0}, "current": {"completed": 0}},
@@ -391,7 +391,7 @@ def export_release(folder: str | Path, path: str | Path) -> Path:
 
 
 def run_import(cfg: Config) -> dict[str, Any]:
-    """`adlm import release.ckpt folder`: eval.ema chooses the weights, data.tokenizer and data.root the tokenizer."""
+    """`adlm import release.ckpt folder`: eval.ema selects the weights, data.tokenizer and data.root the tokenizer."""
     info = import_release(cfg.eval.checkpoint, cfg.out, cfg.eval.ema, cfg.data.tokenizer, cfg.data.root)
     size, weights = f"{info['parameters']:,} parameters", info["imported"]["weights"]
     print(f"{cfg.out}: {info['algo']}, {size}, {weights} weights of step {info['step']:,}")
@@ -399,7 +399,7 @@ def run_import(cfg: Config) -> dict[str, Any]:
 
 
 def run_convert(cfg: Config) -> dict[str, Any]:
-    """`adlm convert folder release.ckpt`: our exported folder in the release's layout."""
+    """`adlm convert folder release.ckpt`: write our exported folder in the release's layout."""
     path = export_release(cfg.eval.checkpoint, cfg.out)
     print(f"{path}: {path.stat().st_size / 1e6:,.1f} MB")
     return {"file": str(path), "bytes": path.stat().st_size}

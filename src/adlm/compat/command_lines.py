@@ -1,8 +1,9 @@
-"""The release's override names become ours, in argv, before anything is composed; and a model's settings the release's.
+"""Translation of the release's command lines to ours, in argv before settings are composed; and of a model's settings
+to the release's names.
 
-One explicit table, `TRANSLATIONS`: every key of the public ADLM / MDLM / ReMDM command lines either turns into ours, or
-is accepted with a note that says why it means nothing here, or is refused with the way to say it. Keys that are in
-neither world are left alone and refused by `adlm.config`. docs/configuration.md shows the same table.
+One explicit table, `TRANSLATIONS`: every key of the public ADLM / MDLM / ReMDM command lines is either translated, or
+accepted with a note why it has no effect here, or refused with the alternative. Keys that neither project has are left
+alone and refused by `adlm.config`. docs/configuration.md shows the same table.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ Given = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Keys of the release that are read together; `becomes` says what they turn into, `note` why they are ignored on
-    this line, if they are."""
+    """Keys of the release that are read together. `becomes` describes our overrides for them; `note` says why they are
+    ignored on this line, if they are."""
 
     keys: tuple[str, ...]
     becomes: str
@@ -41,7 +42,7 @@ def _ignore(old: str, why: str) -> Translation:
 
 
 def _values(old: str, table: dict[str, list[str]], becomes: str) -> Translation:
-    """A key with few values, each of which turns into some overrides."""
+    """A key with a few values, each of which becomes some overrides."""
     return Translation((old,), becomes, lambda given: table[choose(old, given[old].lower(), table)])
 
 
@@ -50,13 +51,13 @@ def _true(value: str) -> bool:
 
 
 def anchor_weight(factor1: float, factor2: float) -> tuple[float, float]:
-    """objective.gamma and gamma_warmup of the release's weight min(factor1, step / max_steps * factor2): it reaches
+    """objective.gamma and gamma_warmup for the release's weight min(factor1, step / max_steps * factor2), which reaches
     factor1 after factor1 / factor2 of the run."""
     return (factor1, min(1.0, factor1 / factor2)) if factor1 > 0 and factor2 > 0 else (0.0, 0.0)
 
 
 def _anchor_loss(given: Given) -> bool:
-    """Whether the anchor loss is on: by the release's switch, which is off unless given; or by our name of an algorithm
+    """Whether the anchor loss is on: by the release's switch, which is off by default, or by our name of an algorithm
     that has one."""
     switch = given.get("enable_anchor_loss")
     return _true(switch) if switch is not None else given.get("algo") in ("adlm", "adlm-time", "a2r")
@@ -91,7 +92,7 @@ def _sampler(given: Given) -> list[str]:
     if _true(given.get("sampling.dfm", "false")):
         return ["sampling.sampler=dfm"]
     if predictor == "analytic" and "sedd" in (given.get("parameterization"), given.get("algo")):
-        predictor = "score"  # its analytic predictor takes the network's ratios as they are
+        predictor = "score"  # its analytic predictor uses the network's ratios unchanged
     return [] if predictor == "ddpm_cache" else [f"sampling.sampler={predictor}"]
 
 
@@ -113,14 +114,14 @@ def _out(given: Given) -> list[str]:
 
 
 def _time_conditioning(given: Given) -> list[str]:
-    # The release's AR network takes no noise level whatever this says.
+    # The release's AR network takes no noise level, whatever this setting is.
     causal = "ar" in (given.get("parameterization"), given.get("backbone")) or given.get("algo") in ("ar", "a2r")
     if causal:
         return []
     if _true(given["time_conditioning"]):
         return ["model.conditioning=sigma"]
     timed = {"sedd", "d3pm", "adlm-time", "mdlm-time"} & {given.get("parameterization"), given.get("algo")}
-    return ["model.conditioning=constant"] if timed else []  # others have no noise level to begin with
+    return ["model.conditioning=constant"] if timed else []  # other models have no noise level anyway
 
 
 def _refuse(old: str, why: str, harmless: Sequence[str] = ()) -> Translation:
@@ -256,7 +257,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
 
 RELEASE_KEYS: dict[str, Translation] = {key: t for t in TRANSLATIONS for key in t.keys}
 
-# Whole families that configure libraries we do not use.
+# Groups of keys that configure libraries we do not use.
 IGNORED_PREFIXES = {
     "wandb.": "logging to wandb is off unless train.track=wandb",
     "hydra.": "there is no Hydra application: no change of directory, no run folders of its own",
@@ -279,7 +280,7 @@ GROUP_NAMES = {
 # Commands that the release's `mode=` stands for.
 MODES = {"train": "train", "ppl_eval": "ppl", "sample_eval": "evaluate"}
 
-# What adlm_main.py and main.py stand for when a key is not given; parity settings make their numbers comparable.
+# Defaults of adlm_main.py and main.py for keys that are not given; parity settings make their results comparable.
 PROGRAM_ALGO = {"adlm_main": "two-stage", "main": "mdlm"}
 RELEASE_DEFAULTS = (
     "model=small", "data=openwebtext", "recipe=published", "data.packing=release", "sampling.parity=release",
@@ -288,9 +289,9 @@ RELEASE_DEFAULTS = (
 
 
 def rewrite(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """argv in either world's names -> (argv in ours, notes on what was ignored and why).
+    """argv with the release's names or ours -> (argv with ours, notes on ignored keys).
 
-    What keys turn into takes the place of the first of them, so that of two settings of one thing the later still wins.
+    The translation of several keys replaces the first of them, so that the later of two settings still wins.
     """
     split = [_split(text) for text in argv]
     given = {key: value for key, value in split if key}
@@ -316,7 +317,7 @@ def rewrite(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """(key without + or ++, value without quotes); ('', '') for what is not an override."""
+    """(key without + or ++, value without quotes); ('', '') if it is not an override."""
     key, equals, value = text.partition("=")
     if not equals or key.startswith("~"):
         return "", ""
@@ -326,7 +327,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def release_line(program: str, argv: Sequence[str]) -> list[str]:
-    """What `python -m adlm_main mode=... ...` or `python -m main ...` means: a command of ours, the release's defaults,
+    """Our equivalent of `python -m adlm_main mode=... ...` or `python -m main ...`: a command, the release's defaults,
     then the overrides."""
     given = dict(_split(text) for text in argv)
     command = MODES[choose("mode", given.get("mode", "train"), MODES)]
@@ -345,15 +346,15 @@ def release_line(program: str, argv: Sequence[str]) -> list[str]:
     return [command, *extra, *(text for text in argv if _split(text)[0] != "mode")]
 
 
-# A model of ours in the release's names
+# Our models in the release's names
 
-# The release's names of schedules -> ours. Its `linear` is a linear sigma, which is not ours.
+# The release's names of schedules -> ours. Its `linear` is linear in sigma, unlike ours.
 NOISES = {"loglinear": "loglinear", "geometric": "geometric", "cosine": "cosine", "cosinesqr": "cosine-squared"}
 OBJECTIVES = {"subs": "nelbo", "sedd": "score-entropy", "d3pm": "d3pm", "ar": "autoregressive"}
 
 
 def check_expressible(m: ModelConfig, noise: NoiseConfig, objective: ObjectiveConfig) -> None:
-    """The release has one block, two shapes of model and one anchor loss: anything else has no name there."""
+    """Refuse models that the release's settings cannot describe: it has one block, two shapes and one anchor loss."""
     keys = ("n_kv_heads", "head_size", "mlp_size", "norm_eps", "qkv_bias", "rope_base", "tied", "shift")
     keys += ("norm", "activation", "qk_norm", "bias")
     published: dict[str, Any] = {key: getattr(ModelConfig, key) for key in keys}
@@ -380,7 +381,7 @@ def check_expressible(m: ModelConfig, noise: NoiseConfig, objective: ObjectiveCo
 
 
 def release_settings(m: ModelConfig, n: NoiseConfig, o: ObjectiveConfig) -> dict[str, Any]:
-    """The release's settings of a model, as its checkpoints hold them."""
+    """A model's settings in the form of the release's checkpoints."""
     kind = {ours: theirs for theirs, ours in OBJECTIVES.items()}.get(o.name, "subs")
     noises = {ours: theirs for theirs, ours in NOISES.items()}
     noise = noises[choose("noise.name", n.name, noises)]

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 # ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
-# Read a folder of `torch.distributed.checkpoint` as data: torch's own reader never sees its pickles.
+# A folder of `torch.distributed.checkpoint` is read as data; torch's own reader never sees its pickles.
 #
-# Its `.metadata` says which tensors there are and where their parts lie; torch unpickles it with the ordinary machine,
-# which runs whatever the file says, and does the same to every entry that is not a tensor. Here it is read by
-# `pickles.unpickle`, and every number is held against the files before anything is allocated.
+# The file `.metadata` lists the tensors and where their parts are. torch loads it, and every entry that is not a
+# tensor, with the ordinary unpickler, which executes whatever the file says. Here `pickles.unpickle` reads it, and
+# every number is checked against the files before anything is allocated.
 
 
 class Shard(NamedTuple):
-    """A part of a tensor, and where its bytes lie."""
+    """A part of a tensor, and where its bytes are."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -66,7 +66,7 @@ class SavedTensors:
         assert isinstance(described, dict) and isinstance(places, dict)
         where = {_place(index): info for index, info in places.items()}
         self.sizes: dict[str, int] = {}
-        """Bytes of the files that hold tensors."""
+        """Sizes in bytes of the files with tensors."""
         self.tensors = {name: self._describe(name, entry, where) for name, entry in described.items()}
         used = sum(shard.length for tensor in self.tensors.values() for shard in tensor.shards)
         require(used <= sum(self.sizes.values()), self._wrong("its tensors share their bytes"))
@@ -75,7 +75,7 @@ class SavedTensors:
         return f"{self.source} is damaged: {reason}"
 
     def _describe(self, name: Any, entry: Any, where: dict[Any, Any]) -> SavedTensor:
-        """Check what is said about one tensor against the files."""
+        """Check the description of one tensor against the files."""
         state = _state(entry)
         require(isinstance(name, str) and "chunks" in state, self._wrong(f"{name!r:.60} is not a tensor"))
         properties = _state(state.get("properties"), "dtype")
@@ -112,7 +112,7 @@ class SavedTensors:
         return Shard(offsets, sizes, file, start, length)
 
     def read(self, shard: Shard) -> "Tensor":
-        """One part of a tensor."""
+        """Read one part of a tensor."""
         path = self.folder / shard.file
         with path.open("rb") as file:
             file.seek(shard.start)
@@ -123,7 +123,7 @@ class SavedTensors:
         return found
 
     def tensor(self, name: str) -> "Tensor":
-        """The whole tensor of this name."""
+        """Read the whole tensor of this name."""
         import torch
 
         saved = self.tensors[name]
@@ -134,7 +134,7 @@ class SavedTensors:
 
 
 def _state(value: Any, *names: str) -> dict[str, Any]:
-    """The fields of an object of a data class; `names`: of those that are stored as a tuple, in its order."""
+    """The fields of a pickled dataclass object; `names`: the order of the fields if they are stored as a tuple."""
     state = value.state if isinstance(value, Inert) else None
     if isinstance(state, tuple):
         return dict(zip(names, state))
@@ -142,16 +142,16 @@ def _state(value: Any, *names: str) -> dict[str, Any]:
 
 
 def _place(index: Any) -> tuple[Any, Any]:
-    """(name, offsets) of a MetadataIndex; what cannot be hashed quickly is nobody's place."""
+    """(name, offsets) of a MetadataIndex; (None, None) for values that could be slow to hash."""
     state = _state(index)
     name, offsets = state.get("fqn"), state.get("offset")
     return (name, offsets) if isinstance(name, str) and is_shape(offsets) else (None, None)
 
 
 # ---- tensors by name -------------------------------------------------------------------------------------------------
-# Weights in files of other projects, by name: safetensors, whole or in shards, and pickles of torch, read as data.
+# Weights of other projects, by name: safetensors, in one file or in shards, and pickles of torch, read as data.
 #
-# Names and shapes are known before a number is read; a tensor is read when it is asked for, one at a time.
+# Names and shapes are known before any tensor is read; tensors are read on demand, one at a time.
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
@@ -163,13 +163,13 @@ class Tensors(NamedTuple):
     """The tensors of a model: shapes by name, and how to read one."""
 
     source: str
-    """What messages call the place."""
+    """Name of the place in messages."""
     shapes: dict[str, tuple[int, ...]]
     read: "Callable[[str], Tensor]"
 
 
 def open_folder(folder: Path) -> Tensors:
-    """The weights of a folder of the hub."""
+    """The weights of a folder from the hub."""
     for name in (SAFETENSORS, PICKLE):
         opened = open_safetensors if name == SAFETENSORS else open_pickle
         if (folder / (name + INDEX)).is_file():
@@ -182,7 +182,7 @@ def open_folder(folder: Path) -> Tensors:
 
 
 def shards(folder: Path, index: str) -> list[Path]:
-    """The files that an index names; all must be there."""
+    """The files that an index names; all must exist."""
     found = check_object(read_json(folder / index, LARGEST_INDEX), {"weight_map": dict}, {}, str(folder / index))
     names = sorted({str(name) for name in found["weight_map"].values()})
     plain = all(re.fullmatch(r"[\w.-]{1,200}", name) and not name.startswith(".") for name in names)
@@ -197,7 +197,7 @@ def shards(folder: Path, index: str) -> list[Path]:
 
 
 def join(parts: list[Tensors], source: str, index: str) -> Tensors:
-    """Shards as one."""
+    """The shards of a model as one set of tensors."""
     place = {name: part for part in parts for name in part.shapes}
     require(len(place) == sum(len(part.shapes) for part in parts), f"{source}: a tensor is in two files of {index}")
     shapes = {name: part.shapes[name] for name, part in place.items()}
@@ -210,7 +210,7 @@ def open_safetensors(path: Path) -> Tensors:
     from adlm.io.export import read_shapes
 
     shapes = read_shapes(path)
-    file = safe_open(path, "pt")  # maps the file: nothing is read yet
+    file = safe_open(path, "pt")  # only maps the file
     return Tensors(str(path), shapes, file.get_tensor)
 
 
@@ -225,8 +225,8 @@ def open_pickle(path: Path) -> Tensors:
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------------------
-# Byte-level BPE of released models, where there is no tokenizer.json: from a GGUF file, or from vocab.json, merges.txt
-# and tokenizer_config.json (Dream). They differ in how a text is divided into words.
+# Byte-level BPE of released models without a tokenizer.json: from a GGUF file, or from vocab.json, merges.txt and
+# tokenizer_config.json (Dream). They differ in how a text is divided into words.
 
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -250,13 +250,13 @@ PRE_TOKENIZERS = {
     "llama-bpe": words(LLAMA3_WORDS),
     "qwen2": words(QWEN2_WORDS),
 }
-"""How a text is divided into words, by llama.cpp's name of it."""
+"""llama.cpp's name of a pre-tokenizer -> how it divides a text into words."""
 
 
 def byte_level_bpe(
     vocab: dict[str, int], merges: list[list[str]], special: dict[int, str], pre: str, name: str, source: str
 ) -> Tokenizer:
-    """A tokenizer from its parts. `special`: tokens that text never becomes, by id; `pre`: one of PRE_TOKENIZERS."""
+    """A tokenizer from its parts. `special`: id -> token that text never encodes to; `pre`: one of PRE_TOKENIZERS."""
     plain = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     described = {
         "version": "1.0",
@@ -287,10 +287,10 @@ def tokenizer_of_files(folder: Path, pre: str) -> Tokenizer:
 
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
-# GGUF files of llama.cpp: settings, tokenizer and weights, in the names of a Hugging Face folder.
+# GGUF files of llama.cpp: settings, tokenizer and weights, with the names of a Hugging Face folder.
 #
-# llama.cpp stores the rows of q and k of a Llama for interleaved rotary pairs: within a head, row 2i + j here is row
-# j H/2 + i there. Qwen's are stored as they are. Quantised weights become float32.
+# llama.cpp stores the rows of q and k of a Llama for interleaved rotary pairs: within a head, row 2i + j in GGUF is row
+# j H/2 + i in a Hugging Face file. Qwen's rows are stored unchanged. Quantised weights become float32.
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)
@@ -322,30 +322,30 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 CONTROL = 3
-"""Type of a token that text never becomes."""
+"""Type of a token that text never encodes to."""
 GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Type of a value -> its bytes."""
 GGUF_TEXT, GGUF_LIST = 8, 9
 MOST_ITEMS = 2_000_000
-"""Of all lists together. A vocabulary of 256,000 tokens has 1.3 million: texts, types, scores and merges."""
+"""Most items of all lists together. A vocabulary of 256,000 tokens has 1.3 million: texts, types, scores and merges."""
 
 
 class GgufModel(NamedTuple):
     config: dict[str, Any]
-    """As a config.json would have it."""
+    """Settings in the form of a config.json."""
     tensors: Tensors
     tokenizer: Tokenizer
 
 
 def check_gguf_header(path: Path) -> None:
-    """Refuse what the gguf package would read without an end, or with far more memory than the file has bytes: it takes
-    the length of a list as it is said, and keeps a few hundred bytes for each item."""
+    """Refuse files for which the gguf package would never finish, or would use far more memory than the file has bytes:
+    it trusts the stored length of a list, and takes a few hundred bytes per item."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         require(data[:4] == b"GGUF", "no GGUF magic")
         order = ">" if int.from_bytes(data[4:8], "little") & 0xFFFF == 0 else "<"
         (count,), at, items = struct.unpack_from(order + "Q", data, 16), 24, 0
         for _ in range(count):
-            (size,) = struct.unpack_from(order + "Q", data, at)  # of a name
+            (size,) = struct.unpack_from(order + "Q", data, at)  # length of a name
             (kind,), at = struct.unpack_from(order + "I", data, at + 8 + size), at + 12 + size
             number = 1
             if kind == GGUF_LIST:
@@ -380,7 +380,7 @@ def open_gguf(path: Path) -> GgufModel:
     for theirs, name in SETTINGS.items():
         value = facts.get(f"{kind}.{theirs}")
         if value is not None:
-            config[name] = float(f"{value:.6g}") if isinstance(value, float) else value  # which was a float32
+            config[name] = float(f"{value:.6g}") if isinstance(value, float) else value  # the file has float32
     scaling = facts.get(f"{kind}.rope.scaling.type", "none")
     config |= {"tie_word_embeddings": "output.weight" not in found, "hidden_act": "silu"}
     if scaling != "none" or "rope_freqs.weight" in found:
@@ -414,7 +414,7 @@ def hugging_face_name(name: str, path: Path) -> str:
 
 
 def tokenizer_of_gguf(facts: dict[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer inside the file; byte-level BPE alone."""
+    """The tokenizer in the file, which must be byte-level BPE."""
     kind = str(facts.get("tokenizer.ggml.model"))
     require(
         kind == "gpt2",

@@ -1,9 +1,9 @@
-"""Layouts of released models: how each is recognised, what it is in our settings, and where its weights are.
+"""Layouts of released models: how each is recognised, its settings in our terms, and where its weights are.
 
-A layout is a function from a config.json to a `Released`; LAYOUTS is the one table of them. Our parameters are named
-with the names whose rows, one after another, they are: `qkv` is q, k and v; `mlp_in` is gate and up.
+A layout is a function from a config.json to a `Released`; the table LAYOUTS lists them. Each of our parameters is
+mapped to the parameters whose rows it joins: `qkv` is q, k and v; `mlp_in` is gate and up.
 
-Below, too: the way back, a folder that transformers loads.
+The end of the module does the reverse: it writes a folder that transformers loads.
 """
 
 import json
@@ -28,7 +28,7 @@ from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
 from adlm.tables import BRIDGES
 
 Names = dict[str, tuple[str, ...]]
-"""Our parameter -> the parameters of the file whose rows it consists of."""
+"""Our parameter -> the parameters of the file whose rows it joins."""
 
 
 @dataclass
@@ -42,13 +42,13 @@ class Released:
     vocab_size: int
     """Rows of its embedding."""
     mask_id: int | None = None
-    """None: it has none, and the tokenizer's is one more token that it never reads. ANY_MASK: the tokenizer's."""
+    """None: it has no mask; the tokenizer's mask is an extra token that it never reads. ANY_MASK: the tokenizer's."""
     tokenizer: str = ""
-    """Where the folder holds no tokenizer.json: gpt2, gpt2-pad, or how its vocabulary files are to be read."""
+    """For a folder without tokenizer.json: gpt2, gpt2-pad, or the pre-tokenizer for its vocabulary files."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
 
 
-# ---- Llama and what has its block ------------------------------------------------------------------------------------
+# ---- Llama and models with its block ---------------------------------------------------------------------------------
 
 LLAMA_BLOCK: Names = {
     "norm1.weight": ("input_layernorm.weight",),
@@ -78,8 +78,8 @@ LLAMA_OPTIONAL: dict[str, type] = {
 
 
 def block_names(cfg: ModelConfig, block: Names, ends: Names, blocks: str) -> Names:
-    """Names of all parameters of a model without anchors: of its ends and, `blocks` and a number before each, of its
-    blocks."""
+    """Names of all parameters of a model without anchors: those outside the blocks, and those of each block after the
+    prefix `blocks` and the block's number."""
     has = {"qkv.bias": cfg.qkv_bias, "q_norm.weight": cfg.qk_norm, "k_norm.weight": cfg.qk_norm}
     names = {ours: theirs for ours, theirs in ends.items() if not (cfg.tied and ours == "head.weight")}
     for i in range(cfg.n_blocks):
@@ -90,7 +90,7 @@ def block_names(cfg: ModelConfig, block: Names, ends: Names, blocks: str) -> Nam
 
 
 def llama_model(config: dict[str, Any], source: str, longest: int, **settings: Any) -> ModelConfig:
-    """The settings of a model of Llama's kind, of at most `longest` positions; `settings`: in what kinds differ."""
+    """The settings of a Llama-type model with at most `longest` positions; `settings`: differences between types."""
     check_object(config, LLAMA_SETTINGS, LLAMA_OPTIONAL, source)
     act = config.get("hidden_act", "silu")
     require(act == "silu", f"{source}: hidden_act={act!r:.40} is not read, only silu")
@@ -124,7 +124,7 @@ def llama_model(config: dict[str, Any], source: str, longest: int, **settings: A
 
 
 def causal(**settings: Any) -> "Reader":
-    """A causal model of Llama's kind."""
+    """Layout of a causal Llama-type model."""
 
     def read(config: dict[str, Any], tensors: Tensors) -> Released:
         source = tensors.source
@@ -138,10 +138,10 @@ def causal(**settings: Any) -> "Reader":
 
 
 def bidirectional(**settings: Any) -> "Reader":
-    """A masked diffusion model with the names of a causal one (Dream; Tiny-A2D)."""
+    """Layout of a masked diffusion model with the names of a causal one (Dream; Tiny-A2D)."""
 
     def read(config: dict[str, Any], tensors: Tensors) -> Released:
-        # Tiny-A2D's two kinds have one config.json; the one of blocks says so in its name.
+        # Tiny-A2D's two kinds have the same config.json; the name tells which one writes in blocks.
         blocks = "bd3lm" in Path(tensors.source).name or "bd3lm" in Path(tensors.source).parent.name
         own = {"block_length": A2D_BLOCK} if blocks else {}
         model = llama_model(config, tensors.source, LONGEST_MASKED, **settings, **own)
@@ -153,7 +153,7 @@ def bidirectional(**settings: Any) -> "Reader":
 
 
 def llada(config: dict[str, Any], tensors: Tensors) -> Released:
-    """LLaDA: Llama's block under names of its own."""
+    """LLaDA: Llama's block under other names."""
     source = tensors.source
     check_object(config, LLADA_SETTINGS, {"n_kv_heads": int, "mlp_hidden_size": int, "mask_token_id": int}, source)
     told = {"include_bias": False, "include_qkv_bias": False, "block_type": "llama", "activation_type": "silu"}
@@ -190,14 +190,14 @@ LLADA_ENDS: Names = {
     "head.weight": ("model.transformer.ff_out.weight",),
 }
 
-# ---- the block of MDLM, SEDD and what was made of them ---------------------------------------------------------------
+# ---- the block of MDLM, SEDD and models derived from them ------------------------------------------------------------
 
 EMBEDDING = "vocab_embed.embedding"
 PREFIXES = ("backbone.", "", "backbone.backbone.")
 
 
 def dit(tensors: Tensors, told: dict[str, Any], conditioning: str, algo: str = "mdlm") -> Released:
-    """A model of the published block: its shape is read off its weights, and `told` has to agree."""
+    """A model with the published block. Its shape is inferred from its weights; the settings `told` must agree."""
     source = tensors.source
     found = [p for p in PREFIXES if p + EMBEDDING in tensors.shapes]
     require(bool(found), f"{source} holds no {EMBEDDING}: it is not a model of MDLM's or SEDD's layout")
@@ -216,12 +216,12 @@ def dit(tensors: Tensors, told: dict[str, Any], conditioning: str, algo: str = "
 
 
 def by_sigma(config: dict[str, Any]) -> str:
-    """model.conditioning of MDLM's setting."""
+    """model.conditioning for MDLM's setting."""
     return "sigma" if config.get("time_conditioning") is True else "constant"
 
 
 def mdlm(config: dict[str, Any], tensors: Tensors) -> Released:
-    """MDLM on the hub; its config.json has names of its own."""
+    """MDLM on the hub; its config.json has its own names."""
     names = {"model_length": "length", "hidden_dim": "hidden_size", "n_blocks": "n_blocks", "n_heads": "n_heads"}
     told = {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
     told["dropout"] = config.get("dropout")
@@ -229,7 +229,7 @@ def mdlm(config: dict[str, Any], tensors: Tensors) -> Released:
 
 
 def bd3lm(config: dict[str, Any], tensors: Tensors) -> Released:
-    """BD3-LM on the hub: block diffusion, or with one block for all, MDLM."""
+    """BD3-LM on the hub: block diffusion or, with a single block, MDLM."""
     require(not config.get("causal"), f"{tensors.source}: the causal models of BD3-LM are not read (causal=true)")
     found, K = mdlm(config, tensors), config.get("block_size")
     if type(K) is not int or K < 1:
@@ -240,7 +240,7 @@ def bd3lm(config: dict[str, Any], tensors: Tensors) -> Released:
 
 
 def hydra(config: dict[str, Any], tensors: Tensors) -> Released:
-    """A tree of Hydra settings: SEDD (which has a graph), SDTT and DiDi-Instruct."""
+    """Models whose config.json is a tree of Hydra settings: SEDD (which has a graph), SDTT and DiDi-Instruct."""
     tree = config["config"] if isinstance(config.get("config"), dict) else config
     told = tree["model"] if isinstance(tree.get("model"), dict) else {}
     graph, algo = tree.get("graph"), tree.get("algo")
@@ -271,17 +271,17 @@ def gidd(config: dict[str, Any], tensors: Tensors) -> Released:
 
 MASKED = ObjectiveConfig("nelbo", gamma=0.0, gamma_warmup=0.0)
 ANY_MASK = -1
-"""The model has a mask, and the tokenizer knows which."""
+"""The model has a mask; the tokenizer knows its id."""
 A2D_BLOCK = "32"
 QWEN2 = "qwen2"
-"""How vocabulary files of these models divide words, where there is no tokenizer.json."""
+"""The pre-tokenizer for vocabulary files of these models, if there is no tokenizer.json."""
 LONGEST_CAUSAL, LONGEST_MASKED = 8192, 4096
-"""Positions, at most: caches and canvases have as many."""
+"""The most positions: this is also the size of caches and canvases."""
 REFUSED = {
     "duo": "Duo's noise is uniform, and only masked diffusion is built",
     "fmlm": "FMLM is a continuous flow, and only masked diffusion is built",
 }
-"""model_type -> why it is not read."""
+"""model_type -> why it is not supported."""
 Reader = Callable[[dict[str, Any], Tensors], Released]
 LAYOUTS: dict[str, Reader] = {
     "llama": causal(),
@@ -298,15 +298,15 @@ LAYOUTS: dict[str, Reader] = {
     "gidd": gidd,
     "hydra": hydra,
 }
-"""model_type of a config.json, in lower case -> how it is read; `kind_of` says what has none."""
-# Beside weights: what is recomputed, never used, or the same as another.
+"""model_type of a config.json, in lower case -> its layout; see `kind_of` for files without one."""
+# Tensors that are not read: they are recomputed, never used, or the same as another one.
 IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|sampling_eps_(min|max)|position_ids|lm_head\.weight|mask_index)$"
 )
 
 
 def kind_of(config: dict[str, Any]) -> str:
-    """The layout of a config.json: its model_type, or what its other settings give away."""
+    """The layout of a config.json: its model_type, or inferred from other settings."""
     told = config.get("model_type")
     if isinstance(told, str) and told:
         return told.lower()
@@ -317,14 +317,14 @@ def kind_of(config: dict[str, Any]) -> str:
 
 
 def refuse(config: Any, source: str) -> None:
-    """Refuse what no layout reads, before weights are opened."""
+    """Refuse a config.json without a layout, before weights are opened."""
     kind = kind_of(check_object(config, {}, {}, f"{source}/config.json"))
     require(kind not in REFUSED, f"{source}: {REFUSED.get(kind)}")
     require(kind in LAYOUTS, f"{source} is of the kind {kind!r:.60}, which is not read; known are {', '.join(LAYOUTS)}")
 
 
 def read_config(config: Any, tensors: Tensors) -> Released:
-    """What a config.json and its weights are, in our terms."""
+    """A config.json and its weights, in our terms."""
     settings = check_object(config, {}, {}, f"the config.json of {tensors.source}")
     kind = kind_of(settings)
     found = LAYOUTS[kind](settings, tensors)
@@ -335,18 +335,18 @@ def read_config(config: Any, tensors: Tensors) -> Released:
 
 
 # ---- a folder that transformers loads --------------------------------------------------------------------------------
-# A folder that transformers loads: `adlm export RUN FOLDER --transformers`.
+# `adlm export RUN FOLDER --transformers`.
 #
 # A causal model with Llama's block is written in the plain layout of Llama, Qwen2 or Qwen3, and needs no code. Any
-# other is an exported folder of ours (`adlm.load` reads it, too) with modeling_adlm.py beside the weights, for
-# `AutoModelForMaskedLM` or, if causal, `AutoModelForCausalLM` with trust_remote_code=True.
+# other model becomes one of our exported folders (`adlm.load` reads it, too) with modeling_adlm.py beside the weights,
+# for `AutoModelForMaskedLM` or, if causal, `AutoModelForCausalLM` with trust_remote_code=True.
 
 CODE = "modeling_adlm"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def save_for_transformers(folder: Path, loaded: Loaded) -> str:
-    """Write the folder; returns the class that loads it."""
+    """Write the folder; return the name of the class that loads it."""
     cfg, weights = loaded.model.config, loaded.model.state_dict()
     kind = "AutoModelForCausalLM" if cfg.causal else "AutoModelForMaskedLM"
     folder.mkdir(parents=True, exist_ok=True)
@@ -386,7 +386,7 @@ def save_for_transformers(folder: Path, loaded: Loaded) -> str:
 
 
 def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-    """What AutoTokenizer reads beside tokenizer.json."""
+    """The tokenizer_config.json that AutoTokenizer reads besides tokenizer.json."""
     roles = {"mask": tokenizer.mask_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
     names = {f"{role}_token": tokenizer.backend.id_to_token(i) for role, i in roles.items() if i is not None}
     return {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, **names}
@@ -396,7 +396,7 @@ def tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
 
 
 def llama_type(cfg: ModelConfig) -> str:
-    """The model_type whose code in transformers computes the same as this model; empty: none does."""
+    """The model_type whose code in transformers computes the same as this model; empty if there is none."""
     plain = cfg.causal and not (cfg.anchored or cfg.has_adaln or cfg.bias)
     if not (plain and cfg.norm == "rmsnorm" and cfg.activation == "swiglu") or (cfg.qk_norm and cfg.qkv_bias):
         return ""
@@ -404,7 +404,7 @@ def llama_type(cfg: ModelConfig) -> str:
 
 
 def llama_config(loaded: Loaded) -> dict[str, Any]:
-    """The config.json that `compat.layouts` reads back as the same settings."""
+    """The config.json, which this module reads back as the same settings."""
     cfg, tokenizer = loaded.model.config, loaded.tokenizer
     kind = llama_type(cfg)
     return {
@@ -431,7 +431,7 @@ def llama_config(loaded: Loaded) -> dict[str, Any]:
 
 
 def llama_weights(cfg: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under Llama's names: rows of ours cut into the parts that they are."""
+    """The weights under Llama's names: the rows of our parameters, split into their parts."""
     H = cfg.head_width
     rows = {"qkv": (cfg.n_heads * H, cfg.kv_heads * H, cfg.kv_heads * H), "mlp_in": (cfg.mlp_width,) * 2}
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""An adlm model for transformers. This file lies in the model's folder and needs nothing but torch and transformers.
+"""An adlm model for transformers. This file is in the model's folder and only needs torch and transformers.
 
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 
 
 class AdlmConfig(PretrainedConfig):
-    """`model` holds the settings of the network, as `adlm config` names them; the rest is what adlm knows of it."""
+    """`model` has the settings of the network, named as in `adlm config`; the rest are facts that adlm stores."""
 
     model_type = "adlm"
 
@@ -72,12 +72,12 @@ class AdlmTimeEmbedding(nn.Module):
 
 
 def modulations(linear, c, n):
-    """n vectors [B, 1, D] that shift, scale and gate, from the conditioning vector."""
+    """n vectors [B, 1, D] for shift, scale and gate, from the conditioning vector."""
     return linear(c)[:, None].chunk(n, -1)
 
 
 class AdlmBlock(nn.Module):
-    """Attention and MLP, each behind a norm; with adaLN shifted, scaled and gated by the conditioning vector."""
+    """Attention and MLP, each after a norm; with adaLN shifted, scaled and gated by the conditioning vector."""
 
     def __init__(self, m):
         super().__init__()
@@ -126,13 +126,13 @@ def modulated(x, vectors):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions: the first half of a head is paired with the second."""
+    """Rotary position embedding: the first half of a head is paired with the second."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 class AdlmStack(nn.Module):
-    """Blocks with a final norm. Returns the residual stream, and the same normed, ready for a head."""
+    """Blocks with a final norm. Returns the residual stream, and its normed version for a head."""
 
     def __init__(self, m, n_blocks):
         super().__init__()
@@ -148,7 +148,7 @@ class AdlmStack(nn.Module):
         angle = torch.outer(torch.arange(x.shape[1], dtype=torch.float64, device=x.device), inverse)
         cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
         c = None
-        if self.time_embedding is not None:  # without time conditioning one constant vector
+        if self.time_embedding is not None:  # without time conditioning, a constant vector
             level = torch.zeros(1, device=x.device) if self.m["conditioning"] == "constant" else sigma
             c = self.time_embedding(-torch.expm1(-level) if self.m["conditioning"] == "t" else level)
         for block in self.blocks:
@@ -158,7 +158,7 @@ class AdlmStack(nn.Module):
 
 
 class AdlmBridge(nn.Module):
-    """The paper's bridge: a linear map of the anchor logits, which with the anchor head is one matrix [D, D]."""
+    """The paper's bridge: a linear map of the anchor logits; together with the anchor head it is one matrix [D, D]."""
 
     def __init__(self, m, vocab_size):
         super().__init__()
@@ -192,26 +192,26 @@ class AdlmPreTrainedModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Only for a model that is trained from its settings; from_pretrained fills every weight."""
+        """Only for a model that is trained from scratch; from_pretrained fills every weight."""
         for name, p in module.named_parameters(recurse=False):
             if not getattr(p, "_is_hf_initialized", False):
                 value = torch.ones_like(p) if isinstance(module, AdlmNorm) else torch.randn_like(p) * 0.02
                 p.data.copy_(torch.zeros_like(p) if name == "bias" else value)
 
     def noise_level(self, input_ids):
-        """sigma of each sequence by its fraction of masks, for a network that is conditioned on it."""
+        """sigma of each sequence from its fraction of masks, for a network that is conditioned on it."""
         masked = self.config.masked_at_1 * (input_ids == self.config.mask_id).double().mean(-1)
         return -torch.log1p(-masked.clamp(max=1 - 1e-9)).float()
 
     def all_logits(self, input_ids, attention_mask=None, sigma=None):
-        """Raw logits [B, L, V] in at least float32. `attention_mask`: 0 at padding, which nothing attends to."""
+        """Raw logits [B, L, V] in at least float32. `attention_mask`: 0 at padding, to which no position attends."""
         m, x, mask = self.config.model, F.embedding(input_ids, self.embedding), None
         if attention_mask is not None and not bool(attention_mask.all()):
             mask = attention_mask.bool()[:, None, None]
             if m["causal"]:
                 L = input_ids.shape[1]
                 mask = mask & torch.ones(L, L, dtype=torch.bool, device=x.device).tril()
-            mask = mask | torch.eye(input_ids.shape[1], dtype=torch.bool, device=x.device)  # of padding itself
+            mask = mask | torch.eye(input_ids.shape[1], dtype=torch.bool, device=x.device)  # padding attends to itself
         if m["conditioning"] in ("sigma", "t") and sigma is None:
             sigma = self.noise_level(input_ids)
         if m["anchored"]:
@@ -225,7 +225,7 @@ class AdlmPreTrainedModel(PreTrainedModel):
 
 
 class AdlmForMaskedLM(AdlmPreTrainedModel):
-    """Predicts the token at every position; meant are those that hold the mask."""
+    """Predicts the token at every position; only the predictions at masks are meaningful."""
 
     def forward(self, input_ids=None, attention_mask=None, sigma=None, labels=None, **ignored):
         logits = self.all_logits(input_ids, attention_mask, sigma)
@@ -234,7 +234,7 @@ class AdlmForMaskedLM(AdlmPreTrainedModel):
 
 
 class AdlmForCausalLM(AdlmPreTrainedModel, GenerationMixin):
-    """Predicts the next token. Reads the whole text anew for every token: adlm itself has a cache."""
+    """Predicts the next token. Reads the whole text again for every token; adlm itself has a cache."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **ignored):
         logits, loss = self.all_logits(input_ids, attention_mask), None

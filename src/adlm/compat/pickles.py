@@ -1,12 +1,12 @@
 """Read files of `torch.save` and `torch.distributed.checkpoint` as data: nothing in them is executed.
 
 The release's checkpoints are pickles that name classes of omegaconf, transformers and lightning, so `weights_only=True`
-refuses them and `weights_only=False` would run code of whoever wrote the file. The `.metadata` of our own checkpoints
-is a pickle too, which torch reads with the ordinary machine. Here the pickle machine runs with a `find_class` that
-never returns anything foreign: tensors become references into the zip file, containers become plain containers, known
-passive classes become `Inert` objects that only remember what they were given, and any other name ends the reading.
+refuses them, and `weights_only=False` would run code chosen by the author of the file. The `.metadata` of our own
+checkpoints is a pickle, too, which torch reads with the ordinary unpickler. Here the unpickler has a `find_class` that
+never returns foreign objects: tensors become references into the zip file, containers become plain containers, known
+passive classes become `Inert` objects that only store their arguments, and any other name ends the reading.
 
-A small file cannot ask for much memory or time either. Operations are counted, sizes are held against the file before a
+A small file cannot use much memory or time, either: operations are counted, sizes are checked against the file before a
 byte is allocated, and the tensors of a file together have no more bytes than the file.
 """
 
@@ -25,7 +25,7 @@ from adlm.errors import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Packages whose objects Lightning checkpoints of the release hold. They are never imported, only remembered by name.
+# Packages whose objects are in the release's Lightning checkpoints. They are never imported, only stored by name.
 PASSIVE_PACKAGES = frozenset({
     "collections", "copy_reg", "copyreg", "dataloader", "datetime", "enum", "lightning", "lightning_fabric", "numpy",
     "omegaconf", "pathlib", "pytorch_lightning", "tokenizers", "torch", "torchmetrics", "transformers", "typing",
@@ -41,13 +41,14 @@ STORAGES = {
     "ShortStorage": ("int16", 2), "CharStorage": ("int8", 1), "ByteStorage": ("uint8", 1), "BoolStorage": ("bool", 1),
 }  # fmt: skip
 WIDTHS = dict(STORAGES.values())
-# The pickle itself: names, shapes and settings. The release's is below 1 MB; a tokenizer's merges add a few.
+# Bytes of the pickle itself: names, shapes and settings. The release's has less than 1 MB; a tokenizer's merges add a
+# few.
 LARGEST_PICKLE = 64 * 2**20
-# A slow tokenizer of 50,000 entries takes 600,000. An operation makes an object of 250 bytes at most.
+# A slow tokenizer of 50,000 entries takes 600,000 operations. An operation makes an object of at most 250 bytes.
 MOST_OPERATIONS = 1_500_000
-# Every name becomes a class, of about a kilobyte.
+# Every name becomes a class of about a kilobyte.
 MOST_NAMES = 1000
-# The archive's table of contents; Python makes a kilobyte of 46 bytes. 2,000 tensors take 200 kB.
+# Bytes of the archive's table of contents; in Python, 46 bytes of it become a kilobyte. 2,000 tensors take 200 kB.
 LARGEST_DIRECTORY = 4 * 2**20
 MOST_DIMENSIONS = 16
 
@@ -68,7 +69,7 @@ class TensorRef(NamedTuple):
 
 
 class Inert:
-    """An object of a class that is not here: its class by name, and its state as data. It does nothing."""
+    """An object of a foreign class: the name of its class, and its state as data. It does nothing."""
 
     origin = ""
     args: tuple
@@ -85,7 +86,7 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    # What the pickle machine calls on subclasses of list, dict and set.
+    # The unpickler calls these on subclasses of list, dict and set.
     def append(self, item: Any) -> None:
         pass
 
@@ -100,7 +101,7 @@ class Inert:
 
 
 class _Mapping(dict):
-    """OrderedDict and defaultdict: a dict that ignores what else it is told."""
+    """OrderedDict and defaultdict: a dict that ignores all other arguments."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
@@ -129,25 +130,25 @@ KNOWN = {
     ("collections", "OrderedDict"): _Mapping,
     ("collections", "defaultdict"): _Mapping,
 }
-# What the `.metadata` of a distributed checkpoint names, beside KNOWN and the dtypes.
+# Names in the `.metadata` of a distributed checkpoint, besides KNOWN and the dtypes.
 DISTRIBUTED_PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.sharded_tensor", "pathlib")
 DISTRIBUTED_NAMES = frozenset({("torch.serialization", "_get_layout"), *(("torch", dtype) for dtype in WIDTHS)})
 
 
 def named_by_lightning(module: str, name: str) -> bool:
-    """Whether a checkpoint of the release has a reason to name this."""
+    """Whether a checkpoint of the release may name this."""
     if module in ("builtins", "__builtin__"):
         return name in PASSIVE_BUILTINS
     return module.split(".")[0] in PASSIVE_PACKAGES
 
 
 def named_by_distributed(module: str, name: str) -> bool:
-    """Whether the `.metadata` of a distributed checkpoint has a reason to name this."""
+    """Whether the `.metadata` of a distributed checkpoint may name this."""
     return (module, name) in DISTRIBUTED_NAMES or module.startswith(DISTRIBUTED_PACKAGES)
 
 
 class _Function:
-    """A function that the pickle machine can call and cannot set attributes on."""
+    """A function that the unpickler can call, but on which it cannot set attributes."""
 
     __slots__ = ("function",)
 
@@ -159,11 +160,11 @@ class _Function:
 
 
 class Forbidden(ValueError):
-    """The pickle names something that a checkpoint has no reason to name."""
+    """The pickle names something that a checkpoint may not name."""
 
 
 class _Operations(dict[int, Any]):
-    """The pickle machine's table of operations, which counts how often it is asked."""
+    """The unpickler's table of operations, which counts the lookups."""
 
     left = MOST_OPERATIONS
 
@@ -174,8 +175,8 @@ class _Operations(dict[int, Any]):
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    """Refuse keys whose hash takes long: tuples of tuples share branches and take exponential time, large integers and
-    floats can be chosen to collide. An `Inert` object is hashed by its identity."""
+    """Refuse keys that may be slow to hash: nested tuples can share branches and take exponential time, and large
+    integers and floats can be chosen to collide. An `Inert` object is hashed by its identity."""
     for key in keys:
         plain_key = isinstance(key, str | bytes | bool | Inert | type) or key is None
         small = type(key) is int and abs(key) < 2**53
@@ -183,7 +184,7 @@ def _check_keys(keys: Iterable[Any]) -> None:
         require(plain_key or small or names, "a dictionary or set has a key that is no name and no number")
 
 
-# The pure-Python machine: its memo is a dict, so that a forged memo index cannot ask for gigabytes.
+# The pure-Python unpickler: its memo is a dict, so that a forged memo index cannot allocate gigabytes.
 class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
     stack: list[Any]
     memo: dict[int, Any]
@@ -193,11 +194,11 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
         self.may_name = may_name
         self.names: dict[tuple[str, str], type[Inert]] = {}
         self.characters = len(data)
-        """Characters that may still be made bytes."""
+        """How many characters may still be encoded as bytes."""
         self.dispatch = _Operations(pickle._Unpickler.dispatch | GUARDED)  # type: ignore[attr-defined]
 
     def encode(self, text: Any, encoding: Any) -> bytes:
-        """How protocol 2 writes bytes."""
+        """Decode bytes as protocol 2 writes them."""
         require(isinstance(text, str) and encoding in ("latin1", "latin-1"), "bytes that are not latin1")
         self.characters -= len(text)
         require(self.characters >= 0, "more bytes than the pickle has")
@@ -223,7 +224,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
         require(isinstance(what, str) and what == "storage", "an unknown kind of storage")
         return StorageRef(kind, key, numel)
 
-    # Operations whose work is not bounded by the file: they hash or copy what it holds, or allocate before they read.
+    # Operations whose work the file's size does not bound: they hash or copy values, or allocate before they read.
 
     def load_put(self) -> None:
         start = self._unframer.readline()  # type: ignore[attr-defined]
@@ -235,7 +236,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
 
 
 def _guard(operation: bytes, check: Callable[[_Reader], None]) -> tuple[int, Callable[[_Reader], None]]:
-    """An operation of the pickle machine that checks its operands first."""
+    """An operation of the unpickler that first checks its operands."""
     act: Callable[[_Reader], None] = pickle._Unpickler.dispatch[operation[0]]  # type: ignore[assignment]
 
     def checked(reader: _Reader) -> None:
@@ -265,7 +266,7 @@ GUARDED = dict([
 
 
 def unpickle(data: bytes | bytearray, may_name: Callable[[str, str], bool], source: str | Path) -> Any:
-    """What was pickled, as data; `may_name` says which classes may be named (and are only remembered)."""
+    """The pickled value as data; `may_name` says which classes may be named (they are only stored by name)."""
     require(len(data) <= LARGEST_PICKLE, f"{source}: a pickle of {len(data)} bytes, at most {LARGEST_PICKLE} are read")
     try:
         return _Reader(data, may_name).load()
@@ -276,17 +277,17 @@ def unpickle(data: bytes | bytearray, may_name: Callable[[str, str], bool], sour
 
 
 class Checkpoint:
-    """An open file of `torch.save`: `tree` is what was pickled, as data; `tensor` reads one tensor of it."""
+    """An open file of `torch.save`: `tree` is the pickled value as data; `tensor` reads one of its tensors."""
 
     def __init__(self, path: str | Path, data: bytes | None = None) -> None:
-        """`data`: the bytes of the archive, where it is a part of the file."""
+        """`data`: the bytes of the archive, if it is only a part of the file."""
         self.path = Path(path)
         require(data is not None or self.path.is_file(), f"{path} is not a file")
         file: BinaryIO = self.path.open("rb") if data is None else io.BytesIO(data)
         try:
             self.bytes = os.path.getsize(self.path) if data is None else len(data)
             self.left = self.bytes
-            """Bytes of tensors that may still be read."""
+            """How many bytes of tensors may still be read."""
             self.zip = self._open(file)
             self.root = self._check_members()
             self.tree = unpickle(self._read(f"{self.root}/data.pkl"), named_by_lightning, self.path)
@@ -303,7 +304,7 @@ class Checkpoint:
         self.file.close()
 
     def _open(self, file: BinaryIO) -> zipfile.ZipFile:
-        """The archive, once its table of contents is known to be small."""
+        """Open the archive after checking that its table of contents is small."""
         try:
             end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
             if end is not None:
@@ -320,7 +321,7 @@ class Checkpoint:
             ) from None
 
     def _check_members(self) -> str:
-        """The archive's top folder. torch stores members as they are: anything packed is a forgery (a zip bomb)."""
+        """The archive's top folder. torch stores members uncompressed: a compressed one is a forgery (a zip bomb)."""
         members = self.zip.infolist()
         packed = next((m.filename for m in members if m.compress_type != zipfile.ZIP_STORED), None)
         require(packed is None, f"{self.path}: member {packed!r:.60} is compressed, which torch never does: refused")
@@ -375,12 +376,12 @@ class Checkpoint:
         )
         flat = torch.frombuffer(raw, dtype=getattr(torch, dtype))
         view = flat.as_strided(ref.size, ref.stride, ref.offset)
-        # A part of a storage is copied, so that it does not keep the rest in memory.
+        # A part of a storage is copied, so that the rest does not stay in memory.
         return view if count == storage.numel and view.is_contiguous() else view.contiguous().clone()
 
 
 def is_shape(sizes: Any) -> bool:
-    """Whether this is a tuple of a few integers that a tensor could have as sizes, strides or offsets."""
+    """Whether this is a tuple of a few integers that could be a tensor's sizes, strides or offsets."""
     return (
         isinstance(sizes, tuple)
         and len(sizes) <= MOST_DIMENSIONS
@@ -391,8 +392,8 @@ def is_shape(sizes: Any) -> bool:
 def plain(value: Any, budget: list[int] | None = None, depth: int = 0) -> Any:
     """An omegaconf tree, or any tree of plain containers, as dicts, lists and scalars; other objects become None.
 
-    Interpolations such as ${.name} stay as text. `budget` and `depth` bound the work: shared branches can make a small
-    pickle an exponentially large tree.
+    Interpolations such as ${.name} stay text. `budget` and `depth` bound the work: with shared branches a small pickle
+    can be an exponentially large tree.
     """
     budget = [200_000] if budget is None else budget
     budget[0] -= 1

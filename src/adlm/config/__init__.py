@@ -1,13 +1,13 @@
 """The command line and the YAML groups become one typed `Config`; nothing of Hydra leaks below this package.
 
-Hydra's grammar outside (`model=small data=lm1b train.steps=1_000`), plain dataclasses inside. Groups are composed by
-`hydra.compose`, not `@hydra.main`: the latter changes directory and makes run folders on every rank. Single values are
-read here by the type of their key, so that a mistake is answered at once, in our words, with the nearest valid name.
-keys.py says what can be set.
+Users write Hydra's grammar (`model=small data=lm1b train.steps=1_000`); the program gets plain dataclasses. Groups are
+composed by `hydra.compose`, not `@hydra.main`, which changes directory and makes run folders on every rank. Single
+values are read here by the type of their key, so that a mistake is reported at once with the nearest valid name.
+keys.py lists what can be set.
 
-Whatever comes in passes the same two gates: `migrate` (names of earlier versions) and `check_values` (the rule beside
-each field of schema.py). Rules that join several settings are called by `check`: those of one section are its method
-`check` in schema.py.
+All settings pass the same two functions: `migrate` (names of earlier versions) and `check_values` (the rule of each
+field of schema.py). `check` calls the rules that concern several settings: for one section, its method `check` in
+schema.py.
 """
 
 import copy
@@ -33,7 +33,7 @@ from adlm.rules import Location, check_fields
 from adlm.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from adlm.tables import CORPORA, GROUPS, config_folders
 
-# These algorithms give one plain stack all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
+# Algorithms whose single stack has all the blocks of the anchored model: n_blocks + n_denoiser_blocks.
 MATCHED = ("mdlm-matched", "ar-matched")
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 
@@ -47,10 +47,10 @@ def load(
 ) -> Config:
     """Overrides -> checked Config with derived settings filled in. Any mistake is a one-line ValueError.
 
-    `world_size` is the number of ranks that share the global batch; by default what torchrun says. `run_folder`: an
+    `world_size` is the number of ranks that share the global batch; by default that of torchrun. `run_folder`: an
     empty `out` becomes a folder below runs/ (not for commands that write beside a checkpoint, or nothing). `check_key`
-    is called with every key and group that was given, in today's names, and may refuse it. `own_text`: data=file is
-    trained with settings that fit its size and this machine (owntext.py), and data.path alone means it.
+    is called with the current name of every given key and group, and may refuse it. `own_text`: data=file is trained
+    with settings that fit its size and this machine (owntext.py), and data.path alone implies data=file.
     """
     given = _today(argv)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -61,14 +61,14 @@ def load(
 
 
 def preset(argv: Sequence[str]) -> dict[str, Any]:
-    """Every key as these overrides leave it, before what follows from the text and the machine."""
+    """Every key with its value after these overrides, before settings that depend on the text and the machine."""
     return flatten(_composed(_today(argv))[0])
 
 
 def load_sweep(
     argv: Sequence[str], check_key: Callable[[str], None] = lambda key: None
 ) -> tuple[Config, list[SamplingConfig]]:
-    """As `load`, but numbers and names of `sampling` may be lists (`sampling.steps=64,128`): every combination of them
+    """As `load`, but numbers and names of `sampling` may be lists (`sampling.steps=64,128`): returns every combination
     once, checked, in the order typed. The Config has the first."""
     given = _today(argv)
     columns = [[(key, word) for word in _words(key, text)] for key, text in given.items()]
@@ -91,8 +91,8 @@ def _words(key: str, text: str) -> list[str]:
 
 
 def _today(argv: Sequence[str]) -> dict[str, str]:
-    """argv -> group or key -> text, in today's names. The last of several wins, and a leading + or ++ changes nothing,
-    since every key exists. What was renamed or ignored is said on stderr."""
+    """argv -> {group or key: text}, with current names. The last of several values counts, and a leading + or ++
+    changes nothing, since every key exists. Renamed and ignored keys are reported on stderr."""
     ours, notes = rewrite(argv)
     given: dict[str, str] = {}
     for text in ours:
@@ -116,7 +116,7 @@ def _today(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _build(given: dict[str, str], ranks: int, run_folder: bool) -> Config:
-    """What is given, on top of the groups, and the settings that follow from others; checked."""
+    """The checked Config: the groups, the given values on top, and the derived settings."""
     cfg, chosen = _composed(given)
     if cfg.algo in MATCHED:
         cfg.model.n_blocks += cfg.model.n_denoiser_blocks
@@ -134,7 +134,7 @@ def _build(given: dict[str, str], ranks: int, run_folder: bool) -> Config:
 
 
 def _composed(given: dict[str, str]) -> tuple[Config, dict[str, str]]:
-    """What is given, on top of the groups; also which name of each group was taken. Only single values are checked."""
+    """The groups with the given values on top, and the chosen name of each group. Only single values are checked."""
     groups, values = _groups(given), {}
     for key, text in given.items():
         if key in groups:
@@ -156,13 +156,13 @@ def _groups(given: dict[str, str]) -> dict[str, str]:
 
 
 def _fitted(given: dict[str, str], ranks: int) -> dict[str, str]:
-    """`given` with settings that fit one's own text below it; unchanged for another corpus. An experiment has settings
-    of its own. A run that has begun keeps what was chosen then: text and machine may have changed since."""
+    """`given`, on top of settings that fit the user's own text; unchanged for another corpus or with an experiment,
+    which has its own settings. A resumed run keeps its first choice: text and machine may have changed since."""
     if given.get("data.path") and not given.keys() & {"data", "data.name"}:
         given = {"data": "file"} | given
     if given.get("data", given.get("data.name")) != "file" or "experiment" in given:
         return given
-    cfg, _ = _composed(given)  # a mistake is answered before the text is looked at
+    cfg, _ = _composed(given)  # report a mistake before reading the text
     corpora.check(cfg.data)
     size = owntext.text_bytes(cfg.data)
     device = pick_device(cfg.train.device).type
@@ -184,7 +184,7 @@ def _fitted(given: dict[str, str], ranks: int) -> dict[str, str]:
 
 def _read_value(key: str, text: str) -> Any:
     """Read `text` by the type of its key. Strings are literal: Hydra would read a run named 2024_01 as the number
-    202401 and stumble over a path with `=`. Whole numbers may be written 1e6 or 1_000_000."""
+    202401 and fail on a path with `=`. Whole numbers may be written 1e6 or 1_000_000."""
     setting = keys()[key]
     if setting.kind is str:
         if isinstance(setting.rule, Location):
@@ -205,9 +205,9 @@ def _read_value(key: str, text: str) -> Any:
 
 @functools.cache
 def _compose(groups: tuple[tuple[str, str], ...]) -> tuple[Config, dict[str, str]]:
-    """The schema's defaults overlaid with the chosen groups; also which name of each group was taken.
+    """The schema's defaults overlaid with the chosen groups, and the chosen name of each group.
 
-    Remembered, since it takes a tenth of a second and notebooks and tests ask for the same few again and again.
+    Cached, since it takes a tenth of a second and notebooks and tests use the same few again and again.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -216,14 +216,14 @@ def _compose(groups: tuple[tuple[str, str], ...]) -> tuple[Config, dict[str, str
 
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    # A corpus of another package is loaded only if it is asked for: a broken one must not stop everything else.
+    # A corpus of another package is loaded only if it is named: a broken one must not stop everything else.
     for name in {*CORPORA.entries, dict(groups).get("data", "")} & {*CORPORA} - {*GROUPS["data"]}:
         store.store(group="data", name=name, node=corpora.group(name), package="_global_")
     ours, *foreign = config_folders()
     overrides = [f"{group}={name}" for group, name in groups]
     if foreign:
         overrides.append(f"hydra.searchpath=[{','.join(folder.as_uri() for folder in foreign)}]")
-    # A caller may be a Hydra application itself: its global state is put back.
+    # The caller may be a Hydra application itself: restore its global state.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -252,8 +252,8 @@ def _assign(cfg: Config, values: dict[str, Any]) -> None:
 
 
 def quoted(value: Any) -> str:
-    """A value as YAML: JSON but for its escapes, since JSON's two for a character beyond U+FFFF are two characters in
-    YAML. ASCII, so that no encoding matters."""
+    """A value as YAML: JSON with other escapes, since JSON's pair of escapes for a character beyond U+FFFF would be two
+    characters in YAML. ASCII, so that the encoding does not matter."""
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\x7f")
     return text.encode("ascii", "backslashreplace").decode()
 
@@ -274,7 +274,7 @@ def as_yaml(cfg: Config) -> str:
 
 
 def from_yaml(path: str | Path) -> Config:
-    """Read the config.yaml of a run; unknown keys and wrong types are refused. Nothing is derived again."""
+    """Read the config.yaml of a run; unknown keys and wrong types are refused. Settings are not derived again."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -290,15 +290,15 @@ def from_yaml(path: str | Path) -> Config:
 
 
 def begun(out: str) -> dict[str, Any]:
-    """Every key of a run that has begun in the folder `out`, and can resume there; nothing where there is none."""
+    """Every key of a run in the folder `out` that can resume there; empty if there is none."""
     saved = Path(out) / "config.yaml"
     resumes = saved.is_file() and any(saved.parent.glob("checkpoints/step-*"))
     return flatten(from_yaml(saved)) if resumes else {}
 
 
 def from_tree(tree: Mapping[Any, Any], source: str) -> Config:
-    """Settings saved by any version (config.yaml, the config.json of an export, the state of a checkpoint), whole or
-    some of the sections; single values are checked. `source`: for messages."""
+    """Settings saved by any version (config.yaml, the config.json of an export, the state of a checkpoint), all
+    sections or some; single values are checked. `source`: for messages."""
     flat = migrate(_flatten(tree), source)
     values = {}
     for key, value in flat.items():
@@ -337,7 +337,7 @@ def check(cfg: Config, world_size: int = 1) -> None:
 
 
 def check_values(cfg: Config) -> None:
-    """Hold every value to the rule beside its field."""
+    """Check every value against the rule of its field."""
     check_fields(cfg, "")
     for section in dataclasses.fields(cfg):
         if dataclasses.is_dataclass(section.type):
@@ -345,7 +345,7 @@ def check_values(cfg: Config) -> None:
 
 
 def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
-    """Batches over ranks, sequence-length warmup, device."""
+    """Check batches over ranks, sequence-length warmup and device."""
     require(
         t.global_batch_size >= world_size,
         f"train.global_batch_size={t.global_batch_size} leaves nothing to do for some of {world_size} ranks",
@@ -355,7 +355,7 @@ def check_train(t: TrainConfig, m: ModelConfig, world_size: int) -> None:
     )
     piece = m.length // t.length_warmup
     require(
-        piece >= 4,  # a sequence of one token has nothing to predict it from, or to predict
+        piece >= 4,  # in a sequence of one token there is nothing to predict
         f"train.length_warmup={t.length_warmup} cuts model.length={m.length} into sequences of {piece}; they must be at"
         " least 4 tokens long",
     )

@@ -1,4 +1,4 @@
-"""What can be set: every dotted key of the schema with its type, default, help and rule, and every YAML group.
+"""The settings: every dotted key of the schema with its type, default, help and rule, and every YAML group.
 
     keys()["sampling.top_p"]  # Key(kind=float, default=1.0, help="Nucleus: ...", rule=Range(low=0, high=1, ...))
 
@@ -27,23 +27,22 @@ class Key:
     default: Any
     help: str
     rule: Rule | None
-    """The values it may take, beyond its type."""
+    """The values it may take, besides its type."""
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        """Names a closed setting may take; None where any value of its type is meant."""
+        """The names that the setting may take; None if it is not limited to names."""
         return self.rule.names if isinstance(self.rule, Choices) else None
 
 
 TRAINING = ("", "model", "noise", "objective", "data", "optim", "train", "checkpoint")
-"""Sections that say what is trained, on what, and how."""
+"""Sections that define a training run: model, data and procedure."""
 
 PER_REQUEST = (
     "n", "length", "prompt", "template", "banned", "required", "regex", "choices", "response_format",
     "batch_size", "seed",
 )  # fmt: skip
-"""Settings of `sampling` that are no defaults of a server's requests: every request says them, or they are not its
-business."""
+"""Settings of `sampling` for which a server has no defaults: each request gives them, or cannot set them."""
 
 
 @functools.cache
@@ -78,17 +77,17 @@ def _field_docstrings() -> dict[tuple[str, str], str]:
 
 
 def group_choices(group: str) -> tuple[str, ...]:
-    """Names that `group=NAME` knows: YAML files, and of `data` every corpus."""
+    """The names for `group=NAME`: its YAML files; for `data`, every corpus."""
     return tuple(sorted({*GROUPS[group], *(CORPORA if group == "data" else ())}))
 
 
 def group_help(group: str, name: str) -> str:
-    """What a name of a group stands for, in one line."""
+    """One line about a name of a group."""
     return GROUPS[group].help(name) if name in GROUPS[group] else CORPORA.load(name).about
 
 
 def full_name(name: str, sections: Iterable[str]) -> str:
-    """`steps` -> `train.steps`: a group or a key as it is, or the end of a key that only one of the sections has."""
+    """`steps` -> `train.steps`. A group or a full key is unchanged; a short name must exist in only one section."""
     if name in GROUPS or name in keys():
         return name
     found = [key for key in keys() if key.rpartition(".")[0] in sections and key.rpartition(".")[2] == name]
@@ -100,12 +99,12 @@ def full_name(name: str, sections: Iterable[str]) -> str:
 
 
 def default_text(key: Key) -> str:
-    """A default as it would be typed."""
+    """A default as a user would type it."""
     return repr(key.default) if key.kind is str else str(key.default).lower()
 
 
 def allowed_text(key: Key) -> str:
-    """The values a key may take, unless its help already says them."""
+    """The allowed values of a key, unless its help already lists them."""
     if isinstance(key.rule, Range):
         return f"[{key.rule}]"
     unsaid = key.choices is not None and not all(name in key.help for name in key.choices)

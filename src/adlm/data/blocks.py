@@ -1,12 +1,12 @@
 """Prepared sequences on disk: memory-mapped, checksummed, self-describing; and the cache folder that holds them.
 
 A prepared folder holds
-  rows.bin          the sequences, rows of a matrix [n, length], uint16 where the vocabulary allows, else uint32
+  rows.bin          the sequences, a matrix [n, length], uint16 where the vocabulary allows, else uint32
   lengths.npy       real tokens of each sequence, only where sequences are padded
   starts.npy        where the answer of each sequence begins, only where they are prompts with answers
   tokenizer.json    so that the folder can be copied to another machine and used alone
   manifest.json     what the sequences are, their sizes and checksums; written last
-`BlockWriter` streams into a folder that nobody reads yet; whoever calls it renames the folder when it is complete.
+`BlockWriter` streams into a temporary folder; its caller renames the folder when it is complete.
 """
 
 import contextlib
@@ -31,27 +31,27 @@ MANIFEST, LENGTHS, STARTS = "manifest.json", "lengths.npy", "starts.npy"
 PIECE_BYTES = 16 << 20
 # Opening checks every piece of a file up to this size, and evenly spaced ones of a larger file: about a second.
 CHECKED_BYTES = 1 << 30
-# Of the remembered digests; a file takes 150 bytes.
+# Bytes of the file of remembered digests (see `sha256`); one entry takes 150.
 LARGEST_MEMORY = 64 << 20
-# What a manifest must hold for its sequences to be read, and of which type.
+# Fields that a manifest must have for its sequences to be read, with their types.
 FIELDS = {
     "fingerprint": str, "rows": int, "length": int, "crop": int, "dtype": str, "padded": bool, "bytes": int,
     "crc32": list, "small_files": dict, "vocab_size": int, "bos_id": int, "tokenizer": dict,
     "corpus": str, "split": str, "documents": int, "tokens": int, "seconds": float,
 }  # fmt: skip
-# 16 MiB of sequences have one checksum, of at most 12 characters: this is enough for 5 TB.
+# Bytes of a manifest. One checksum of at most 12 characters covers 16 MiB of sequences, so this is enough for 5 TB.
 LARGEST_MANIFEST = 4 << 20
 
 
 class Corrupt(Exception):
-    """The folder is not what its manifest says; the caller rebuilds it."""
+    """The folder does not agree with its manifest; the caller rebuilds it."""
 
 
 class Blocks:
-    """The sequences of a prepared folder, read where they lie."""
+    """The sequences of a prepared folder, memory-mapped."""
 
     def __init__(self, folder: str | Path, check_all: bool = False) -> None:
-        """Raises Corrupt unless sizes and checksums agree (of every byte, with check_all)."""
+        """Raise Corrupt unless sizes and checksums agree (with check_all, the checksums of every byte)."""
         self.folder = Path(folder)
         self.manifest: dict[str, Any] = _read_manifest(self.folder)
         _check(self.folder, self.manifest, check_all)
@@ -81,7 +81,7 @@ class Blocks:
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Sequences [n, length] as int64, ready to become a tensor."""
         found = np.asarray(self.tokens[indices], dtype=np.int64)
-        if found.size and found.max() >= self.manifest["vocab_size"]:  # of a large file opening checks only a part
+        if found.size and found.max() >= self.manifest["vocab_size"]:  # opening checks a large file only in part
             raise ValueError(f"{self.folder / 'rows.bin'} is corrupt: {_beyond(int(found.max()), self.manifest)}")
         return found
 
@@ -92,7 +92,7 @@ class Blocks:
         return np.arange(self.length)[None, :] < self.lengths[indices][:, None]
 
     def prompts(self, indices: np.ndarray) -> np.ndarray | None:
-        """[n, length], True at what is given before an answer; None when all of a sequence is learned."""
+        """[n, length], True at the positions before an answer; None when sequences are learned as a whole."""
         if self.starts is None:
             return None
         return np.arange(self.length)[None, :] < self.starts[indices][:, None]
@@ -102,7 +102,7 @@ class Blocks:
 
 
 class BlockWriter:
-    """Writes sequences as they come, with their checksums and statistics."""
+    """Write sequences as they arrive, with their checksums and statistics."""
 
     def __init__(self, folder: Path, length: int, vocab_size: int, max_sequences: int = 0) -> None:
         self.folder, self.length, self.max_sequences = folder, length, max_sequences
@@ -206,7 +206,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _read_numbers(folder: Path, name: str, rows: int, length: int) -> np.ndarray:
-    """One number of each sequence: of its real tokens, or where its answer begins."""
+    """One number for each sequence: how many real tokens it has, or where its answer begins."""
     try:
         numbers = np.load(folder / name, mmap_mode="r")  # a header that claims more than the file is refused
     except (ValueError, OSError, EOFError) as error:
@@ -256,8 +256,8 @@ def cache_folder(cfg: DataConfig) -> Path:
 
 
 def sha256(paths: Sequence[Path], cache: Path) -> list[str]:
-    """Digests of files, remembered by (path, size, time of change): hashing a large corpus takes minutes. The memory
-    is read and written once, also if hashing is interrupted: a corpus may be many thousand files."""
+    """Digests of files, remembered by (path, size, modification time): hashing a large corpus takes minutes. The file
+    of digests is written once, also if hashing is interrupted, since a corpus may have many thousand files."""
     memory = cache / "sources.json"
     known: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -281,15 +281,15 @@ def _digest(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:  # of the source, and no fault of the cache (`cache_errors`)
+    except OSError as error:  # an error of the source, not of the cache (`cache_errors`)
         raise ValueError(f"cannot read {path} ({error.strerror or error})") from None
 
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[bool]:
-    """One process at a time builds `target`; the others wait. Released by the system if the holder dies.
+    """Let one process at a time build `target`; the others wait. The system releases the lock if its holder dies.
 
-    False where the file system has no locks.
+    Yields False where the file system has no locks.
     """
     with open(target.with_name(target.name + ".lock"), "w", encoding="utf-8") as file:
         try:

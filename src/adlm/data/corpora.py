@@ -4,7 +4,7 @@ A corpus is read from local files in its published format (`data.path`, or found
 the hub. Revisions name the hub's own parquet conversion where the original is a loading script, which current
 `datasets` refuses to run. Neither numpy nor torch is imported here: the command line reads this table.
 
-Below, too: the corpus inside every CPython, its documentation.
+The end of the module reads one more corpus: the documentation inside every CPython.
 """
 
 import ast
@@ -33,7 +33,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Corpus:
-    """One corpus of the table; a package of yours brings one by an entry point of the group adlm.corpora."""
+    """One corpus of the table; your own package can add one by an entry point of the group adlm.corpora."""
 
     about: str
     hub: str = ""
@@ -41,38 +41,38 @@ class Corpus:
     config: str = ""
     revision: str = ""
     splits: dict[str, str] = field(default_factory=dict)
-    """Our split -> the hub's, in its slicing notation."""
+    """Our split -> the hub's split, in its slicing notation."""
     text_key: str = "text"
     form: str = "auto"
     """Format of the published local files: a name of tables.FORMATS, or text8."""
     files: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Our split (or `any`: not split) -> names of the published files, best first; * and / as in a shell."""
+    """Our split (or `any`: not split) -> names of the published files, best first; * and / work as in a shell."""
     module: str = ""
     """Module whose documents() are the text, for a corpus without files; its identity() says what they depend on."""
     needs_path: bool = False
-    """There is nothing to read without data.path."""
+    """Whether data.path is required."""
     detokenizer: str = "none"
     """A name of tables.DETOKENIZERS."""
     tokenizer: str = "gpt2"
     packing: str = "stream"
-    """data.packing, as it is usually reported."""
+    """data.packing with which results are usually reported."""
     length: int = 1024
-    """Tokens of a sequence, as it is usually reported."""
+    """Sequence length with which results are usually reported."""
     valid_documents: int = 0
     """Documents held out from the end when the files are not split (0: data.valid_fraction)."""
     valid_fraction: float = 0.0
     """Overrides data.valid_fraction."""
     only: str = ""
-    """Every split is this one (evaluation sets, and the halves of OpenWebText by name)."""
+    """Use this split for every split (evaluation sets, and the two parts of OpenWebText that have names)."""
     any_size: bool = False
-    """It may be small: the end of its last document is held out where whole documents would be too much, and a
-    validation split shorter than one sequence is one padded sequence."""
+    """Whether it may be small: where a whole document would be too much to hold out, only the end of the last one is;
+    and a validation split shorter than one sequence becomes one padded sequence."""
     crop: bool = False
-    """Training sequences are stored twice as long; a random window is taken when they are read."""
+    """Whether training sequences are stored twice as long and a random window is taken when they are read."""
 
 
 def _wikitext(name: str) -> dict[str, tuple[str, ...]]:
-    # Validation and test are the same text in both sizes, so a bare wiki.valid.raw serves either; train is not.
+    # Both sizes share validation and test, so a bare wiki.valid.raw can be used for either; their train splits differ.
     def names(split: str, hub_split: str) -> tuple[str, ...]:
         bare = () if split == "train" else (f"wiki.{split}.raw",)
         return (
@@ -241,7 +241,7 @@ WIKIPEDIA = Corpus(
     files={"any": ("wikipedia_[A-Z][A-Z].jsonl", "wikipedia*.jsonl", "wikipedia*.parquet")},
 )
 
-# Other names in use for the same thing.
+# Other common names of the same corpora.
 ALIASES = {
     "openwebtext-split": "openwebtext",
     "scientific_papers_pubmed": "pubmed",
@@ -254,20 +254,20 @@ ALIASES = {
 
 
 def get_corpus(name: str) -> tuple[str, Corpus]:
-    """The table's own name and its corpus, for a name a user typed."""
+    """The table's name and the corpus for a name that a user typed."""
     name = ALIASES.get(name, name)
     return name, CORPORA.load(name, "data.name")
 
 
 def check(cfg: DataConfig) -> None:
-    """Raise a one-line ValueError where settings of a corpus do not fit together."""
+    """Raise a one-line ValueError if settings of a corpus do not fit together."""
     _, corpus = get_corpus(cfg.name)
     require(not corpus.needs_path or cfg.path != "", f"data.name={cfg.name} needs data.path=FILE_OR_FOLDER")
 
 
 def group(name: str) -> dict[str, dict[str, Any]]:
-    """The settings that `data=NAME` stands for. A corpus with a usual length sets the model's; one that is not
-    published brings its own tokenizer, named by data.tokenizer=''."""
+    """The settings that `data=NAME` stands for. A corpus with an unusual length also sets the model's; one that is not
+    published uses its default tokenizer, written as data.tokenizer=''."""
     name, corpus = get_corpus(name)
     settings: dict[str, dict[str, Any]] = {
         "data": {"name": name, "packing": corpus.packing, "tokenizer": corpus.tokenizer if corpus.hub else ""}
@@ -278,7 +278,7 @@ def group(name: str) -> dict[str, dict[str, Any]]:
 
 
 def defaults(name: str, **changes: str | bool | int | float) -> DataConfig:
-    """The settings a corpus is usually read with, its tokenizer by name."""
+    """The settings with which a corpus is usually read, with its tokenizer by name."""
     name, corpus = get_corpus(name)
     return replace(DataConfig(name=name, tokenizer=corpus.tokenizer, packing=corpus.packing), **changes)
 
@@ -292,7 +292,8 @@ def find_local(root: str | Path, name: str, split: str = "valid") -> list[Path]:
 
 
 def matching(root: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Files of the first pattern that has any. A pattern matches the end of the path, without compression suffix."""
+    """The files of the first pattern that matches any. A pattern matches the end of a path, without compression
+    suffix."""
     found = sorted((p for p in root.rglob("*") if p.is_file()), key=lambda p: p.as_posix()) if patterns else []
     for pattern in patterns:
         if hits := [path for path in found if is_called(path, pattern)]:
@@ -301,34 +302,34 @@ def matching(root: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def is_called(path: Path, pattern: str) -> bool:
-    """Whether the last parts of a path match the pattern's, compression suffix aside."""
+    """Whether the last parts of a path match the pattern, ignoring a compression suffix."""
     parts = pattern.split("/")
     names = [*path.parent.parts, plain_name(path)][-len(parts) :]
     return len(names) == len(parts) and all(map(fnmatch.fnmatchcase, names, parts))
 
 
 # ---- the embedded corpus ---------------------------------------------------------------------------------------------
-# The embedded corpus: English documentation that ships inside every CPython.
+# The English documentation that ships inside every CPython.
 #
 # Documents are the language-reference topics of `pydoc_data` and, for each module of the standard library, its
-# docstrings in source order under their signatures. Sources are parsed, never imported, so nothing runs. The text
-# depends on the Python version, which is why the version is part of the identity.
+# docstrings in source order under their signatures. Sources are parsed, never imported, so nothing is executed. The
+# text depends on the Python version, which is therefore part of the identity.
 
-# Raise it when the same Python would give other documents.
+# Increase it when the same Python would give different documents.
 VERSION = 1
 # Not documentation of the library: tests, vendored packages, GUI programs, and what distributions add.
 SKIPPED = {
     "__pycache__", "_bundled", "_vendor", "dist-packages", "idlelib", "lib-dynload", "lib2to3", "pydoc_data",
     "site-packages", "test", "tests", "turtledemo",
 }  # fmt: skip
-# Characters; drops a hundred codec modules that all say the same sentence.
+# Minimum characters of a document; drops a hundred codec modules that all have the same sentence.
 SHORTEST = 200
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def stdlib_files() -> list[Path]:
-    """The library's source files, in a fixed order."""
+    """The source files of the standard library, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, below, files in os.walk(root):
@@ -338,7 +339,7 @@ def stdlib_files() -> list[Path]:
 
 
 def identity() -> dict[str, str]:
-    """What this Python's corpus is, without reading it: the version, and a digest of the names and sizes."""
+    """What identifies this Python's corpus without reading it: the version, and a digest of file names and sizes."""
     root = Path(sysconfig.get_path("stdlib"))
     listing = "".join(f"{p.as_posix()} {(root / p).stat().st_size}\n" for p in stdlib_files())
     digest = hashlib.sha256(listing.encode()).hexdigest()
@@ -358,7 +359,7 @@ def _topics() -> Iterator[tuple[str, str]]:
     from pydoc_data.topics import topics
 
     for name, text in topics.items():
-        # The literal keeps reStructuredText's reference targets and escapes; the reader wants prose.
+        # The literal keeps reStructuredText's reference targets and escapes; remove them to get prose.
         text = re.sub(r"^\.\. _[^\n]*:\n", "", text, flags=re.MULTILINE)
         yield name, text.replace("\\*", "*").strip() + "\n"
 

@@ -1,8 +1,8 @@
-"""Text as it was published: one reader of local files per format, and one detokenizer per way it was tokenised.
+"""Readers of published text: one for each format of local files, and one detokenizer for each way it was tokenised.
 
-Readers yield documents of plain or compressed files (.gz, .xz, .bz2). All of them stream, so a file larger than memory
-is fine, and all of them answer a bad file with one line that names the file and the place. tables.FORMATS and
-tables.DETOKENIZERS name what a corpus may use.
+Readers yield documents of plain or compressed files (.gz, .xz, .bz2). All of them stream, so a file may be larger than
+memory, and all of them report a bad file in one line that names the file and the place. tables.FORMATS and
+tables.DETOKENIZERS list what a corpus may use.
 
 Detokenizers undo the tokenisation that some public corpora were published with, exactly as the public ADLM release
 does. Perplexities are only comparable if the text is the same to the character, so each is an ordered list of
@@ -24,15 +24,16 @@ from typing import IO, Any, NamedTuple
 from adlm.errors import require
 from adlm.tables import FORMATS
 
-# Part of every cache name: raise one when the same file would give other documents, or a document other text.
+# Parts of every cache name: increase the first when the same file would give different documents, the second when a
+# document would give different text.
 READERS_VERSION = 1
 DETOKENIZERS_VERSION = 1
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-# What a folder is searched for.
+# Suffixes of the files that are read from a folder.
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".raw", ".tokens", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 END_OF_TEXT = "<|endoftext|>"
-# A plain text file is cut at blank lines into documents of about this many characters: a book is then many documents
-# (some can be held out) and memory stays bounded.
+# A plain text file is cut at blank lines into documents of about this many characters: a book becomes many documents,
+# so that some can be held out and memory stays bounded.
 PIECE = 16_384
 CHUNK = 1 << 20
 SPACE = re.compile(r"\s*")
@@ -59,7 +60,7 @@ def files_under(path: Path, key: str = "data.path") -> list[Path]:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[IO[str]]:
-    """The file as UTF-8 text; what goes wrong while it is read becomes one line."""
+    """The file as UTF-8 text; an error while it is read becomes one line."""
     try:
         opener = COMPRESSED.get(path.suffix, open)
         # utf-8-sig: a byte order mark is not part of the text.
@@ -74,7 +75,7 @@ def open_text(path: Path) -> Iterator[IO[str]]:
 
 
 def _first_bad_byte(path: Path) -> int:
-    """Offset in the uncompressed bytes; the slow search happens only once something is known to be wrong."""
+    """Offset of the first invalid byte in the uncompressed file; the slow search runs only after decoding failed."""
     offset, held = 0, b""
     with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -83,7 +84,7 @@ def _first_bad_byte(path: Path) -> int:
                 held.decode("utf-8")
                 offset, held = offset + len(held), b""
             except UnicodeDecodeError as error:
-                # A character may be cut by the end of the chunk: at most three of its bytes are here.
+                # The end of the chunk may cut a character: at most three of its bytes are in it.
                 if len(held) - error.start > 3 or error.reason == "invalid start byte":
                     return offset + error.start
                 offset, held = offset + error.start, held[error.start :]
@@ -91,14 +92,14 @@ def _first_bad_byte(path: Path) -> int:
 
 
 def stripped_lines(path: Path, text_key: str) -> Iterator[str]:
-    """One document a line, without surrounding white space (PTB, LM1B)."""
+    """One document per line, without surrounding white space (PTB, LM1B)."""
     with open_text(path) as file:
         for line in file:
             yield line.strip()
 
 
 def wikitext_lines(path: Path, text_key: str) -> Iterator[str]:
-    """One document a line with its line break; a blank line is an empty document."""
+    """One document per line with its line break; a blank line is an empty document."""
     with open_text(path) as file:
         for line in file:
             yield line if line.strip() else ""
@@ -107,7 +108,7 @@ def wikitext_lines(path: Path, text_key: str) -> Iterator[str]:
 def text(path: Path, text_key: str) -> Iterator[str]:
     """Plain text: documents end at <|endoftext|> (as in TinyStories); long ones are cut at blank lines.
 
-    A blank line alone ends nothing: in files without the marker it stands between paragraphs as well.
+    A blank line alone does not end a document: in files without the marker it also separates paragraphs.
     """
     return pieces(_separated(_chunks(path), END_OF_TEXT))
 
@@ -119,7 +120,7 @@ def _chunks(path: Path) -> Iterator[str]:
 
 
 def _separated(chunks: Iterator[str], separator: str) -> Iterator[tuple[str, bool]]:
-    """(text, whether a document ends after it), as it comes."""
+    """(text, whether a document ends after it), as the chunks arrive."""
     held = ""
     for chunk in chunks:
         *whole, held = (held + chunk).split(separator)
@@ -137,7 +138,7 @@ def pieces(parts: Iterable[tuple[str, bool]], size: int = PIECE) -> Iterator[str
     held = ""
     for part, ends in parts:
         held += part
-        # With 4 sizes in hand a blank line beyond the first is rarely missed.
+        # Four sizes almost always hold a blank line after the first size.
         while len(held) > 4 * size or (ends and len(held) > 2 * size):
             marks = ((mark, held.find(mark, size, 4 * size)) for mark in ("\n\n", "\n", " "))
             cut = next((at + len(mark) for mark, at in marks if at >= 0), size)
@@ -172,7 +173,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _items(file: IO[str], path: Path) -> Iterator[Any]:
-    """The items of a JSON array behind its bracket, one at a time: the file may be larger than memory."""
+    """The items of a JSON array after its bracket, one at a time: the file may be larger than memory."""
     decode, held, at, size, number = json.JSONDecoder().raw_decode, "", 0, CHUNK, 1
     while True:
         start = SPACE.match(held, at).end()  # type: ignore[union-attr]  # it matches nothing, too
@@ -182,11 +183,11 @@ def _items(file: IO[str], path: Path) -> Iterator[Any]:
             item, end = decode(held, start)
             end = SPACE.match(held, end).end()  # type: ignore[union-attr]
             mark = held[end]
-        except (json.JSONDecodeError, IndexError) as error:  # cut by the end of what is read, or wrong
+        except (json.JSONDecodeError, IndexError) as error:  # cut by the end of the chunk, or malformed
             more = file.read(size)
             problem = error.msg if isinstance(error, json.JSONDecodeError) else "the array does not end"
             require(more != "", f"{path} record {number} is not JSON ({problem})")
-            held, at, size = held[start:] + more, 0, 2 * size  # an item longer than a chunk is not read from it again
+            held, at, size = held[start:] + more, 0, 2 * size  # doubled: a long item is parsed only a few times
             continue
         except RecursionError:
             raise ValueError(f"{path} record {number} is not JSON (nested too deeply)") from None
@@ -206,7 +207,7 @@ def _parsed(line: str, path: Path, number: int) -> Any:
         problem = f"{error.msg} at column {error.colno}"
     except RecursionError:
         problem = "nested too deeply"
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         problem = str(error)
     raise ValueError(f"{path} line {number} is not JSON ({problem})")
 
@@ -226,7 +227,7 @@ def field(record: dict[str, Any], key: str, where: str) -> str:
         raise ValueError(f"{where}: field {key!r} (data.text_key) is {type(value).__name__}, not text")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can say it, no tokenizer can read it
+    except UnicodeEncodeError as error:  # JSON can encode it, but no tokenizer can read it
         raise ValueError(
             f"{where}: field {key!r} holds half of a character (a lone surrogate) at character {error.start}"
         ) from None
@@ -234,19 +235,19 @@ def field(record: dict[str, Any], key: str, where: str) -> str:
 
 
 def jsonl(path: Path, text_key: str) -> Iterator[str]:
-    """One object a line, the document under `text_key`."""
+    """One object per line, with the document under `text_key`."""
     for number, record in records(path):
         yield field(record, text_key, f"{path} record {number}")
 
 
 def scientific_papers(path: Path, text_key: str) -> Iterator[str]:
-    """jsonl with `article` (as the hub has it) or `article_text`, a list of sentences (as first published)."""
+    """jsonl with `article` (as on the hub) or `article_text`, a list of sentences (as first published)."""
     for number, record in records(path):
         yield field(record, "article_text" if "article_text" in record else text_key, f"{path} record {number}")
 
 
 def ag_news_csv(path: Path, text_key: str) -> Iterator[str]:
-    """class, title, description without a header; the document is title and description."""
+    """csv of class, title and description without a header; the document is title and description."""
     csv.field_size_limit(2**31 - 1)
     with open_text(path) as file:
         for number, row in enumerate(csv.reader(file, skipinitialspace=True), 1):
@@ -255,7 +256,7 @@ def ag_news_csv(path: Path, text_key: str) -> Iterator[str]:
 
 
 def table(path: Path, text_key: str) -> Iterator[str]:
-    """csv or tsv with a header."""
+    """The column `text_key` of a csv or tsv file with a header."""
     csv.field_size_limit(2**31 - 1)
     delimiter = "\t" if plain_name(path).endswith(".tsv") else ","
     with open_text(path) as file:
@@ -280,7 +281,7 @@ def parquet(path: Path, text_key: str) -> Iterator[str]:
         try:
             batch = next(batches, None)
             values = None if batch is None else batch.column(0).to_pylist()
-        except (OSError, ValueError, MemoryError) as error:  # pyarrow's own are one of these, or both
+        except (OSError, ValueError, MemoryError) as error:  # pyarrow's errors derive from these
             raise ValueError(f"{path} is corrupt after row {number} ({str(error).splitlines()[0]})") from None
         if values is None:
             return
@@ -290,7 +291,7 @@ def parquet(path: Path, text_key: str) -> Iterator[str]:
 
 
 def by_suffix(path: Path, text_key: str) -> Iterator[str]:
-    """What the file name says: jsonl, csv, tsv, parquet, otherwise plain text."""
+    """The reader for the file's suffix: jsonl, csv, tsv, parquet, otherwise plain text."""
     name = plain_name(path)
     if name.endswith(".parquet"):
         return parquet(path, text_key)
@@ -321,16 +322,16 @@ def read(path: Path, form: str, text_key: str) -> Iterator[str]:
 
 
 class Replacement(NamedTuple):
-    """Replaces a string, or the matches of a pattern by a template."""
+    """Replacement of a string, or of the matches of a pattern by a template."""
 
     old: str | re.Pattern[str]
     new: str
     needle: str = ""
-    """Part of every match: most texts lack it, and looking for it is far cheaper than matching."""
+    """Part of every match: most texts do not contain it, and searching for it is far cheaper than matching."""
 
 
 def _spaced(marks: str) -> list[Replacement]:
-    """Close up the space before each mark."""
+    """Remove the space before each mark."""
     return [Replacement(f" {mark} ", f"{mark} ") for mark in marks]
 
 
@@ -361,7 +362,7 @@ PTB_MARKS: list[Replacement] = [
     Replacement(" n't", "n't"),
     Replacement(" \n ", "\n"),
     Replacement("\\/", "/"),
-    # Neighbouring numbers share a space, so one pass misses every second one of a run.
+    # Adjacent numbers share a space, so one pass misses every second number of a run.
     *[Replacement(" N ", " 1 ")] * 10,
     Replacement("$ 1", "$1"),
     Replacement("# 1", "#1"),
@@ -390,7 +391,7 @@ LM1B_MARKS: list[Replacement] = [
 
 
 def replaced(replacements: list[Replacement], text: str) -> str:
-    """The text after every replacement once, in order."""
+    """The text after applying every replacement once, in order."""
     for old, new, needle in replacements:
         if isinstance(old, str):
             text = text.replace(old, new)
@@ -416,7 +417,7 @@ def detokenize_lm1b(text: str) -> str:
 
 
 def detokenize_lambada(text: str) -> str:
-    """Straight double quotes; one line break before the passage, none around it."""
+    """Straight double quotes; one line break before the passage and no other white space around it."""
     return "\n" + text.replace("“", '"').replace("”", '"').strip()
 
 

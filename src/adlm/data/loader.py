@@ -1,4 +1,4 @@
-"""Which sequence comes when: a pure function of (seed, example number), so that a loader's state is one integer.
+"""The order of training sequences: a pure function of (seed, example number), so that a loader's state is one integer.
 
 Example e of a run is sequence `order[e]`; a global batch of G sequences is the next G examples, and each rank takes a
 contiguous part of it. Resuming, or changing the number of ranks, therefore needs only the number of examples consumed.
@@ -18,11 +18,11 @@ ROUNDS = 8
 
 
 class SequenceOrder:
-    """A different permutation of the sequences in every epoch, computed where asked, never stored.
+    """A different permutation of the sequences in every epoch, computed on demand and never stored.
 
-    A Feistel network permutes the smallest power of four that covers them; a number that falls outside is sent
+    A Feistel network permutes the smallest power of four that is large enough; a number that falls outside is sent
     through again until it falls inside ("cycle walking", fewer than four times on average). Unlike a library's
-    shuffle it cannot change with a version, and sequence e costs the same whether e is the first or the billionth.
+    shuffle it cannot change with a version, and every sequence costs the same, the first or the billionth.
     """
 
     def __init__(self, n_sequences: int, seed: int, shuffle: bool = True) -> None:
@@ -70,13 +70,13 @@ class Batch(NamedTuple):
     attention_mask: np.ndarray | None
     """[b, L], True at real tokens; None when no sequence is padded."""
     examples: np.ndarray
-    """[b] int64: example numbers, the counters that noise is drawn from."""
+    """[b] int64: example numbers, from which the noise is drawn."""
     prompts: np.ndarray | None = None
-    """[b, L], True at what is given before an answer; None when all of a sequence is learned."""
+    """[b, L], True at the positions before an answer; None when sequences are learned as a whole."""
 
 
 class Batches:
-    """An endless iterator of Batch; `consumed` is all there is to save. A thread reads ahead."""
+    """An endless iterator of Batch. Its whole state is `consumed`. A thread reads ahead."""
 
     def __init__(
         self,
@@ -89,19 +89,19 @@ class Batches:
         shuffle: bool = True,
         prefetch: int = 2,
     ) -> None:
-        """`global_batch_size`: a number, or that of the batch that begins with the given example."""
+        """`global_batch_size`: a number, or a function of the first example of the batch."""
         require(0 <= rank < world, f"rank {rank} is not one of {world} processes")
         self.blocks, self.seed, self.rank, self.world = blocks, seed, rank, world
         self.size = global_batch_size if callable(global_batch_size) else lambda first: global_batch_size
         self.order = SequenceOrder(len(blocks), seed, shuffle)
-        self.part(consumed)  # say now what is wrong, and not from a thread
+        self.part(consumed)  # raise errors here, not in the thread
         self.consumed = consumed
-        """Examples of all ranks handed out so far."""
+        """Examples handed out so far, on all ranks together."""
         self.prefetch = prefetch
 
     def part(self, first: int) -> range:
-        """This rank's examples of the global batch that begins with example `first`: a contiguous part, as large as
-        any other or larger or smaller by one."""
+        """This rank's examples of the global batch that begins with example `first`: a contiguous part. The sizes of
+        two ranks' parts differ by at most one."""
         size = self.size(first)
         if size <= 0:
             raise ValueError(f"train.global_batch_size={size} must be positive")
@@ -144,10 +144,10 @@ Item = TypeVar("Item")
 
 
 def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
-    """The same items, made by a thread up to `depth` ahead of whoever asks for them.
+    """The same items, produced by a thread up to `depth` items ahead of the consumer.
 
-    Who stops asking waits for the item in hand: Python ends a thread that is inside torch when the process ends by
-    aborting the process.
+    A consumer that stops waits for the item in production: if the thread were still inside torch when the process
+    ends, Python would abort the process.
     """
     ahead: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
     stopped = threading.Event()
@@ -166,7 +166,7 @@ def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
                 if stopped.is_set():
                     return
             put(None, StopIteration())
-        except BaseException as error:  # handed to the consumer, who raises it
+        except BaseException as error:  # the consumer raises it
             put(None, error)
 
     maker = threading.Thread(target=make, daemon=True, name="read ahead")

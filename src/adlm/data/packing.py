@@ -1,13 +1,14 @@
-"""From documents to token sequences of one length: tokenise, in shards so that a killed run continues, then pack.
+"""From documents to token sequences of one length: tokenise, in shards so that a killed run can resume, then pack.
 
-Documents travel as `Tokens(flat, lengths)`: all ids of a batch of documents in one array, and how many belong to each.
+A batch of documents is `Tokens(flat, lengths)`: all ids in one array, and the number of ids of each document.
 There are three ways to pack them into sequences of length L, all pure functions on flat arrays:
   stream     the default. Every document is followed by EOS; the whole split is one stream, cut into pieces of L-2, each
              stored as [BOS] piece [EOS]. Only the last incomplete piece of the split is dropped (fewer than L-2
              tokens in all). Where sequences begin depends on the documents alone, not on batches or resuming.
-  release    as the public release with one process: the same, but the stream ends (and its incomplete piece is
+  release    as the public release does with one process: the same, but the stream ends (and its incomplete piece is
              dropped) after every 1000 documents.
-  unwrapped  one document a sequence: [BOS] document [EOS], truncated to L or padded on the right; its length is kept.
+  unwrapped  one document per sequence: [BOS] document [EOS], truncated to L or padded on the right; its length is
+             stored.
 """
 
 import sys
@@ -29,7 +30,7 @@ from adlm.errors import require
 from adlm.io.paths import write_atomically
 
 RELEASE_BATCH = 1000
-# A shard is what a kill can lose: a few seconds of one core, and a few hundred MB of memory while it is tokenised.
+# A killed run loses at most one shard in work: a few seconds of one core. Tokenising it takes a few hundred MB.
 SHARD_CHARACTERS = 4_000_000
 SHARD_DOCUMENTS = 20_000
 
@@ -42,8 +43,8 @@ class Tokens(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """Finished sequences [n, L]; `lengths` is the number of real tokens of each, None when all are full; `starts` is
-    where the answer of each begins, None when there are no prompts."""
+    """Finished sequences [n, L]. `lengths`: the number of real tokens of each, None when all are full. `starts`: where
+    the answer of each begins, None when there are no prompts."""
 
     tokens: np.ndarray
     lengths: np.ndarray | None
@@ -75,8 +76,8 @@ def payload(length: int) -> int:
 def stream(
     batches: Iterable[Tokens], length: int, bos: int, eos: int, pad: int | None = None
 ) -> Iterator[PackedSequences]:
-    """Sequences of the whole stream; yields as batches arrive, holding back less than one between them. With `pad` a
-    stream too short for one sequence becomes that one, padded on the right."""
+    """Sequences of the whole stream, yielded as batches arrive; less than one sequence is held back between them. With
+    `pad`, a stream too short for one sequence becomes one sequence, padded on the right."""
     rest: np.ndarray | None = None
     filled = False
     for batch in batches:
@@ -93,7 +94,7 @@ def stream(
 def release(
     batches: Iterable[Tokens], length: int, bos: int, eos: int, group: int = RELEASE_BATCH
 ) -> Iterator[PackedSequences]:
-    """Sequences of each `group` documents; what is left of a group is dropped, as the release does."""
+    """Sequences of each `group` documents; the rest of a group is dropped, as in the release."""
     for batch in regroup(batches, group):
         rows, _ = _cut(_with_eos(batch, eos), length, bos, eos)
         if len(rows.tokens):
@@ -101,7 +102,7 @@ def release(
 
 
 def unwrapped(batches: Iterable[Tokens], length: int, bos: int, eos: int, pad: int) -> Iterator[PackedSequences]:
-    """One document a sequence. An empty document is [BOS] [EOS]."""
+    """One document per sequence. An empty document is [BOS] [EOS]."""
     room = payload(length)
     for flat, lengths in batches:
         kept = np.minimum(lengths, room)
@@ -147,7 +148,7 @@ def _with_eos(batch: Tokens, eos: int) -> np.ndarray:
 
 
 def _cut(ids: np.ndarray, length: int, bos: int, eos: int) -> tuple[PackedSequences, np.ndarray]:
-    """As many full sequences as `ids` gives, and the ids that are left."""
+    """As many full sequences as `ids` fills, and the ids that are left."""
     room = payload(length)
     n = len(ids) // room
     rows = np.empty((n, length), dtype=ids.dtype)
@@ -160,7 +161,7 @@ def _cut(ids: np.ndarray, length: int, bos: int, eos: int) -> tuple[PackedSequen
 
 
 class Progress:
-    """One line on a terminal: documents, tokens, tokens per second. Silent where stderr is no terminal."""
+    """One line on a terminal: documents, tokens, tokens per second. Silent if stderr is not a terminal."""
 
     def __init__(self, title: str) -> None:
         columns = (
@@ -174,7 +175,7 @@ class Progress:
         self.task = self.bar.add_task(title, total=None, documents=0, rate=0.0)
 
     def update(self, documents: int, tokens: int) -> None:
-        """Totals so far."""
+        """Show the totals so far."""
         elapsed = self.bar.tasks[0].elapsed or 0.0
         rate = tokens / elapsed if elapsed else 0.0
         self.bar.update(self.task, completed=tokens, documents=documents, rate=rate)
@@ -188,7 +189,8 @@ class Progress:
 
 
 class Shards:
-    """Tokenised batches of documents, in order: read back where a killed run left them, else made and kept."""
+    """Tokenised batches of documents, in order: read from the shards of a killed run if they exist, else computed and
+    stored."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, progress: Progress) -> None:
         self.folder, self.tokenizer, self.progress = folder, tokenizer, progress
@@ -196,7 +198,7 @@ class Shards:
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def of(self, documents: Iterator[str]) -> Iterator[Tokens]:
-        """One batch is tokenised (by the library's threads) while the next is read."""
+        """Tokenise one batch (in the library's threads) while the next is read."""
         waiting: deque[Future[Tokens]] = deque()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise") as worker:
             try:
@@ -235,7 +237,7 @@ class Shards:
 
 
 def encoded(texts: list[str], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of documents; long ones in pieces (`text_pieces`), so that memory does not grow with them."""
+    """The tokens of documents; long ones are tokenised in pieces (`text_pieces`), so that memory stays bounded."""
     dtype = token_dtype(tokenizer.vocab_size)
     pieces = [list(text_pieces(text)) for text in texts]
     groups = grouped(piece for document in pieces for piece in document)
@@ -261,7 +263,7 @@ def load_shard(path: Path) -> Tokens | None:
 
 
 def grouped(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Groups of a size that depends on the documents alone, so that a resumed run finds the same shards."""
+    """Groups of documents. Their sizes depend on the documents alone, so that a resumed run finds the same shards."""
     held: list[str] = []
     characters = 0
     for document in documents:

@@ -1,9 +1,9 @@
 """Prompts and their answers: JSON lines with `prompt` and `completion`, or with `messages`, a conversation.
 
-One sequence for each answer: [BOS] what stands before it, the answer, [EOS], padding. Only the answer and its end are
-learned and scored; where they begin is kept beside the sequences (blocks.py). A conversation with several answers
-gives several sequences, since an answer must not be read before what follows it. `prompt` and `completion` are
-tokenised as they are; a conversation is written by the template of the vocabulary (below).
+One sequence for each answer: [BOS], everything before the answer, the answer, [EOS], padding. Only the answer and its
+end are learned and scored; where they begin is stored beside the sequences (blocks.py). A conversation with several
+answers gives several sequences, since an answer must not see the turns after it. `prompt` and `completion` are
+tokenised as they are; a conversation is written with the template of the vocabulary (below).
 """
 
 import itertools
@@ -21,11 +21,11 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.errors import choose, require
 
 # ---- conversations as tokens -----------------------------------------------------------------------------------------
-# Conversations as tokens: the one rule by which fine-tuning and the server write them.
+# How fine-tuning and the server write conversations as tokens.
 #
-# A vocabulary with the marks of a known template is written by it (Qwen, SmolLM2 and Dream have ChatML's marks, LLaDA
-# and Llama 3 Llama's); others as plain lines, "User: ..." and "Assistant: ...". Marks are special tokens and what
-# people write never becomes one.
+# A vocabulary with the marks of a known template uses that template (Qwen, SmolLM2 and Dream have ChatML's marks, LLaDA
+# and Llama 3 have Llama's); others use plain lines, "User: ..." and "Assistant: ...". Marks are special tokens, and
+# message text never becomes one.
 
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -47,20 +47,21 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """How a conversation is written: {role} and {Role} stand for the role, {content} for what was said."""
+    """How a conversation is written: {role} and {Role} stand for the role, {content} for the message text."""
 
     name: str
     turn: str
     opening: str
-    """What stands before an answer of the assistant."""
+    """The text before an answer of the assistant."""
     answer: str
     marks: tuple[str, ...] = ()
-    """Special tokens in it, which the vocabulary must have."""
+    """Special tokens of the template, which the vocabulary must have."""
     stop: str = ""
-    """What ends an answer: its last mark, or how the next turn begins."""
+    """What ends an answer: its last mark, or the beginning of the next turn."""
 
     def pieces(self, form: str, turn: Turn) -> list[Piece]:
-        """A turn, or what stands before one, as marks and texts. What was said is put in after the marks are found."""
+        """A turn, or the text before one, as marks and texts. The content is filled in after the marks are found, so
+        that it cannot contain one."""
         parts = re.split(f"({'|'.join(map(re.escape, self.marks))})", form) if self.marks else [form]
         given = {"role": turn.role, "Role": turn.role.capitalize(), "content": turn.content}
         found = [(part, part in self.marks) for part in parts if part]
@@ -95,7 +96,7 @@ def template_of(tokenizer: Tokenizer) -> Template:
 
 
 def encode_chat(pieces: Iterable[Piece], tokenizer: Tokenizer) -> list[int]:
-    """Ids of what a template wrote: a mark is one special token, and texts between two marks are tokenised together."""
+    """Ids of the pieces of a template: a mark is one special token; texts between two marks are tokenised together."""
     ids: list[int] = []
     for is_mark, together in itertools.groupby(pieces, key=lambda piece: piece.is_mark):
         texts = [piece.text for piece in together]
@@ -107,14 +108,14 @@ def encode_chat(pieces: Iterable[Piece], tokenizer: Tokenizer) -> list[int]:
 
 
 def prompt_ids(turns: Iterable[Turn], tokenizer: Tokenizer) -> list[int]:
-    """A conversation as the tokens that an answer of the assistant continues, without begin of text."""
+    """Tokens of a conversation up to the beginning of the assistant's answer, without begin-of-text token."""
     template = template_of(tokenizer)
     written = [piece for turn in turns for piece in template.pieces(template.turn, turn)]
     return encode_chat(written + template.pieces(template.opening, Turn("assistant", "")), tokenizer)
 
 
 def answer_ids(content: str, tokenizer: Tokenizer) -> list[int]:
-    """An answer as the tokens that follow its prompt, without end of text."""
+    """Tokens of an answer after its prompt, without end-of-text token."""
     template = template_of(tokenizer)
     return encode_chat(template.pieces(template.answer, Turn("assistant", content)), tokenizer)
 
@@ -128,20 +129,20 @@ AT_ONCE = 1024
 
 
 class Pair(NamedTuple):
-    """A prompt, as text or as the conversation before an answer, and the answer."""
+    """A prompt (a text, or the conversation before an answer) and its answer."""
 
     prompt: str | tuple[Turn, ...]
     answer: str
 
     @property
     def text(self) -> str:
-        """The pair as a document, for a tokenizer that is trained on it."""
+        """The pair as a document, for training a tokenizer."""
         said = [self.prompt] if isinstance(self.prompt, str) else [turn.content for turn in self.prompt]
         return "\n".join([*said, self.answer])
 
 
 def are_pairs(path: Path, text_key: str) -> bool:
-    """Whether a file holds pairs: JSON lines whose first object has a field of theirs, and none called `text_key`."""
+    """Whether a file holds pairs: JSON lines whose first object has a field of pairs, and no field `text_key`."""
     if not formats.plain_name(path).endswith((".jsonl", ".ndjson", ".json")):
         return False
     _, first = next(formats.records(path), (0, {}))
@@ -178,7 +179,7 @@ def turns_of(messages: Any, where: str) -> list[Turn]:
 
 
 def answers_of(turns: list[Turn], where: str) -> Iterator[Pair]:
-    """One pair for each message of the assistant that follows another message."""
+    """One pair for each assistant message that follows another message."""
     found = [i for i, turn in enumerate(turns) if turn.role == "assistant" and i > 0]
     require(found != [], f"{where}: messages hold no answer: none of role assistant follows another message")
     for i in found:
@@ -186,29 +187,29 @@ def answers_of(turns: list[Turn], where: str) -> Iterator[Pair]:
 
 
 def encode(pair: Pair, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt and of the answer. They are tokenised apart, as they are when the model is asked."""
+    """Tokens of the prompt and of the answer, tokenised separately, as when the model generates."""
     if isinstance(pair.prompt, str):
         return tokenizer.encode(pair.prompt), tokenizer.encode(pair.answer)
     return prompt_ids(pair.prompt, tokenizer), answer_ids(pair.answer, tokenizer)
 
 
 def sequence(prompt: list[int], answer: list[int], length: int, bos: int, eos: int) -> tuple[list[int], int]:
-    """(tokens, where the answer begins). Too long a prompt loses its beginning; too long an answer its end, and with it
-    the end of text."""
+    """(tokens, where the answer begins). A prompt that is too long loses its beginning; an answer that is too long
+    loses its end, including the end-of-text token."""
     answer = [*answer, eos][: length - 1]
     kept = prompt[max(0, len(prompt) - (length - 1 - len(answer))) :]
     return [bos, *kept, *answer], 1 + len(kept)
 
 
 def padded_length(pairs: Iterable[Pair], tokenizer: Tokenizer, length: int) -> int:
-    """Positions that the longest pair needs, up to a round number and at most `length`: padding costs as text does."""
+    """The length of the longest pair, rounded up to a multiple of ROUND, at most `length`: padding costs time, too."""
     found = (sequence(*encode(pair, tokenizer), length, tokenizer.bos_id, tokenizer.eos_id) for pair in pairs)
     longest = max((len(tokens) for tokens, _ in found), default=1)
     return min(length, -(-longest // ROUND) * ROUND)
 
 
 def pack(pairs: Iterable[Pair], tokenizer: Tokenizer, length: int, pad: int) -> Iterator[PackedSequences]:
-    """Sequences of pairs, padded on the right, with the place where each answer begins."""
+    """Sequences of pairs, padded on the right, with the position where each answer begins."""
     items, dtype = iter(pairs), token_dtype(tokenizer.vocab_size)
     while some := list(itertools.islice(items, AT_ONCE)):
         rows = np.full((len(some), length), pad, dtype=dtype)

@@ -1,10 +1,10 @@
 """From a corpus to prepared sequences (`adlm data`): tokenise on all cores, pack, and keep the result in the cache.
 
 The name of the prepared folder ends in a fingerprint of everything the sequences depend on (contents of the source,
-split, reader, detokenizer, tokenizer, packing, length), so a changed tokenizer cannot meet an old cache. Work goes to a
-`.partial` folder: every few million characters become one shard file, renamed into place when complete, so a killed run
-continues where it was; the finished folder is renamed last, under a lock that lets several processes ask at once.
-Documents stream through, two batches at a time; memory does not grow with the corpus.
+split, reader, detokenizer, tokenizer, packing, length), so a changed tokenizer never reads an old cache. Work goes to a
+`.partial` folder: every few million characters become one shard file, renamed into place when complete, so that a
+killed run resumes where it was. The finished folder is renamed last, under a lock, so that several processes can
+prepare the same data at once. Documents stream through two batches at a time; memory does not grow with the corpus.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ from adlm.schema import Config, DataConfig
 from adlm.tables import CORPORA
 
 FIRST_NAMES = {"documents": "unwrapped"}
-"""data.packing -> its name in the fingerprints of prepared data, where it differs: prepared data stay what they are."""
+"""data.packing -> its older name in fingerprints, where they differ: prepared data stays valid."""
 
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "train") -> Blocks:
-    """The sequences of one split, from the cache if they are there and valid, else built now."""
+    """The sequences of one split, from the cache if it holds them and they are valid, else built now."""
     if folder := prepared_folder(cfg, split):
         return _open_prepared(folder, tokenizer, length)
     source = resolve(cfg, split)
@@ -74,14 +74,14 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, length: int, split: str = "tr
             # Another process may have built it while this one waited.
             if found := _open_valid(folder):
                 return found
-            # Without a lock the work is private, hence lost if killed, but never mixed with another's.
+            # Without a lock the folder is private: a killed run loses it, but it never mixes with another's.
             partial = folder.with_name(folder.name + (".partial" if alone else f".partial-{uuid.uuid4().hex[:8]}"))
             _build(cfg, source, tokenizer, length, partial, recipe | {"fingerprint": fingerprint})
             return _publish(partial, folder)
 
 
 def tokenizer_for(cfg: DataConfig) -> Tokenizer:
-    """The tokenizer that cfg names, or the corpus' default; a bpe-N is trained on the training split once and kept."""
+    """The tokenizer that cfg names, or the corpus' default; a bpe-N is trained once on the training split and kept."""
     if folder := prepared_folder(cfg, "train"):
         own = folder / "tokenizer.json"
         return load_tokenizer(cfg.tokenizer or str(own), root=cfg.root)
@@ -125,7 +125,7 @@ def _named(tokenizer: Tokenizer, name: str) -> Tokenizer:
 
 
 def _origin(cfg: DataConfig, source: Source) -> dict[str, Any]:
-    """What the documents are: contents of files (not their names), or a hub revision, or a Python version."""
+    """What identifies the documents: contents of files (not their names), a hub revision, or a Python version."""
     if source.files:
         digests = sha256(source.files, cache_folder(cfg))
         contents: Any = [[path.stat().st_size, digest] for path, digest in zip(source.files, digests)]
@@ -167,7 +167,7 @@ def _build(
             if writer.full:
                 break
         if not writer.written:
-            writer.close()  # Windows removes no open file
+            writer.close()  # Windows cannot remove an open file
             shutil.rmtree(partial)
             raise ValueError(_too_short(source, shards, length))
         tokenizer.save(partial / "tokenizer.json")
@@ -191,7 +191,7 @@ def _build(
 
 
 def _shards(cfg: DataConfig, folder: Path, tokenizer: Tokenizer, progress: Progress) -> Shards:
-    """Who tokenises: the threads of this machine, or a cluster."""
+    """The shards made by threads of this machine, or by a cluster."""
     if cfg.engine == "threads":
         return Shards(folder, tokenizer, progress)
     from adlm.data.sources import RayShards
@@ -200,8 +200,8 @@ def _shards(cfg: DataConfig, folder: Path, tokenizer: Tokenizer, progress: Progr
 
 
 def _publish(partial: Path, folder: Path) -> Blocks:
-    """Give the finished folder its name."""
-    if found := _open_valid(folder):  # only where there is no lock: someone else was faster
+    """Rename the finished folder into place."""
+    if found := _open_valid(folder):  # only without locks: another process was faster
         shutil.rmtree(partial)
         return found
     if folder.exists():  # corrupt
@@ -218,7 +218,7 @@ def _pack(
     shards: Shards, cfg: DataConfig, source: Source, tokenizer: Tokenizer, length: int
 ) -> Iterator[PackedSequences]:
     bos, eos = _ends(cfg, tokenizer)
-    # Never the mask: padding is not noise. EOS stands in where a vocabulary has no padding token.
+    # Never the mask: padding is not noise. A vocabulary without padding token uses EOS.
     pad = eos if tokenizer.pad_id is None else tokenizer.pad_id
     if source.holds_pairs:
         return _pack_pairs(shards, source, tokenizer, length, pad)
@@ -241,7 +241,7 @@ def _pack_pairs(
 
 
 def _too_short(source: Source, shards: Shards, length: int) -> str:
-    """Why not one sequence came out, and what would help."""
+    """Why there is not even one sequence, and what to change."""
     what = source.describe()
     if not shards.documents:
         held = f"; nothing is held out by data.valid_fraction={source.valid_fraction}: give data.valid_path"
@@ -261,7 +261,7 @@ def _too_short(source: Source, shards: Shards, length: int) -> str:
 
 
 def _open_valid(folder: Path) -> Blocks | None:
-    """The prepared sequences if they are there and valid."""
+    """The prepared sequences if they exist and are valid."""
     if not folder.exists():
         return None
     try:
@@ -295,7 +295,7 @@ def _open_prepared(folder: Path, tokenizer: Tokenizer, length: int) -> Blocks:
 
 
 def run_data(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
-    """`adlm data [list | prepare [split ...]]`; what is printed is also returned."""
+    """`adlm data [list | prepare [split ...]]`; returns what it prints."""
     action = choose("adlm data", args[0] if args else "list", ("list", "prepare"))
     if action == "list":
         require(len(args) <= 1, f"adlm data list takes no further word, got {args[1:]}")
@@ -305,7 +305,7 @@ def run_data(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def list_corpora() -> dict[str, Any]:
-    """Print and return the table."""
+    """Print and return the table of corpora."""
     table = Table("name", "tokenizer", "length", "packing", "what", box=None, pad_edge=False)
     for column in table.columns[:-1]:
         column.no_wrap = True
@@ -313,7 +313,7 @@ def list_corpora() -> dict[str, Any]:
     for name, corpus in corpora.items():
         table.add_row(name, corpus.tokenizer, str(corpus.length), corpus.packing, corpus.about)
     console = Console()
-    # A pipe has no width of its own: never break a line that a program reads.
+    # A pipe has no width: do not wrap lines that a program reads.
     (console if console.is_terminal else Console(width=200)).print(table)
     return {
         "corpora": {
@@ -332,7 +332,7 @@ def list_corpora() -> dict[str, Any]:
 
 
 def prepare_splits(cfg: Config, splits: list[str]) -> dict[str, Any]:
-    """Prepare (or find) the sequences of each split, check every byte, and say where they are."""
+    """Prepare (or find) the sequences of each split, check every byte, and print where they are."""
     tokenizer = tokenizer_for(cfg.data)
     result: dict[str, Any] = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     for split in splits:

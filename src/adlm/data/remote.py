@@ -1,4 +1,4 @@
-"""What is not on this machine: corpora at a URL, and vocabularies, data sets and models of the Hugging Face hub."""
+"""Downloads: corpora at URLs, and vocabularies, data sets and models of the Hugging Face hub."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ INDEX = ".index.json"
 
 
 def local_copy(text: str, cache: Path, key: str) -> Path:
-    """The file or folder that a setting names: a path as it is, of a URL a copy in the cache. A file whose size has not
-    changed is not fetched again."""
+    """The file or folder that a setting names: a path as it is; for a URL, a copy in the cache. A file whose size has
+    not changed is not fetched again."""
     if not is_url(text):
         return path_of(text)
     import fsspec
@@ -50,7 +50,7 @@ def local_copy(text: str, cache: Path, key: str) -> Path:
 
 
 def url_of(path: Path, cache: Path) -> str:
-    """Where a fetched file came from; empty for any other."""
+    """The URL that a file was fetched from; empty for any other file."""
     fetched = cache / "fetched"
     if fetched not in path.parents:
         return ""
@@ -59,7 +59,7 @@ def url_of(path: Path, cache: Path) -> str:
 
 
 def fetch_file(url: str, target: Path) -> None:
-    """Write what is at a URL to a file, whole or not at all."""
+    """Download a URL to a file, completely or not at all."""
     import fsspec
 
     with fsspec.open(url, "rb") as source:
@@ -67,7 +67,7 @@ def fetch_file(url: str, target: Path) -> None:
 
 
 # ---- the Hugging Face hub --------------------------------------------------------------------------------------------
-# The Hugging Face hub: vocabularies, data sets and models by name, lazily, failing at once and in one line.
+# Vocabularies, data sets and models by name. The libraries are imported lazily; errors come at once and in one line.
 
 
 def fetch(repository: str, files: tuple[str, ...], what: str, advice: str) -> Path:
@@ -90,7 +90,7 @@ PICKLES = ("pytorch_model*.bin",)
 
 def fetch_model(repository: str, revision: str, what: str, advice: str) -> Path:
     """The folder of a model repository at a revision (empty: its main branch), downloaded unless huggingface_hub
-    already has it: settings, vocabulary and weights, and pickles only where there is nothing else. No code."""
+    already has it: settings, vocabulary and weights, with pickles only if there is nothing else, and no code."""
     notice_missing_network()
     try:
         from huggingface_hub import snapshot_download
@@ -107,7 +107,7 @@ def fetch_model(repository: str, revision: str, what: str, advice: str) -> Path:
 
 
 def upload(folder: Path, repository: str, private: bool, what: str, advice: str) -> None:
-    """Make the repository unless it is there, and put the files of the folder into it."""
+    """Upload the files of the folder to the repository, which is created if it does not exist."""
     notice_missing_network()
     try:
         from huggingface_hub import HfApi
@@ -122,7 +122,7 @@ def upload(folder: Path, repository: str, private: bool, what: str, advice: str)
 
 
 def documents(repository: str, config: str, revision: str, split: str, text_key: str, advice: str) -> Iterator[str]:
-    """The texts of one split of a hub data set, in its own order, read from datasets' memory-mapped cache."""
+    """The texts of one split of a hub data set, in its order, read from the memory-mapped cache of `datasets`."""
     what = f"data set {repository!r}"
     notice_missing_network()
     try:
@@ -141,7 +141,7 @@ def documents(repository: str, config: str, revision: str, split: str, text_key:
 
 
 def _brief(error: Exception) -> str:
-    """The kind of failure: the libraries' own texts run to paragraphs and advise on their settings, not ours."""
+    """The kind of failure in a few words: the libraries' messages take paragraphs and name their settings, not ours."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return "no network, and not downloaded before"
     lines = str(error).strip().splitlines()
@@ -149,9 +149,8 @@ def _brief(error: Exception) -> str:
 
 
 def notice_missing_network() -> None:
-    """Use the libraries' offline mode where no name resolves: what they have is used, the rest is refused at once.
-
-    Without it, they retry for half a minute.
+    """Switch the libraries to offline mode if no host name resolves: they then use their cache and fail at once on the
+    rest. Without it, they retry for half a minute.
     """
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if urllib.request.getproxies():  # a proxy resolves names for us
@@ -160,5 +159,5 @@ def notice_missing_network() -> None:
         socket.getaddrinfo(urlparse(endpoint).hostname, 443)
     except OSError:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        if constants := sys.modules.get("huggingface_hub.constants"):  # read the variable when it was imported
+        if constants := sys.modules.get("huggingface_hub.constants"):  # it read the variable at import
             constants.HF_HUB_OFFLINE = True  # pyright: ignore[reportAttributeAccessIssue]

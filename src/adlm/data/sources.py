@@ -1,6 +1,6 @@
-"""Which documents a split is: local files, the embedded corpus or the hub, and what is held out for validation.
+"""The documents of a split: local files, the embedded corpus or the hub, and what is held out for validation.
 
-Below, too: the same documents tokenised on a Ray cluster.
+The end of the module tokenises the same documents on a Ray cluster.
 """
 
 import functools
@@ -28,13 +28,13 @@ from adlm.errors import choose, require
 from adlm.schema import DataConfig
 from adlm.tables import DETOKENIZERS
 
-# The last document of one's own text is cut to hold out its end only if it has more characters.
+# The last document of a user's own text is cut, to hold out its end, only if it has more characters than this.
 LONG_DOCUMENT = 1024
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one split's documents come from. `part` is train or valid when it is cut out of unsplit documents."""
+    """Where one split's documents come from. `part` is train or valid if the split is a part of unsplit documents."""
 
     name: str
     corpus: Corpus
@@ -46,7 +46,7 @@ class Source:
 
     @functools.cached_property
     def holds_pairs(self) -> bool:
-        """Whether these are prompts with answers: files of one's own, recognised by the fields of the first one."""
+        """Whether these are prompts with answers: a user's own files, recognised by the fields of the first record."""
         return self.corpus.form == "auto" and bool(self.files) and are_pairs(self.files[0], self.text_key)
 
     def pairs(self) -> Iterator[Pair]:
@@ -59,11 +59,11 @@ class Source:
         return itertools.islice(every, learned) if self.part == "train" else itertools.islice(every, learned, None)
 
     def every_pair(self) -> Iterator[Pair]:
-        """Those of the files, whatever the split."""
+        """The pairs of all files, whatever the split."""
         return itertools.chain.from_iterable(map(read_pairs, self.files))
 
     def documents(self, length: int) -> Iterator[str]:
-        """The detokenized documents of the split, in order. `length` (of a stored sequence) only matters to text8."""
+        """The detokenized documents of the split, in order. Only text8 uses `length` (of a stored sequence)."""
         if self.corpus.form == "text8":
             return self._text8(length)
         if self.holds_pairs:
@@ -72,8 +72,8 @@ class Source:
         return map(DETOKENIZERS.load(self.corpus.detokenizer), documents)
 
     def _part(self) -> Iterator[str]:
-        """The training or the validation documents of unsplit ones: the last are held out, or the end of the last."""
-        # A first pass to count: reading is far cheaper than tokenising.
+        """The training or validation part of unsplit documents: the last ones, or the end of the last, are held out."""
+        # Count in a first pass: reading is far cheaper than tokenising.
         total = characters = last = 0
         for document in self._raw():
             total, last = total + 1, len(document)
@@ -91,8 +91,8 @@ class Source:
             yield from filter(None, [document[:at].rstrip() if self.part == "train" else document[at:].lstrip()])
 
     def bounds(self, total: int, characters: int, last: int) -> tuple[int, int] | None:
-        """First and last (excluded) of `total` documents that belong to this part; None: the last one, of `last`
-        characters, is to be cut."""
+        """First and last (excluded) of the `total` documents that belong to this part; None if the last document, of
+        `last` characters, must be cut."""
         held = self.held_out(total)
         is_too_much = total == 1 or (held == 1 and last > max(LONG_DOCUMENT, 2 * self.wanted(characters)))
         if self.corpus.any_size and self.valid_fraction and is_too_much:
@@ -100,11 +100,11 @@ class Source:
         return (0, total - held) if self.part == "train" else (total - held, total)
 
     def wanted(self, characters: int) -> int:
-        """Characters to hold out where a document is cut."""
+        """Characters to hold out if a document is cut."""
         return max(1, round(self.valid_fraction * characters))
 
     def held_out(self, total: int) -> int:
-        """Documents at the end of `total` that are the validation split; the first is always left for training."""
+        """How many of `total` documents, from the end, are the validation split; training always keeps the first."""
         if 0 < self.corpus.valid_documents < total / 2:
             return self.corpus.valid_documents
         return min(max(1, round(self.valid_fraction * total)), total - 1) if self.valid_fraction and total else 0
@@ -120,20 +120,20 @@ class Source:
         return remote.documents(corpus.hub, corpus.config, corpus.revision, split, corpus.text_key, advice)
 
     def _text8(self, length: int) -> Iterator[str]:
-        """Chunks of one stored sequence of this split's part of the characters; an incomplete last one is dropped."""
+        """This split's part of the characters, in chunks of one stored sequence; an incomplete last one is dropped."""
         text = "".join(map(formats.characters, self.files)) if self.files else "".join(self._raw())
         text = text.strip("\n")
-        # 90/5/5 million; the lineage validates on the last part.
+        # 90/5/5 million; MDLM and its relatives validate on the last part.
         start, stop = (len(text) * bound // 100 for bound in ((0, 90) if self.split == "train" else (95, 100)))
         for at in range(start, stop - length + 1, length):
             yield text[at : at + length]
 
     def stored_length(self, length: int) -> int:
-        """Tokens of a stored sequence: twice as many where training takes a random window of it."""
+        """Tokens of a stored sequence: twice `length` if training takes a random window of it."""
         return 2 * length if self.corpus.crop and self.split == "train" else length
 
     def describe(self) -> str:
-        """For messages: which split of what."""
+        """The split and its corpus, for messages."""
         what = f"the {self.split} split of data.name={self.name}"
         if not self.files:
             return what
@@ -141,13 +141,13 @@ class Source:
 
 
 def readable_corpus(name: str) -> tuple[str, Corpus]:
-    """`get_corpus` of a name that stands for a corpus of its own."""
+    """`get_corpus` of a name, refusing `checkpoint`, which names no corpus."""
     require(name != "checkpoint", "data.name=checkpoint is for evaluating a checkpoint; name a corpus here")
     return get_corpus(name)
 
 
 def resolve(cfg: DataConfig, split: str) -> Source:
-    """Which documents `split` is: data.path / data.valid_path, else data.root, else the embedded corpus or the hub."""
+    """The source of `split`: data.path / data.valid_path, else data.root, else the embedded corpus or the hub."""
     choose("split", split, SPLITS)
     if split != "train" and cfg.valid_name and cfg.valid_name != cfg.name:
         # Validation on another corpus: only valid_path and root can hold its files.
@@ -161,7 +161,7 @@ def resolve(cfg: DataConfig, split: str) -> Source:
     corpora.check(cfg)
     if split == "train" and cfg.valid_path and not cfg.path:
         raise ValueError("data.valid_path is given without data.path")
-    # Nothing is held out of the training documents when validation is elsewhere.
+    # If validation data comes from elsewhere, all documents are for training.
     all_of_it = split == "train" and not corpus.only and bool(cfg.valid_path or cfg.valid_name not in ("", cfg.name))
     if split != "train" and cfg.valid_path:
         place = local_copy(cfg.valid_path, cache_folder(cfg), "data.valid_path")
@@ -182,7 +182,7 @@ def resolve(cfg: DataConfig, split: str) -> Source:
 
 
 def _at(path: Path, source: Source, key: str, whole: bool) -> Source:
-    """The files of a split at `path`: those whose published names say so, else everything there is."""
+    """The files of a split at `path`: those with the split's published names, else all files."""
     named = source.corpus.files.get(source.split, ())
     if path.is_file():
         files = [path]
@@ -196,23 +196,23 @@ def _at(path: Path, source: Source, key: str, whole: bool) -> Source:
 
 
 def _held_out(source: Source) -> Source:
-    """The training or validation part of unsplit documents; text8 cuts by characters instead."""
+    """The training or validation part of unsplit documents; text8 is cut by characters instead."""
     if source.corpus.form == "text8":
         return source
     return replace(source, part="train" if source.split == "train" else "valid")
 
 
 # ---- documents on a cluster ------------------------------------------------------------------------------------------
-# Tokenising on a Ray cluster (data.engine=ray): files are read and tokenised where there is room, the result is that
-# of one machine.
+# Tokenising on a Ray cluster (data.engine=ray): the workers read and tokenise the files, and the result is the same as
+# on one machine.
 #
-# Ray Data reads the files of a corpus, in groups of documents, and tokenises the groups on all its workers; they come
-# back in the order of the documents, and are packed here. Where sequences begin depends on the documents alone, so the
-# prepared folder is the same, byte for byte. Every group that has arrived is a shard on disk: a run that is killed
-# continues there. A worker that dies is Ray's business, which runs its tasks again elsewhere.
+# Ray Data reads the files of a corpus in groups of documents and tokenises the groups on all its workers; they come
+# back in the order of the documents and are packed here. Where sequences begin depends on the documents alone, so the
+# prepared folder is the same, byte for byte. Every group that has arrived is a shard on disk, from which a killed run
+# resumes. If a worker dies, Ray runs its tasks again elsewhere.
 #
-# One command locally, where Ray is started for it; with RAY_ADDRESS set, the same on that cluster. Workers find a file
-# at its path, on a disk that all nodes share, or fetch it from the URL in data.path.
+# Without RAY_ADDRESS, Ray is started on this machine for one command; with it, the command uses that cluster. Workers
+# read a file at its path, on a disk that all nodes share, or fetch it from the URL in data.path.
 
 Row = dict[str, Any]
 
@@ -225,8 +225,8 @@ class RayShards(Shards):
         self.cfg = cfg
 
     def of_source(self, source: Source, length: int) -> Iterator[Tokens]:
-        """The tokenised documents of a split, in order. What is no list of files is read here, as without Ray: a
-        corpus inside the package or on the hub, and a text so small that its last document is cut."""
+        """The tokenised documents of a split, in order. A source that is not a list of files is read here, as without
+        Ray: a corpus inside the package or on the hub, and a text so small that its last document is cut."""
         if not source.files or source.corpus.form == "text8":
             return super().of_source(source, length)
         start_ray(threads())
@@ -238,7 +238,7 @@ class RayShards(Shards):
         return [{"file": i, "url": url_of(path, cache)} for i, path in enumerate(source.files)]
 
     def parts(self, source: Source) -> list[tuple[int, int | None]] | None:
-        """Of each file the documents that belong to this split; None: a document has to be cut."""
+        """The range of documents of each file that belongs to this split; None if a document must be cut."""
         if source.part == "whole":
             return [(0, None) for _ in source.files]
         import ray
@@ -272,14 +272,14 @@ class RayShards(Shards):
 
 
 def start_ray(workers: int) -> None:
-    """Join the cluster of RAY_ADDRESS, or start one on this machine for as long as this process lives."""
+    """Join the cluster of RAY_ADDRESS, or start one on this machine that ends with this process."""
     import ray
 
     if not ray.is_initialized():
         here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers or None, "include_dashboard": False}
         try:
             ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
-        except Exception as error:  # Ray has no class for it
+        except Exception as error:  # Ray has no class for this error
             where = os.environ.get("RAY_ADDRESS") or "this machine"
             raise ValueError(f"data.engine=ray: no Ray at {where}: {str(error).splitlines()[0][:200]}") from None
     context = ray.data.DataContext.get_current()
@@ -288,16 +288,16 @@ def start_ray(workers: int) -> None:
 
 
 def dataset(ray: Any, rows: list[Row]) -> Any:
-    """One task for each row."""
+    """A Ray data set with one task for each row."""
     return ray.data.from_items(rows, override_num_blocks=len(rows))
 
 
-# What workers do
+# Functions that run on the workers
 
 
 def documents_of(source: Source, row: Row) -> Iterator[str]:
-    """The documents of one file, as they were published; where this node does not have it, of a copy that lives as
-    long as it is read."""
+    """The documents of one file, as published. If this node does not have the file, a temporary copy is fetched and
+    removed after reading."""
     path = source.files[row["file"]]
     if path.is_file() or not row["url"]:
         yield from formats.read(path, source.corpus.form, source.text_key)
@@ -316,7 +316,7 @@ def count_documents(row: Row, source: Source) -> Row:
 
 
 def read_groups(row: Row, source: Source, kept: set[str]) -> Iterator[Row]:
-    """Groups of documents of a file; of those that are tokenised already only their number."""
+    """Groups of documents of a file; for groups that are already tokenised, only the number of documents."""
     detokenize = DETOKENIZERS.load(source.corpus.detokenizer)
     chosen = itertools.islice(documents_of(source, row), row["start"], row["stop"])
     for number, texts in enumerate(grouped(map(detokenize, chosen))):

@@ -1,4 +1,4 @@
-"""What a tokenizer.json from anywhere may ask for: parts that cannot make a small text large or a short search long."""
+"""Checks of an untrusted tokenizer.json: its parts must not make a small text large or a short search long."""
 
 import re
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ PARTS = {
     "decoder": ("Sequence", "ByteLevel", "WordPiece", "Metaspace", "BPEDecoder", "Fuse", "ByteFallback", "Replace",
                 "Strip"),
 }  # fmt: skip
-"""Parts of a tokenizer.json that are used. The others can be told to make a text any number of times longer, to panic,
-or belong to speech."""
+"""Parts of a tokenizer.json that are accepted. The others can make a text arbitrarily longer, can panic, or are for
+speech."""
 LONGEST_GROWTH = 8
-"""How many times longer all replacements of a normalizer or decoder together may make a text."""
+"""The factor by which all replacements of a normalizer or decoder together may lengthen a text."""
 
 
 def check_part(found: Any, part: str, source: str) -> None:
@@ -32,7 +32,7 @@ def check_part(found: Any, part: str, source: str) -> None:
         choose(wrong.strip(), texts[0], PARTS[part])
         require("precompiled_charsmap" not in step, f"{wrong}has a map of its own")
         require(len(texts[1]) <= 16, f"{wrong}puts a long text before every text")
-        # By its fields: the library does not always look at the type.
+        # Checked by its fields: the library does not always look at the type.
         if "pattern" in step:
             shortest = _shortest_match(step["pattern"], wrong)
             growth *= max(1.0, len(texts[2]) / shortest if shortest else 1.0 + len(texts[2]))
@@ -46,7 +46,7 @@ def check_part(found: Any, part: str, source: str) -> None:
 
 
 def _shortest_match(pattern: Any, wrong: str) -> int:
-    """Characters that a pattern finds at least: those of a text, none of a regular expression."""
+    """The fewest characters that a pattern can match: the length of a string, 0 for a regular expression."""
     found = pattern if isinstance(pattern, dict) else {"String": pattern}
     if "Regex" in found:
         check_regex(found["Regex"], wrong)
@@ -58,7 +58,7 @@ def _shortest_match(pattern: Any, wrong: str) -> int:
 
 
 def _steps(found: Any, wrong: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """A part of a tokenizer.json, and the parts that its sequences hold."""
+    """A part of a tokenizer.json and, recursively, the steps of its sequences."""
     if found is None:
         return
     require(isinstance(found, dict) and depth < 8, f"{wrong}is not a step or sequence of steps")
@@ -71,7 +71,7 @@ def _steps(found: Any, wrong: str, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def check_regex(pattern: Any, wrong: str) -> None:
-    """Refuse a regular expression that may search for very long: a repeated group, a reference to what was found, more
+    """Refuse a regular expression whose search may take very long: one with a repeated group, a backreference, or more
     than two open repetitions in a row. The patterns of GPT-2, GPT-4, Llama 3 and Qwen have none of these."""
     require(isinstance(pattern, str) and len(pattern) <= 4000, f"{wrong}has no usable regular expression")
     require(re.search(r"\\[1-9kgXR]|\(\?[R0-9&~(]|\(\?P[>=]", pattern) is None, f"{wrong}refers to what it found")

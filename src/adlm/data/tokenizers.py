@@ -1,7 +1,7 @@
-"""Tokenizers: one wrapper around `tokenizers.Tokenizer`, whatever the vocabulary came from.
+"""Tokenizers: one wrapper around `tokenizers.Tokenizer` for every source of vocabularies.
 
-Every vocabulary here (GPT-2, BERT, text8, bytes, a tokenizer.json, a BPE trained on the spot) becomes one backend
-object, so saving, loading and fingerprinting are the same for all. Two rules that the public release breaks:
+Every vocabulary (GPT-2, BERT, text8, bytes, a tokenizer.json, a BPE trained on the spot) becomes one backend object,
+so saving, loading and fingerprinting are the same for all. Unlike the public release, this module keeps two rules:
 text never encodes to a special token (a document that contains the characters "[MASK]" must not contain a mask), and
 the padding token is never the mask.
 """
@@ -27,11 +27,11 @@ from adlm.schema_commands import GPT2_VOCABULARY
 from adlm.tables import TOKENIZERS
 
 MASK = "[MASK]"
-# The characters a bpe-N tokenizer is trained on: enough for any N in use, and training stays within memory.
+# The most characters a bpe-N tokenizer is trained on: enough for any N in use, and training fits in memory.
 BPE_TRAINING_CHARACTERS = 100_000_000
-# A longer text is tokenised in pieces: the library takes some 140 bytes for a character.
+# A text with more characters is tokenised in pieces: the library takes some 140 bytes per character.
 LONGEST_TEXT = 1 << 20
-# First match wins: what a tokenizer.json of another library may call its special tokens.
+# Names that other libraries' tokenizer.json files use for the special tokens; the first match wins.
 ROLES = {
     "mask": (MASK, "<mask>", "<|mask|>", "<|mdm_mask|>"),
     "bos": ("[BOS]", "<s>", "<|startoftext|>", "<|begin_of_text|>", "[CLS]", "<|endoftext|>"),
@@ -42,14 +42,14 @@ THREADS = "RAYON_NUM_THREADS"
 
 
 def limit_threads(n: int) -> None:
-    """Tokenise with n threads in this process (0: all cores). The library reads the number when it tokenises the first
-    text; an earlier choice stands."""
+    """Tokenise with n threads in this process (0: all cores). The library reads the number when it tokenises its first
+    text; after that, changes have no effect."""
     if n:
         os.environ.setdefault(THREADS, str(n))
 
 
 def threads() -> int:
-    """How many threads tokenise; 0: as many as there are cores."""
+    """How many threads tokenise; 0: one for each core."""
     found = os.environ.get(THREADS, "")
     return int(found) if found.isdigit() else 0
 
@@ -83,20 +83,20 @@ class Tokenizer:
             " a row for each of these numbers",
         )
         self.silent_ids = frozenset(i for i in (self.eos_id, self.bos_id, self.pad_id) if i is not None)
-        """What adds nothing to a text; other special tokens show by name."""
+        """Tokens that do not show in a text; other special tokens show by name."""
         self.special_ids: frozenset[int] = self.silent_ids | {
             self.mask_id, *(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         }  # fmt: skip
-        # "Encode special tokens as ordinary text"; not stored in the JSON, hence set on every construction.
+        # The characters of a special token are encoded as ordinary text. The JSON does not store this setting.
         backend.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no BOS or EOS is added, and no special token can come out of it."""
+        """Ids of the text alone: no BOS or EOS is added, and no id is that of a special token."""
         with panics(self.name):
             return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode`, on all cores, or as many as `limit_threads` allows."""
+        """As `encode` for several texts, on all cores or as many as `limit_threads` allows."""
         with panics(self.name):
             return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
@@ -106,22 +106,22 @@ class Tokenizer:
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """Bytes of the text of the ids, special tokens left out. Byte-level vocabularies write one character for each
-        byte, so there a sequence that begins or ends inside a character counts as what it is; decoded, each of its odd
-        bytes would become the three of U+FFFD."""
+        """Bytes of the text of the ids, without special tokens. Byte-level vocabularies have one character per byte, so
+        the count is exact even for a sequence that begins or ends inside a character; after decoding, each incomplete
+        byte would count as the three bytes of U+FFFD."""
         if isinstance(self.backend.decoder, decoders.ByteLevel):
             return sum(self._sizes.get(int(i), 0) for i in ids)
         return len(self.decode(ids, skip_special=True).encode())
 
     @functools.cached_property
     def _sizes(self) -> dict[int, int]:
-        """Bytes of every token of a byte-level vocabulary but the special ones; added tokens stand for themselves."""
+        """Bytes of every token of a byte-level vocabulary except the special ones; added tokens are literal text."""
         sizes = {i: len(token) for token, i in self.backend.get_vocab(with_added_tokens=False).items()}
         sizes |= {i: len(token.content.encode()) for i, token in self.backend.get_added_tokens_decoder().items()}
         return {i: n for i, n in sizes.items() if i not in self.special_ids}
 
     def token(self, i: int) -> str:
-        """The piece of text that id `i` stands for when it stands alone."""
+        """The text of the single id `i`."""
         return self.decode([i])
 
     def release_ends(self) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over everything that decides which ids a text gets, and which ids are special."""
+        """sha256 of everything that decides which ids a text gets and which ids are special."""
         behaviour = json.loads(self.backend.to_str())
         behaviour.pop("version", None)
         behaviour["special"] = [self.mask_id, self.bos_id, self.eos_id, self.pad_id, self.vocab_size]
@@ -152,8 +152,8 @@ class Tokenizer:
 
 def text_pieces(text: str) -> Iterator[str]:
     """The text in pieces of at most LONGEST_TEXT characters, cut before a single space between two words, else before
-    such a line break, else anywhere. Byte-level BPE, WordPiece and bytes begin a word there in any case, so the tokens
-    are those of the whole text, but where a text has no such place."""
+    such a line break, else anywhere. Byte-level BPE, WordPiece and bytes always begin a word at the first two, so the
+    tokens are those of the whole text unless it has no such place."""
     start, size = 0, LONGEST_TEXT
     while len(text) - start > size:
         at = start + size
@@ -194,7 +194,7 @@ def load_tokenizer(name: str, documents: Iterable[str] | None = None, root: str 
 
 
 def vocabulary_size(name: str) -> int:
-    """Entries, mask included, of the tokenizer called `name`, without reading a file; of GPT-2's where it is empty."""
+    """Entries, mask included, of the tokenizer called `name`, without reading a file; an empty name is GPT-2's."""
     if match := re.fullmatch(r"bpe-(\d+)", name):
         return int(match[1])
     sizes = {"": GPT2_VOCABULARY, "gpt2": GPT2_VOCABULARY, "bert-base-uncased": 30522, "text8": 35, "bytes": 260}
@@ -235,7 +235,7 @@ def byte_characters() -> list[str]:
 def train_bpe(documents: Iterable[str], size: int, prefix_space: bool = False) -> Tokenizer:
     """Byte-level BPE with at most `size` entries, [BOS] [EOS] [PAD] [MASK] = 0..3 included; same text, same result.
 
-    With `prefix_space` the first word of a text is the token that it is anywhere else.
+    With `prefix_space` the first word of a text gets the same token as anywhere else.
     """
     require(size >= 260, f"data.tokenizer=bpe-{size} is too small; byte-level BPE needs at least 260 entries")
     backend = Backend(models.BPE())
@@ -263,12 +263,13 @@ def _first_characters(documents: Iterable[str], limit: int) -> Iterator[str]:
 # ---- vocabularies in files ------------------------------------------------------------------------------------------
 
 LARGEST_FILE = 64 * 2**20
-"""Bytes of a tokenizer.json or vocabulary; the largest in use have 34 million."""
+"""The most bytes of a tokenizer.json or vocabulary; the largest in use have 34 million."""
 
 
 @contextlib.contextmanager
 def panics(name: str) -> Iterator[None]:
-    """Turn what the `tokenizers` library raises, which is a bare Exception or a panic that is none, into one line."""
+    """Turn errors of the `tokenizers` library into one line. It raises bare Exceptions, and panics that are not even
+    Exceptions."""
     try:
         yield
     except ValueError:
@@ -280,7 +281,7 @@ def panics(name: str) -> Iterator[None]:
 
 
 def tokenizer_from(data: bytes, name: str, source: str, without: dict[str, Any] | None = None) -> Tokenizer:
-    """The tokenizer of a tokenizer.json from anywhere; `without`: leave out an added token with these fields."""
+    """The tokenizer of an untrusted tokenizer.json; `without`: leave out an added token with these fields."""
     not_one = f"{source} is not a tokenizer.json: it"
     found = check_object(parse_json(data, source), {"model": dict}, {"added_tokens": list}, not_one)
     added = found.get("added_tokens") or []
@@ -295,13 +296,13 @@ def tokenizer_from(data: bytes, name: str, source: str, without: dict[str, Any] 
     if without:
         found["added_tokens"] = [token for token in added if any(token.get(k) != v for k, v in without.items())]
     try:
-        with panics(name):  # written anew: of a key that is there twice, the library may read the other one
+        with panics(name):  # serialised again: of a duplicate key the library may read the other value
             return Tokenizer(Backend.from_str(json.dumps(found)), name)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not a tokenizer.json that can be used ({str(error)[:300]})") from None
 
 
-# Published names of the same two GPT-2 files, and BERT's one file.
+# Published names of the two GPT-2 files, and of BERT's one file.
 BPE_FILES = (
     ("encoder.json", "vocab.bpe"),
     ("gpt2-encoder.json", "gpt2-vocab.bpe"),
@@ -312,18 +313,18 @@ BERT_FILES = ("bert-base-uncased-vocab.txt", "vocab.txt")
 
 
 def gpt2(root: str | Path = "") -> Tokenizer:
-    """GPT-2's: a folder of that name, vocabulary files under `root`, else the hub."""
+    """GPT-2's tokenizer: from a folder of that name, from vocabulary files under `root`, else from the hub."""
     described = "vocab.json and merges.txt (or encoder.json and vocab.bpe)"
     return _published("gpt2", root, "openai-community/gpt2", ("vocab.json", "merges.txt"), described)
 
 
 def bert_base_uncased(root: str | Path = "") -> Tokenizer:
-    """BERT's lower-cased one: a folder of that name, vocabulary files under `root`, else the hub."""
+    """BERT's lower-cased tokenizer: from a folder of that name, vocabulary files under `root`, else from the hub."""
     return _published("bert-base-uncased", root, "google-bert/bert-base-uncased", ("vocab.txt",), "vocab.txt")
 
 
 def _published(name: str, root: str | Path, repository: str, files: tuple[str, ...], described: str) -> Tokenizer:
-    """From the published vocabulary files, not the hub's tokenizer.json: so that all sources have one fingerprint."""
+    """From the published vocabulary files, not the hub's tokenizer.json, so that all sources have one fingerprint."""
     if Path(name).exists():
         return _from_path(Path(name), name)
     if root and (folder := _find_vocabulary(path_of(root), name)):

@@ -1,15 +1,15 @@
-"""Measuring models, by command.
+"""Measurements of models, by command.
 
 ppl        perplexity.py: bounds and likelihoods of a corpus; intervals.py: their errors
-zeroshot   the same on eight public data sets, with what was published of them
-evaluate   evaluate.py: samples over a sweep of settings; judge.py: a causal model that scores them; measures.py: every
-           number about them; evaluate_report.py: the page with the frontiers
-anchors    anchors.py: what both networks predict where anchors are hidden, and the page that shows it
+zeroshot   the same on eight public data sets, beside published values
+evaluate   evaluate.py: samples over a sweep of settings; judge.py: a causal model that scores them; measures.py: all
+           metrics of the samples; evaluate_report.py: the page with the frontiers
+anchors    anchors.py: the predictions of both networks at hidden anchors, and the page that shows them
            (the demo's page shows the same)
 lm-eval    harness.py: our models in lm-evaluation-harness
 
-Below: what every result file carries so that its numbers can be repeated (model, data, versions), and where it goes.
-`adlm compare` is adlm/compare.py: it also trains.
+This file writes result files and what each contains to make its numbers repeatable: model, data and versions.
+`adlm compare` is in adlm/compare.py, since it also trains.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ PACKAGES = (
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of Python and the packages that numbers may depend on, and the device."""
+    """Versions of Python and of the packages that results may depend on, and the device."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -45,7 +45,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def data_facts(blocks: Blocks) -> dict[str, Any]:
-    """Which sequences these are: a fingerprint over source contents, reader, detokenizer, tokenizer and packing."""
+    """What identifies the sequences: a fingerprint of source contents, reader, detokenizer, tokenizer and packing."""
     m = blocks.manifest
     detokenizer, detokenizer_version = m["origin"]["detokenizer"]
     return {
@@ -66,7 +66,7 @@ def data_facts(blocks: Blocks) -> dict[str, Any]:
 
 
 def model_facts(loaded: Loaded, checkpoint: str, ema: bool) -> dict[str, Any]:
-    """Which model this is: `checkpoint` and `ema` as the user gave them."""
+    """What identifies the model; `checkpoint` and `ema` are as the user gave them."""
     info = loaded.info
     return {
         "checkpoint": checkpoint or BOX_NAME,
@@ -89,8 +89,8 @@ def result_path(out: str, checkpoint: str, name: str) -> Path:
 
 
 def beside(checkpoint: str) -> Path:
-    """Where results of a checkpoint go: its own folder or file; of a model in a package, which may be read-only and is
-    replaced by the next version, runs/box or runs/smollm2 here."""
+    """The path beside which results of a checkpoint are written: its own folder or file. For a model in a package,
+    which may be read-only and is replaced by the next version: runs/box or runs/smollm2 in the current folder."""
     place = locate(checkpoint)
     if place == BOX:
         return Path("runs") / BOX_NAME
@@ -98,7 +98,7 @@ def beside(checkpoint: str) -> Path:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as JSON; one that cannot be written is still returned: a read-only folder must not lose it."""
+    """Write a result as JSON. A failure does not raise: the caller still returns the result."""
     try:
         write_atomically(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:

@@ -1,12 +1,12 @@
-"""What the two networks of an anchored model predict where anchors are hidden, as more and more of a text is hidden.
+"""The predictions of both networks of an anchored model at hidden anchors, as a growing fraction of a text is hidden.
 
 To hide a fraction r of a sequence, its maskable positions are put into a random order and hidden window by window, so
-that every one of them is hidden at least once, with r of the others. At each hidden position both heads are read once
-per window.
+that each is hidden at least once, together with the fraction r of the others. At each hidden position both heads are
+read once per window.
 
-A network *finds* an anchor if the truth is its first guess; *recall* is the fraction of hidden anchors found. It
-*claims* one where its first guess would be an anchor of the sequence it imagines (all holes filled with first guesses,
-the same rule applied); *precision* is the fraction of claims that are right.
+A network *finds* an anchor if the true token is its first guess; *recall* is the fraction of hidden anchors found. It
+*claims* an anchor at a hidden position if its first guess there is an anchor by the same rule, applied to the sequence
+with all holes filled by first guesses; *precision* is the fraction of claims whose guess is the true token.
 """
 
 import math
@@ -43,7 +43,7 @@ NETWORKS = ("anchor", "denoiser")
 
 
 class Guesses(NamedTuple):
-    """The likeliest tokens at a position with their probabilities, and where the true one stands (1: first)."""
+    """The likeliest tokens at a position with their probabilities, and the rank of the true one (1: first)."""
 
     tokens: list[int]
     probabilities: list[float]
@@ -53,7 +53,7 @@ class Guesses(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What both networks predict at one hidden position."""
+    """The predictions of both networks at one hidden position."""
 
     position: int
     truth: int
@@ -89,16 +89,16 @@ def guesses(logits_NV: Tensor, truth_N: Tensor, top: int) -> list[Guesses]:
 
 
 def anchors_of(rule: ObjectiveConfig, tokens_L: Tensor) -> Tensor:
-    """Which positions of a sequence are anchors, boolean [L]."""
+    """Boolean [L]: which positions of a sequence are anchors."""
     return anchor_rule(rule)(tokens_L[None], rule)[0]
 
 
 @dataclass
 class Tally:
-    """One network at one fraction of masks."""
+    """Counts for one network at one fraction of masks."""
 
     ranks: list[int] = field(default_factory=list)
-    """Where the truth stands at each hidden anchor (1: first)."""
+    """Rank of the true token at each hidden anchor (1: first)."""
     nats: list[float] = field(default_factory=list)
     claims: int = 0
     right_claims: int = 0
@@ -124,19 +124,19 @@ class Tally:
 
 @dataclass
 class Level:
-    """Everything read at one fraction of masks."""
+    """All counts at one fraction of masks."""
 
     fraction: float
     tallies: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in NETWORKS})
     agree: list[bool] = field(default_factory=list)
-    """At hidden anchors: do both networks have the same first guess?"""
+    """For each hidden anchor, whether both networks have the same first guess."""
     first: dict[int, Reading] = field(default_factory=dict)
     """The first reading of each anchor, by position in the text."""
 
     def add(
         self, rule: ObjectiveConfig, tokens_L: Tensor, anchors_L: Tensor, readings: list[Reading], offset: int
     ) -> None:
-        """Count what both networks say of one window; `offset` is where the sequence begins in the text."""
+        """Add the predictions of both networks for one window; `offset` is where the sequence begins in the text."""
         for name, tally in self.tallies.items():
             filled_L = tokens_L.clone()
             for reading in readings:
@@ -161,7 +161,8 @@ class Level:
 
 
 def windows(maskable_L: Tensor, fraction: float, seed: int, turn: int) -> Iterator[Tensor]:
-    """Boolean [L] masks of round(fraction * n) of the n maskable positions (at least one), which together cover all."""
+    """Masks, boolean [L], each of round(fraction * n) of the n maskable positions, at least one; together they cover
+    all."""
     require(0 < fraction <= 1, f"a fraction of masks must lie in (0, 1], got {fraction}")
     positions = maskable_L.nonzero().squeeze(1)
     require(len(positions) > 0, "there is no position to hide: the text has only special tokens")
@@ -178,7 +179,7 @@ def read_levels(
     lm: LanguageModel, rule: ObjectiveConfig, sequences: Sequence[Tensor], draws: int, seed: int
 ) -> list[Level]:
     """Hide every maskable position of every sequence of a text, `draws` times at each fraction, and read both
-    networks. Every sequence begins with a token that is not of the text."""
+    networks. Every sequence begins with a token that is not part of the text."""
     levels = [Level(fraction) for fraction in FRACTIONS]
     passes = sum(math.ceil(1 / level.fraction) for level in levels) * len(sequences) * draws
     with progress("reading", passes) as advance:
@@ -196,24 +197,24 @@ def read_levels(
 
 
 # ---- adlm anchors ----------------------------------------------------------------------------------------------------
-# The text is an argument, a file (its path, or @path) or standard input. Written: a table on the terminal, a page with
-# the marked text and the curves, and the same as JSON. The demo's page shows anchors of held-out text.
+# The text is an argument, a file (its path, or @path) or standard input. The output is a table on the terminal, a page
+# with the marked text and the curves, and the same as JSON. The demo's page shows anchors of held-out text.
 
-# Anchors listed on the terminal; the page and the JSON file hold all.
+# Number of anchors listed on the terminal; the page and the JSON file list all.
 LISTED = 20
-# The demo's page: held-out texts shown, fraction of their anchors that is hidden, hidden anchors listed of each text.
+# On the demo's page: held-out texts, the fraction of their anchors that is hidden, and hidden anchors listed per text.
 EXAMPLES, HIDDEN, LISTED_OF_EACH = 3, 0.2, 6
 
 
 def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
-    """`adlm anchors CHECKPOINT TEXT`: the result is printed, written as a page and as JSON, and returned."""
+    """`adlm anchors CHECKPOINT TEXT`: print the result, write it as a page and as JSON, and return it."""
     lm = open_model(cfg)
     require(lm.model.anchor_head is not None, f"{cfg.eval.checkpoint} has no anchor network (model.anchored=false)")
     require(not lm.model.config.causal, f"{cfg.eval.checkpoint} is causal: it has no masks to hide anchors behind")
     tokens = lm.tokenizer.encode(read_text(args, "adlm anchors CHECKPOINT 'some words'"))
     require(bool(tokens), "the text has no tokens")
     rule = for_texts(lm.loaded.objective)
-    room = lm.length - 1  # beside the begin token
+    room = lm.length - 1  # without the begin token
     sequences = [torch.tensor([lm.tokenizer.bos_id, *tokens[a : a + room]]) for a in range(0, len(tokens), room)]
     levels = read_levels(lm, rule, sequences, cfg.eval.draws, EVALUATION_SEED)
     anchors = [
@@ -240,7 +241,7 @@ def run_anchors(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 def token_readings(
     lm: LanguageModel, tokens: list[int], anchors: list[bool], levels: list[Level]
 ) -> list[dict[str, Any]]:
-    """Every anchor of the text with what both networks say at each fraction of masks."""
+    """Every anchor of the text with the predictions of both networks at each fraction of masks."""
     found = []
     for position, (token, anchor) in enumerate(zip(tokens, anchors)):
         if not anchor:
@@ -260,7 +261,7 @@ def guess_facts(lm: LanguageModel, guess: Guesses) -> dict[str, Any]:
 
 
 def summary(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: one line per fraction of masks; a cell of two numbers is "anchor network / denoiser"."""
+    """The table: one line per fraction of masks; cells with two numbers are "anchor network / denoiser"."""
     forms = {"precision": "{:.0%}", "recall": "{:.0%}", "median_rank": "{:g}", "nats": "{:.2f}"}
     lines = []
     for level in result["levels"]:
@@ -301,7 +302,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plain(text: str) -> str:
-    """Escape text of a model: it is not markup."""
+    """Escape the text of a model so that it is not read as markup."""
     return text.replace("[", r"\[")
 
 
@@ -330,7 +331,7 @@ def report(lm: LanguageModel, tokens: list[int], anchors: list[bool], result: di
 
 
 def curves(result: dict[str, Any]) -> list[Html]:
-    """Recall and rank over the fraction of masks."""
+    """Charts of recall and rank over the fraction of masks."""
 
     def series(what: str) -> list[Series]:
         levels = [(100 * level["share"], {n: level[n][what] for n in NETWORKS}) for level in result["levels"]]
@@ -347,7 +348,7 @@ def curves(result: dict[str, Any]) -> list[Html]:
 
 
 def anchor_table(result: dict[str, Any]) -> Html:
-    """Every anchor of the text, and the guesses of both networks."""
+    """A table of every anchor of the text with the guesses of both networks."""
     rows = []
     for reading in result["readings"]:
         for entry in reading["said"]:
@@ -368,9 +369,9 @@ def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
     blocks, found, total = [], 0, 0
     for number, index in enumerate(readable_sequences(valid, loaded.tokenizer, EXAMPLES), start=1):
         tokens_L = torch.from_numpy(valid.rows(np.array([index]))[0])
-        # special tokens (the ends of a text, padding) count for the loss, but there is nothing to see in them
+        # special tokens (the ends of a text, padding) count in the loss, but there is nothing to show
         text_L = torch.tensor([t not in loaded.tokenizer.special_ids for t in tokens_L.tolist()])
-        text_L[: 0 if valid.starts is None else valid.starts[index]] = False  # a prompt is given, and never hidden
+        text_L[: 0 if valid.starts is None else valid.starts[index]] = False  # a prompt is never hidden
         anchors_L = anchors_of(cfg, tokens_L) & text_L
         hidden_L = hide(anchors_L, HIDDEN, seed=index)
         readings = read_hidden(loaded.model, make_schedule(loaded.noise), tokens_L, hidden_L)
@@ -392,7 +393,7 @@ def anchors_section(loaded: Loaded, valid: Blocks) -> Html:
 
 
 def hide(anchors_L: Tensor, fraction: float, seed: int) -> Tensor:
-    """A fraction of the anchors, chosen by seed and position, as a boolean [L]; at least one where there are any."""
+    """Boolean [L]: a fraction of the anchors, chosen by seed and position; at least one if there are any."""
     positions = anchors_L.nonzero().squeeze(1)
     u = uniforms(seed, Stream.MASK, positions)
     chosen = positions[u.argsort()[: max(1, round(fraction * len(positions)))]]
@@ -402,7 +403,7 @@ def hide(anchors_L: Tensor, fraction: float, seed: int) -> Tensor:
 
 
 def readable_sequences(valid: Blocks, tokenizer: Tokenizer, n: int, among: int = 200) -> list[int]:
-    """The sequences that read most like prose: those with the largest fraction of letters and single spaces."""
+    """The sequences most like prose: those with the largest fraction of letters and single spaces."""
 
     def prose(index: int) -> float:
         text = tokenizer.decode(valid[index].tolist(), skip_special=True)
@@ -414,7 +415,7 @@ def readable_sequences(valid: Blocks, tokenizer: Tokenizer, n: int, among: int =
 
 
 def spans(tokenizer: Tokenizer, tokens: list[int], anchors: list[bool], hidden: list[bool]) -> list[Span]:
-    """A sequence as marked text; the special tokens at its ends are left out."""
+    """A sequence as marked text, without the special tokens at its ends."""
     marked = []
     for token, anchor, masked in zip(tokens, anchors, hidden):
         if token not in tokenizer.special_ids:
@@ -424,7 +425,7 @@ def spans(tokenizer: Tokenizer, tokens: list[int], anchors: list[bool], hidden: 
 
 
 def reading_table(tokenizer: Tokenizer, readings: list[Reading]) -> Html:
-    """The first hidden anchors of a text, and the guesses of both networks."""
+    """A table of the first hidden anchors of a text with the guesses of both networks."""
 
     def word(token: int) -> Html:
         return tag("code", visible(tokenizer.token(token)))

@@ -1,8 +1,8 @@
-"""What `adlm compare` found, side by side: the table, and the curves over training compute.
+"""The results of `adlm compare`: the table, and the curves over training compute.
 
 Every run is measured on the same sequences with the same noise, so the difference of two bounds is paired: its interval
-is that of the differences of sequences, far narrower than the two intervals suggest. A bound is never set against an
-exact likelihood that way: a causal model is given the first token of a sequence, and a bound may lie above the truth.
+is that of the per-sequence differences, far narrower than the two intervals suggest. A bound is never paired with an
+exact likelihood: a causal model is given the first token of a sequence, and a bound may lie above the true value.
 """
 
 import math
@@ -35,27 +35,28 @@ class Entry:
     """One line of the table."""
 
     name: str
-    """The algorithm, with what was changed in it."""
+    """The algorithm, with the settings that were changed."""
     kind: str
-    """exact (a likelihood), or the estimator of the bound."""
+    """exact (a likelihood), or the name of the bound's estimator."""
     estimate: dict[str, Any]
     row_nats: list[float]
-    """Nats of every sequence: what paired differences are made of."""
+    """Nats of every sequence, for paired differences."""
     row_tokens: list[int]
     """Scored tokens of every sequence."""
     parameters: int
     flops_per_token: float
-    """Forward and backward in training."""
+    """Forward and backward pass in training."""
     tokens_per_s: float
-    """The best stretch between two log lines: other work on the machine can only slow a run."""
+    """The fastest interval between two log lines: other work on the machine can only slow a run."""
     training_tokens: int
     config: dict[str, Any]
     validations: list[tuple[int, float]] = field(default_factory=list)
-    """Step and bound of every validation on the way."""
+    """Step and bound of every validation during training."""
 
 
 def paired(entry: Entry, reference: Entry) -> Estimate | None:
-    """Nats per token of `entry` above `reference`, with the error of the paired difference; None if not alike."""
+    """Nats per token of `entry` above `reference`, with the error of the paired difference; None if they cannot be
+    paired."""
     if entry is reference or (entry.kind, entry.row_tokens) != (reference.kind, reference.row_tokens):
         return None
     difference_N1 = (np.array(entry.row_nats) - np.array(reference.row_nats))[:, None]
@@ -65,7 +66,7 @@ def paired(entry: Entry, reference: Entry) -> Estimate | None:
 
 @dataclass(frozen=True)
 class OverSeeds:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed."""
 
     name: str
     kind: str
@@ -81,8 +82,8 @@ class OverSeeds:
         return float(np.std(list(self.nats.values()), ddof=1))
 
     def minus(self, other: "OverSeeds") -> tuple[float, float] | None:
-        """Mean of the differences of runs with the same seed, and half of its 95% interval (Student); None where there
-        are fewer than two such pairs, or where one is a bound and the other is not."""
+        """Mean difference of runs with the same seed, and half of its 95% interval (Student); None for fewer than two
+        such pairs, or if only one of the two is a bound."""
         shared = self.nats.keys() & other.nats.keys()
         if self is other or self.kind != other.kind or len(shared) < 2:
             return None
@@ -91,7 +92,7 @@ class OverSeeds:
 
 
 def over_seeds(entries: list[Entry]) -> list[OverSeeds]:
-    """Group runs that differ in their seed alone, two or more; in the order of their first entries."""
+    """Groups of two or more runs that differ only in their seed, in the order of their first entries."""
     groups: dict[str, OverSeeds] = {}
     for entry in entries:
         name = without_seed(entry.name)
@@ -105,7 +106,7 @@ def without_seed(name: str) -> str:
 
 
 class Comparison:
-    """Entries in the order of the table: bounds, then exact likelihoods, each from the best down."""
+    """Entries in the order of the table: bounds, then exact likelihoods, the best of each first."""
 
     def __init__(self, entries: list[Entry], reference: str, cfg: Config):
         self.entries = sorted(entries, key=lambda e: (e.kind == "exact", e.estimate["nats_per_token"]))
@@ -113,7 +114,7 @@ class Comparison:
         by_name = {entry.name: entry for entry in entries}
         self.differences: dict[str, tuple[str, Estimate]] = {}
         for entry in self.entries:
-            # causal runs are set against ar, where it is there
+            # causal runs are compared with ar, if it is one of the entries
             to = by_name.get("ar" if entry.kind == "exact" else reference)
             if to and (found := paired(entry, to)) is not None:
                 self.differences[entry.name] = (to.name, found)
@@ -125,7 +126,7 @@ class Comparison:
             ends = e.estimate["nats_interval"]
             difference = ""
             to, d = self.differences.get(e.name, ("", None))
-            if d is not None and d.interval is not None:  # one sequence has none
+            if d is not None and d.interval is not None:  # one sequence has no interval
                 difference = f"{d.nats:+.3f} [{d.interval[0]:+.3f}, {d.interval[1]:+.3f}]"
                 difference += f" to {to}" if e.kind == "exact" else ""
             lines.append(
@@ -143,7 +144,7 @@ class Comparison:
         return lines
 
     def seeds(self) -> list[dict[str, Any]]:
-        """The scatter between seeds, where it is known: the more severe test of a difference."""
+        """The spread over seeds, for runs with several: a stricter test of a difference."""
         groups = over_seeds(self.entries)
         by_name = {group.name: group for group in groups}
         found = []
@@ -155,7 +156,7 @@ class Comparison:
         return found
 
     def seeds_markdown(self) -> list[str]:
-        """The table over seeds; empty where no run has another seed."""
+        """The table over seeds; empty if no run has a second seed."""
         lines = []
         for g in self.seeds():
             difference = ""
@@ -179,14 +180,14 @@ class Comparison:
         return table
 
     def markdown(self) -> str:
-        """The table as Markdown, with everything that must be known to read it."""
+        """The table as Markdown, with the budget and the hardware of the runs."""
         columns = self.columns()
         lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
         lines += [f"| {' | '.join(line)} |" for line in self.rows()]
         return "\n".join([*lines, "", *self.seeds_markdown(), self.budget(), ""])
 
     def budget(self) -> str:
-        """What each run was given, and where it was measured."""
+        """The training budget, the evaluation data and the hardware."""
         t, m = self.cfg.train, self.cfg.model
         tokens = t.steps * t.global_batch_size * m.length
         alike = all(e.training_tokens == tokens and "seed=" not in e.name for e in self.entries)
@@ -200,7 +201,7 @@ class Comparison:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for table.json."""
+        """All results, for table.json."""
         return {
             "entries": [asdict(entry) for entry in self.entries],
             "differences": {name: {"to": to, **d.as_dict()} for name, (to, d) in self.differences.items()},
@@ -228,7 +229,7 @@ def hardware() -> str:
 
 def curves(entries: Sequence[Entry]) -> reporting.Html | None:
     """Chart of validation bounds over training compute: a line for each algorithm, mean and range of its seeds. None
-    where nothing was validated on the way."""
+    if there was no validation during training."""
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(without_seed(entry.name), []).append(entry)

@@ -1,14 +1,14 @@
 """`adlm evaluate`: samples over a sweep of settings, their quality with intervals, and a report of frontiers.
 
-One point of generative perplexity says little, since temperature buys it at the price of entropy; a sweep shows the
-frontier: `adlm evaluate RUN sampling.steps=64,128 sampling.temperature=0.8,1`.
+One value of generative perplexity says little, since a lower temperature improves it and reduces entropy; a sweep shows
+the frontier: `adlm evaluate RUN sampling.steps=64,128 sampling.temperature=0.8,1`.
 
 Stage 1 draws samples to disk (here), stage 2 measures them (measures.py), stage 3 writes results.json, release.json and
-report.html (evaluate_report.py). Every stage keeps what it has done under a fingerprint of weights, settings and judge,
-so that a rerun does only what is missing; what fails in stage 2 is noted, and the rest is still reported.
+report.html (evaluate_report.py). Every stage stores its results under a fingerprint of weights, settings and judge, so
+that a rerun does only what is missing. Failures in stage 2 are noted, and the rest is still reported.
 
-Sample i of a setting is a function of (weights, settings, seed + i), so its file is its own progress, and ranks share
-the drawing, as for `adlm sample` (api/command.py).
+Sample i of a setting is a function of (weights, settings, seed + i), so the file of samples records the progress, and
+ranks divide the work, as in `adlm sample` (api/command.py).
 """
 
 import importlib.util
@@ -39,15 +39,15 @@ from adlm.schema_commands import JUDGE_RULES
 from adlm.tables import SAMPLERS
 from adlm.training.parallel import World, world
 
-# Texts of each setting in the report, and reveals in all.
+# In the report: texts of each setting, and step-by-step views ("reveals") in all.
 SHOWN, REVEALS = 3, 3
 Sample = dict[str, Any]
-"""A line of a file of samples: a Generation, its setting and the seconds it took."""
+"""A line of a file of samples: a Generation, the fingerprint of its setting and its seconds."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of a sweep and where its samples lie."""
+    """One point of a sweep and the file of its samples."""
 
     label: str
     config: SamplingConfig
@@ -62,7 +62,7 @@ class Setting:
 
 
 def run_evaluate(cfg: Config, sweep: Sequence[SamplingConfig] = ()) -> dict[str, Any]:
-    """`adlm evaluate CHECKPOINT`: the results are printed, written as JSON and as a report, and returned.
+    """`adlm evaluate CHECKPOINT`: print the results, write them as JSON and as a report, and return them.
 
     `sweep`: the settings to compare; by default only those of cfg.sampling.
     """
@@ -96,7 +96,7 @@ def run_evaluate(cfg: Config, sweep: Sequence[SamplingConfig] = ()) -> dict[str,
 
 
 def check_packages(e: EvalConfig) -> None:
-    """Refuse everything that can be known to fail before samples are drawn."""
+    """Refuse settings that are known to fail, before samples are drawn."""
     place = locate(name) if (name := judge_name(e)) else ""
     if place and not (is_ours(place) or place.endswith(".gguf")) and importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
@@ -112,7 +112,7 @@ def result_folder(cfg: Config) -> Path:
 
 
 def describe(cfg: Config, lm: LanguageModel, ranks: World) -> dict[str, Any]:
-    """What the numbers depend on, before there are any."""
+    """The results before any measurement: everything that the numbers depend on."""
     e, judge = cfg.eval, judge_name(cfg.eval)
     return {
         **model_facts(lm.loaded, e.checkpoint, e.ema),
@@ -152,14 +152,14 @@ def sample_facts(s: Setting, samples: list[Sample]) -> dict[str, Any]:
 
 
 def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Path) -> list[Setting]:
-    """Settings with their files, each once; the name of a file holds the fingerprint, so that other weights never meet
-    it."""
+    """Settings with their files, without duplicates. The file name contains the fingerprint, so that other weights
+    never read it."""
     found: list[Setting] = []
     others = [f.name for f in fields(SamplingConfig) if f.name not in ("sampler", "steps", "temperature", "top_p")]
     varied = [name for name in others if len({getattr(c, name) for c in sweep}) > 1]
     for c in sweep:
         request = request_of(lm, c)
-        sampler = request.settings.sampler  # a causal model has one
+        sampler = request.settings.sampler  # a causal model has its own
         c = replace(c, sampler=sampler, steps=c.steps if SAMPLERS.load(sampler).steps_matter else sweep[0].steps)
         name, identity = label(c, varied), fingerprint(lm, c)
         if identity not in [s.identity for s in found]:
@@ -168,25 +168,25 @@ def make_settings(lm: LanguageModel, sweep: Sequence[SamplingConfig], folder: Pa
 
 
 def label(c: SamplingConfig, varied: Sequence[str] = ()) -> str:
-    """What a setting is called in files and tables. `varied`: further settings that the sweep varies."""
+    """Name of a setting in files and tables. `varied`: further settings that the sweep varies."""
     steps = f"-T{c.steps}" if SAMPLERS.load(c.sampler).steps_matter else ""
     more = "".join(f"-{name}{exact(getattr(c, name))}" for name in varied)
     return f"{c.sampler}{steps}-temp{exact(c.temperature)}-p{exact(c.top_p)}{more}"
 
 
 def exact(number: float) -> str:
-    """A number as short as it can be without being another number: samples are kept by label."""
+    """The shortest text of a number that is still exact: samples are stored by label."""
     return short if float(short := f"{number:g}") == number else repr(number)
 
 
 def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[list[Sample], int]:
-    """The samples of a setting in the order of their seeds, and how many of them had to be drawn now."""
+    """The samples of a setting in the order of their seeds, and how many of them were drawn now."""
     have = collect(setting.path, setting.identity, ranks)
     missing = [seed for seed in setting.seeds if seed not in have]
     mine = missing[ranks.rank :: ranks.size]
     size = setting.config.batch_size
     if mine and ranks.device.type == "cuda" and SAMPLERS.load(setting.config.sampler).steps_matter:
-        # compile and capture first: what follows is timed
+        # compile and capture graphs first: the drawing is timed
         few = replace(setting.request, settings=replace(setting.request.settings, steps=2))
         for _ in draw(lm, few, list(range(min(size, len(mine)))), size):
             pass
@@ -195,7 +195,7 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
         before = time.perf_counter()
         for text in draw(lm, setting.request, mine, size):
             now = time.perf_counter()
-            # summed over samples: the time this setting took, shared batches counted once
+            # the sum over samples is the time of this setting: shared batches count once
             record(part, text, setting.identity, spent=round(now - before, 4))
             before = now
             advance()
@@ -207,7 +207,7 @@ def draw_samples(lm: LanguageModel, setting: Setting, ranks: World) -> tuple[lis
 
 
 def report(evaluation: Evaluation, settings: list[Setting], samples: dict[str, list[Sample]]) -> None:
-    """Write report.html, with one text of each sampler being written."""
+    """Write report.html, which also shows one text of each sampler step by step."""
     texts = {s.label: [x["text"] for x in samples[s.label][:SHOWN]] for s in settings}
     first_of = {s.config.sampler: s for s in reversed(settings)}
     reveals = {}
@@ -217,7 +217,7 @@ def report(evaluation: Evaluation, settings: list[Setting], samples: dict[str, l
 
 
 def release_document(lm: LanguageModel, entry: dict[str, Any], samples: list[Sample]) -> str:
-    """The JSON of the public release's sample_eval; null stands for what could not be measured."""
+    """The JSON of the public release's sample_eval; null for metrics that could not be measured."""
     metrics = entry["metrics"]
     document = {
         "gen_ppl": metrics.get("gen_ppl", [None])[0],

@@ -1,6 +1,6 @@
-"""Stage 3 of `adlm evaluate`: the table on the terminal and the page, functions of results.json, texts and reveals.
+"""Stage 3 of `adlm evaluate`: the table on the terminal and the page, from results.json, texts and reveals.
 
-Frontiers and not points: generative perplexity against entropy along temperature or top_p, one chart per number of
+The page shows frontiers: generative perplexity against entropy along temperature or top_p, one chart per number of
 steps; and every measure against evaluations and seconds, one line per sampler.
 """
 
@@ -38,14 +38,14 @@ MEASURES = {
     "distinct_3": ("distinct-3", False),
     "shared_4": ("shared 4-grams", False),
 }
-# What is drawn; the others stand in the table.
+# Measures with charts; the others are only in the table.
 DRAWN = ("gen_ppl", "mauve", "entropy")
 Point = dict[str, Any]
 """An entry of results["settings"]."""
 
 
 def build_report(results: dict[str, Any], texts: dict[str, list[str]], reveals: dict[str, list[Snapshot]]) -> str:
-    """The page. `texts`: label of a setting -> some of its texts; `reveals`: what is shown -> snapshots."""
+    """The page. `texts`: label of a setting -> some of its texts; `reveals`: title -> snapshots."""
     points = results["settings"]
     first, data = points[0], results.get("reference")
     facts = {
@@ -89,18 +89,18 @@ def ends(point: Point, measure: str) -> tuple[float, float]:
 
 
 def figure(point: Point, measure: str) -> str:
-    """A value as people read it."""
+    """A value formatted for people."""
     number = value(point, measure)
     return f"{number:,.1f}" if measure == "gen_ppl" else f"{number:.3f}"
 
 
 def swept(points: Sequence[Point], key: str) -> list[Any]:
-    """The values that a setting takes, in order of appearance."""
+    """The values of a setting, in order of appearance."""
     return list(dict.fromkeys(p[key] for p in points))
 
 
 def steps_of(points: Sequence[Point]) -> list[int]:
-    """The numbers of steps, without those that only label samplers without steps."""
+    """The numbers of steps, without the meaningless ones of samplers that have no steps."""
     return swept([p for p in points if p["steps_matter"]] or points, "steps")
 
 
@@ -116,7 +116,7 @@ def lines(points: Sequence[Point], keys: Sequence[str], name: Callable[[Point], 
 
 
 def knob_of(points: Sequence[Point]) -> str:
-    """What runs along a frontier: temperature, unless only top_p was swept."""
+    """The setting that varies along a frontier: temperature, unless only top_p was swept."""
     return "top_p" if len(swept(points, "temperature")) == 1 and len(swept(points, "top_p")) > 1 else "temperature"
 
 
@@ -160,7 +160,7 @@ def frontiers(points: Sequence[Point], data: dict[str, Any] | None) -> list[Html
 
 
 def knobs(points: Sequence[Point]) -> list[Html]:
-    """Each measure over temperature and over top_p, where these were swept."""
+    """Each measure over temperature and over top_p, if they were swept."""
     found = []
     for knob, other in (("temperature", "top_p"), ("top_p", "temperature")):
         if len(swept(points, knob)) < 2:
@@ -222,7 +222,7 @@ def charts_against(
 
 
 def summary(points: Sequence[Point], data: dict[str, Any] | None) -> Html:
-    """Every number with its interval."""
+    """A table of every number with its interval."""
     measures = [m for m in MEASURES if any(m in p["metrics"] for p in points)]
     rows = []
     for p in [*([data] if data else []), *points]:
@@ -253,7 +253,7 @@ def shown(texts: dict[str, list[str]]) -> list[Html]:
 
 
 def fine_print(results: dict[str, Any]) -> Html:
-    """What must be known to repeat or to compare the numbers."""
+    """The facts that are needed to repeat or compare the numbers."""
     rows: list[tuple[Any, Any]] = []
     if judge := results.get("judge"):
         rows.append(("judge", f"{judge['name']} ({judge.get('kind', 'not opened')}); rule {judge['rule']}"))

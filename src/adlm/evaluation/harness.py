@@ -1,17 +1,17 @@
-"""lm-evaluation-harness on our models:
+"""lm-evaluation-harness for our models:
 
     python -m adlm.evaluation.harness run --model adlm --model_args path=FOLDER,draws=32 --tasks ...
 
-The harness has no plug-ins, so a model must be registered before its command line starts: importing this module does
-it, and running it hands over to the harness. Needs the extra `harness`.
+The harness has no plug-ins, so a model must be registered before its command line starts: importing this module
+registers it, and running the module then starts the harness. Needs the extra `harness`.
 
-loglikelihood          causal models: exact. Diffusion: minus the bound on -log p(continuation | context) by `draws`
+loglikelihood          causal models: exact. Diffusion: minus the bound on -log p(continuation | context) from `draws`
                        numbers of masks, the context always visible (api/scoring.py); one token has no noise.
                        likelihood=left-to-right: the chain rule instead, each token given those before it with the
-                       rest masked; exact numbers, and those that the server gives to `local-completions`.
-is_greedy              diffusion: all of the continuation masked, the surest position is filled with its best token,
-                       and so on; true if every one of them is the continuation's.
-loglikelihood_rolling  the same for a whole text after a begin token; longer ones in parts of the model's length.
+                       rest masked. It has no noise, and the server returns the same numbers to `local-completions`.
+is_greedy              diffusion: the whole continuation is masked, then the position with the highest confidence is
+                       filled with its best token, again and again; true if every token is that of the continuation.
+loglikelihood_rolling  the same for a whole text after a begin token; long texts in parts of the model's length.
 generate_until         the context as prompt, then the sampler of `sampler`, `steps`, ...; greedy unless do_sample.
 """
 
@@ -26,7 +26,7 @@ from adlm.engine.blocks import own_block
 from adlm.errors import choose, missing_extra, require
 
 try:
-    from lm_eval import models  # noqa: F401  # with ours alone in its registry, the harness would not look for its own
+    from lm_eval import models  # noqa: F401  # with only ours registered, the harness would not load its own
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ModuleNotFoundError as error:
@@ -45,7 +45,7 @@ from adlm.schema import SamplingConfig
 
 @register_model("adlm")
 class Harness(LM):
-    """A model of ours as lm-evaluation-harness calls it."""
+    """The interface of lm-evaluation-harness for one of our models."""
 
     def __init__(
         self, path: str = "", draws: int = 32, ema: bool = True, max_gen_toks: int = 128, device: str | None = None,
@@ -53,8 +53,8 @@ class Harness(LM):
     ):  # fmt: skip
         """`path`: a run folder, an exported folder, a hub name or a release .ckpt.
 
-        `sampling`: fields of SamplingConfig (sampler, steps, top_p, seed, ...); the harness itself adds batch_size, the
-        texts drawn together, and max_batch_size, which says nothing here.
+        `sampling`: fields of SamplingConfig (sampler, steps, top_p, seed, ...). The harness adds batch_size, the number
+        of texts drawn together, and max_batch_size, which is ignored.
         """
         super().__init__()
         require(bool(path), "--model_args path=FOLDER is missing")
@@ -69,7 +69,7 @@ class Harness(LM):
             self.settings: SamplingConfig = self.lm.request(**sampling).settings
 
     def get_model_info(self) -> dict[str, Any]:
-        """What is written beside the results."""
+        """Facts that the harness writes beside the results."""
         sampling = {f"adlm_{name}": getattr(self.settings, name) for name in ("sampler", "steps", "top_p", "seed")}
         return {"adlm_algo": self.lm.info.get("algo"), "adlm_draws": self.draws, **sampling}
 
@@ -80,7 +80,7 @@ class Harness(LM):
     # Likelihoods
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation after its context, and whether it is the greedy one."""
+        """Log-likelihood of each continuation after its context, and whether it is the greedy continuation."""
         found = []
         for context, continuation in arguments(requests, "loglikelihood", disable_tqdm):
             given, scored = self.split(context, continuation)
@@ -114,7 +114,7 @@ class Harness(LM):
         return sum(k.log_p for k in known), all(k.best[0][0] == token for k, token in zip(known, scored))
 
     def split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, divided where the context ends; spaces at its end belong to the continuation, since
+        """Tokens of the context and of the continuation. Spaces at the end of the context go to the continuation, since
         vocabularies put them in front of words."""
         encode = self.lm.tokenizer.encode
         bare = context.rstrip()
@@ -126,7 +126,7 @@ class Harness(LM):
 
     @torch.no_grad()
     def is_greedy(self, given: Sequence[int], scored: Sequence[int]) -> bool:
-        """Whether the model, always taking its best token, writes the continuation."""
+        """Whether greedy decoding gives the continuation."""
         tok, length = self.lm.tokenizer, self.lm.length
         if len(scored) >= length:
             return False
@@ -139,8 +139,8 @@ class Harness(LM):
         return all(self.reveal_surest(canvas, start, scored) for _ in scored)
 
     def reveal_surest(self, canvas: list[int], start: Sequence[int], scored: Sequence[int]) -> bool:
-        """Fill the surest hole of `canvas`, or of the block that the model writes next, with its best token, and say
-        whether that is the continuation's."""
+        """Fill the hole with the highest confidence, in `canvas` or in the block that the model writes next, with its
+        best token; return whether that is the token of the continuation."""
         model, tokens_BL = self.lm.model, torch.tensor([canvas], device=self.lm.device)
         block, first = own_block(model) or len(canvas), canvas.index(model.mask_id)
         states_LD = states_in_writing(model, tokens_BL, self.lm.noise_level(tokens_BL))[0, len(start) :]
@@ -157,7 +157,7 @@ class Harness(LM):
     # Texts
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """A text after each context, up to the first of its stops."""
+        """A text after each context, up to its first stop string."""
         wanted = [(context, dict(settings)) for context, settings in arguments(requests, "generate_until", True)]
         seed = self.settings.seed
         made = [self.request(context, settings, seed + i) for i, (context, settings) in enumerate(wanted)]
@@ -173,7 +173,7 @@ class Harness(LM):
         return [texts[i] for i in range(len(wanted))]
 
     def request(self, context: str, settings: dict[str, Any], seed: int) -> Request:
-        """A prompt with room behind it; as much of the end of the context as leaves that room."""
+        """A request with the end of the context as prompt, as much of it as leaves room for the new tokens."""
         tok = self.lm.tokenizer
         room = min(int(settings.get("max_gen_toks", self.max_gen_toks)), self.lm.length - 1)
         require(room >= 1, f"max_gen_toks={room} must be at least 1")
@@ -187,7 +187,7 @@ class Harness(LM):
 
 
 def usable(device: str | None) -> str:
-    """The device to load to. The harness asks for cuda:0 where nobody named one: without a GPU that is the CPU."""
+    """The device to load to. The harness passes cuda:0 by default; without a GPU the CPU is used."""
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         print(f"adlm: note: no CUDA device is available for {device}; running on the CPU", file=sys.stderr)
         return "cpu"
@@ -209,7 +209,7 @@ def before_stop(text: str, stops: str | Sequence[str]) -> str:
 
 
 def main() -> None:
-    """The harness's own command line; what a user got wrong is one line, as in `adlm`."""
+    """The harness's own command line; a user's mistake becomes one line, as in `adlm`."""
     from lm_eval.__main__ import cli_evaluate
 
     try:
@@ -219,5 +219,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["adlm.evaluation.harness"] = sys.modules["__main__"]  # one registration, whoever imports it by name
+    sys.modules["adlm.evaluation.harness"] = sys.modules["__main__"]  # an import by name must not register twice
     main()

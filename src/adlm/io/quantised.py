@@ -1,11 +1,11 @@
 """Matrices in four bits, for small files: 32 values of a row share a scale, and each value is one of 16 levels.
 
-    x = scale * LEVELS[code]          4.5 bits a value: 4 for the code, 16 / 32 for the scale (float16)
+    x = scale * LEVELS[code]          4.5 bits per value: 4 for the code, 16 / 32 for the scale (float16)
 
 The levels are NF4's (Dettmers et al. 2023): quantiles of a normal distribution, which weights resemble. A group's scale
-is the one of several candidates, each refitted by least squares, that leaves the smallest error. Vectors and matrices
-whose rows are no multiple of 32 stay in bfloat16. A file of such weights has `NAME.codes` (two in a byte, low half
-first) and `NAME.scale` in the place of `NAME`; `expand` undoes it, so nothing but loading knows of it.
+is the one of several candidates, each refitted by least squares, with the smallest error. Vectors, and matrices whose
+rows are not a multiple of 32, stay in bfloat16. A file of such weights has `NAME.codes` (two in a byte, low half first)
+and `NAME.scale` in place of `NAME`; `expand` restores the weights when the file is loaded.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,27 +22,27 @@ LEVELS = (
 )  # fmt: skip
 CODES, SCALE = ".codes", ".scale"
 CANDIDATES = torch.linspace(0.7, 1.15, 10).tolist()
-"""Scales tried, over the largest magnitude of the group."""
+"""Scales to try, relative to the largest magnitude of the group."""
 ROWS = 4096
-"""Groups quantised at once: what bounds the memory."""
+"""Groups quantised at once, which bounds the memory."""
 
 
 def nearest(x_GN: Tensor, scale_G: Tensor) -> Tensor:
-    """The level nearest to each value."""
+    """Index of the level nearest to each value."""
     levels = torch.tensor(LEVELS, dtype=x_GN.dtype, device=x_GN.device)
     middles = (levels[1:] + levels[:-1]) / 2
     return torch.bucketize(x_GN / scale_G[:, None], middles)
 
 
 def fit(x_GN: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scale of groups, by the candidate with the smallest squared error."""
+    """Codes and scales of groups, from the candidate with the smallest squared error."""
     levels = torch.tensor(LEVELS, dtype=x_GN.dtype, device=x_GN.device)
     largest_G = x_GN.abs().amax(1).clamp(min=1e-8)
     best, scale_G, codes_GN = torch.full_like(largest_G, torch.inf), largest_G, nearest(x_GN, largest_G)
     for candidate in CANDIDATES:
         q_GN = levels[nearest(x_GN, candidate * largest_G)]
         refit_G = (x_GN * q_GN).sum(1) / (q_GN * q_GN).sum(1).clamp(min=1e-12)
-        refit_G = torch.where(refit_G > 0, refit_G, largest_G).half().to(x_GN.dtype)  # as the file will hold it
+        refit_G = torch.where(refit_G > 0, refit_G, largest_G).half().to(x_GN.dtype)  # rounded as in the file
         tried_GN = nearest(x_GN, refit_G.clamp(min=1e-8))
         error_G = (x_GN - refit_G[:, None] * levels[tried_GN]).square().sum(1)
         better = error_G < best
@@ -63,13 +63,13 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
     """The matrix of codes and scales."""
     levels, byte = torch.tensor(LEVELS, device=codes.device), torch.arange(256, device=codes.device)
-    pairs = torch.stack((levels[byte & 15], levels[byte >> 4]), dim=-1)  # of each byte: half as many to look up
+    pairs = torch.stack((levels[byte & 15], levels[byte >> 4]), dim=-1)  # two levels per byte: half as many lookups
     values = pairs[codes.int()].view(len(codes), -1, GROUP)
     return values.mul_(scale.float().unsqueeze(-1)).flatten(1)
 
 
 def shrink(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights for a small file."""
+    """Weights in four bits: matrices as codes and scales, the rest in bfloat16."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         if value.ndim == 2 and value.shape[1] % GROUP == 0 and value.is_floating_point():
@@ -87,12 +87,12 @@ PRECISIONS: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
 
 
 def in_precision(weights: Mapping[str, Tensor], precision: str) -> dict[str, Tensor]:
-    """Weights as a file of this precision holds them."""
+    """Weights in the form that a file of this precision holds."""
     return PRECISIONS[choose("precision", precision, PRECISIONS)](weights)
 
 
 def expand(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a file, small or not, each under its own name."""
+    """Weights of a file of any precision, with codes and scales expanded."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         if name.endswith(CODES):
@@ -104,8 +104,8 @@ def expand(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def expanded_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights that a small file with these shapes holds; entries that do not fit together keep their own
-    names, so that whoever compares them with a model's says what is wrong."""
+    """Shapes of the weights that `expand` would give. Entries that do not fit together keep their names, so that a
+    comparison with the model's shapes reports them."""
     found = dict(shapes)
     for name, shape in shapes.items():
         own = name.removesuffix(CODES)

@@ -1,6 +1,6 @@
-"""A trained network that answers: how it is asked and graded, and how sure an accuracy is.
+"""Answers of a trained network: generation, grading, and accuracies with intervals.
 
-Below, too: a diffusion model, which answers by infilling.
+The second half of the module is for a diffusion model, which answers by infilling.
 """
 
 import hashlib
@@ -46,22 +46,22 @@ from adlm.training.parallel import World
 from adlm.training.setup import Data, objective_for
 
 TOGETHER = 128
-"""Questions answered together where eval.batch_size does not say how many."""
+"""Questions answered together if eval.batch_size is not set."""
 
 
 class Slot(NamedTuple):
-    """What a network says at one [ANT] position."""
+    """The prediction of a network at one [ANT] position."""
 
     token: int
-    """The most probable one."""
+    """The most probable token."""
     label: int
-    """The anchor; IGNORE where the example has none left."""
+    """The anchor; IGNORE if the example has no more anchors."""
     nats: float
     """-log of the anchor's probability; 0 without one."""
 
 
 class Reply(NamedTuple):
-    """What a network answered to one question."""
+    """The answer of a network to one question."""
 
     text: str
     correct: bool
@@ -69,20 +69,20 @@ class Reply(NamedTuple):
     """Sequential steps: tokens written (without end of text) and continuous thoughts."""
     ended: bool
     slots: tuple[Slot, ...] = ()
-    """Of a method whose slots are trained to be anchors."""
+    """Only for a method whose slots are trained to be anchors."""
 
 
 class Accuracy(NamedTuple):
-    """How a network did on a set of questions."""
+    """The results of a network on a set of questions."""
 
     n: int
     correct: int
     tokens: float
     """Sequential steps per answer."""
     unfinished: int
-    """Texts that had not ended when there was no room left."""
+    """Texts that had not ended at the maximum length."""
     slots: tuple[float, ...] = ()
-    """Fraction of the anchors that each slot finds, in order, where some question has one."""
+    """Fraction of the anchors that each slot finds, in order, for slots with an anchor in some question."""
     anchor_nats: float = 0.0
     """Loss per anchor."""
 
@@ -114,14 +114,14 @@ class Accuracy(NamedTuple):
 
 
 def wilson(correct: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's 95 % interval of a fraction: sensible at 0 and n right answers, where the usual one has no width."""
+    """Wilson's 95 % interval of a fraction: valid for 0 and n right answers, too, where the usual one has width 0."""
     p, zz = correct / n, z * z / n
     centre, half = p + zz / 2, z * math.sqrt(p * (1 - p) / n + zz / (4 * n))
     return max(0.0, (centre - half) / (1 + zz)), min(1.0, (centre + half) / (1 + zz))
 
 
 def score(replies: Sequence[Reply]) -> Accuracy:
-    """The accuracy of answers, of the slots before them, and what they cost."""
+    """The accuracy of answers and of the slots before them, and their cost."""
     n = len(replies)
     by_slot = [[s for s in slots if s.label != IGNORE] for slots in zip(*(reply.slots for reply in replies))]
     labelled = [slot for slots in by_slot for slot in slots]
@@ -139,7 +139,7 @@ def score(replies: Sequence[Reply]) -> Accuracy:
 def read_slots(
     network: ReasoningNetwork, prompts: PaddedSequences, labels: list[list[int]], mask_id: int
 ) -> list[tuple[Slot, ...]]:
-    """What the slots of every prompt say, beside the labels they are given, IGNORE or an anchor."""
+    """The predictions at the slots of every prompt, with the given labels: anchors or IGNORE."""
     label_BS = torch.tensor(labels, device=prompts.tokens_BL.device)
     each_B = torch.arange(len(labels), device=label_BS.device)
     at_BS = prompts.first_slot_B[:, None] + torch.arange(label_BS.shape[1], device=label_BS.device)
@@ -158,7 +158,7 @@ def read_slots(
 def generate(
     network: ReasoningNetwork, prompts: PaddedSequences, max_new_tokens: int, eos_id: int, mask_id: int
 ) -> list[list[int]]:
-    """The most probable continuation of every prompt, token by token, with the end of text if it is reached."""
+    """The greedy continuation of every prompt, including the end-of-text token if it is reached."""
     B, device = len(prompts.tokens_BL), prompts.tokens_BL.device
     room = network.longest - int(prompts.length_B.max())
     steps = min(max_new_tokens, room)
@@ -184,7 +184,7 @@ def generate(
 
 @dataclass
 class Answerer:
-    """A network, and how a stage of its method asks it."""
+    """A network with the settings by which a stage of its method answers questions."""
 
     network: Any
     tokenizer: Tokenizer
@@ -197,7 +197,7 @@ class Answerer:
     """How anchors label the slots (reason.anchor_tokens)."""
 
     def check_room(self, encoded: list[Encoded], what: str = "questions") -> None:
-        """Refuse questions that the network has no room for, instead of counting them as wrong."""
+        """Refuse questions that are too long for the network, instead of counting them as wrong."""
         lengths = [laid_out_length(example, self.plan) for example in encoded]
         longest = max(lengths, default=0)
         require(
@@ -207,14 +207,14 @@ class Answerer:
         )
 
     def answer(self, examples: list[Example], ranks: World) -> tuple[Accuracy, list[Reply]]:
-        """Answer every question; the accuracy and the replies, in the order of the examples."""
+        """Answer every question; return the accuracy and the replies, in the order of the examples."""
         encoded = encode(examples, self.tokenizer)
         self.check_room(encoded)
         was_training = self.network.training
         self.network.eval()
         markers, eos_id, mask_id = markers_of(self.tokenizer), self.tokenizer.eos_id, self.tokenizer.mask_id
         layouts = [lay_out(example, self.plan, markers, self.anchor_tokens) for example in encoded]
-        order = sorted(range(len(layouts)), key=lambda i: layouts[i].prompt)  # like lengths together: less padding
+        order = sorted(range(len(layouts)), key=lambda i: layouts[i].prompt)  # similar lengths together: less padding
         written: list[list[int]] = [[] for _ in layouts]
         slots: list[tuple[Slot, ...]] = [() for _ in layouts]
         together = self.batch_size or TOGETHER
@@ -235,7 +235,7 @@ class Answerer:
         return score(replies), replies
 
     def reply(self, written: list[int], example: Example, slots: tuple[Slot, ...]) -> Reply:
-        """Grade the tokens written to a question."""
+        """Grade the tokens written for a question."""
         ended = written[-1:] == [self.tokenizer.eos_id]
         text = self.tokenizer.decode(written, skip_special=True)
         answer = written_answer(text)
@@ -244,7 +244,7 @@ class Answerer:
         return Reply(text, correct, len(written) - ended + thoughts, ended, slots)
 
     def anchor_words(self, reply: Reply) -> list[str]:
-        """What the slots said, in words."""
+        """The slots' predictions as text."""
         return [self.tokenizer.decode([slot.token]).strip() for slot in reply.slots]
 
 
@@ -253,10 +253,10 @@ class Answerer:
 #
 #     path [slots] | answer | question | padding
 #
-# One sequence per example, for a bidirectional model. The path has a position for each of its nodes, the most that any
-# question has, so that their number tells nothing; those left over hold the end-of-text token. Path and answer come
-# first, at the same positions in every sequence: these are noised and predicted, the question behind them is given. The
-# anchors of ADLM are the path's positions (objective.anchor_rule=given). Training is `adlm train`'s.
+# One sequence per example, for a bidirectional model. The path has one position per node, as many as the longest path
+# of any question, so that its length reveals nothing; unused positions hold the end-of-text token. Path and answer come
+# first, at the same positions in every sequence: they are noised and predicted, and the question after them is given.
+# The anchors of ADLM are the path's positions (objective.anchor_rule=given). Training is that of `adlm train`.
 
 MULTIPLE = 8
 """Sequences are padded to a multiple of this many positions."""
@@ -264,12 +264,12 @@ MULTIPLE = 8
 
 @dataclass(frozen=True)
 class InfillLayout:
-    """Where things stand in a sequence."""
+    """The layout of a sequence: how many positions each part has."""
 
     path: int
     """Positions of the path."""
     answer: int
-    """Positions of the answer, behind them."""
+    """Positions of the answer, after the path."""
     length: int
 
     @property
@@ -279,7 +279,7 @@ class InfillLayout:
 
     @classmethod
     def of(cls, examples: list[Example], tokenizer: Tokenizer) -> "InfillLayout":
-        """The layout in which every one of the examples has room."""
+        """The smallest layout that fits all examples."""
         path = max(len(example.anchors) for example in examples)
         answers = {len(ids) for ids in tokenizer.encode_batch([example.answer for example in examples])}
         require(len(answers) == 1, f"answers have {sorted(answers)} tokens: infilling needs equally many")
@@ -308,7 +308,7 @@ class InfillLayout:
 
 
 class TaskRows(Blocks):
-    """Sequences in memory, as the loop reads prepared ones. Their `lengths` are the positions that are predicted."""
+    """Sequences in memory, with the interface of prepared ones. Their `lengths` are the predicted positions."""
 
     def __init__(self, examples: list[Example], layout: InfillLayout, tokenizer: Tokenizer):
         self.folder, self.tokens = Path("task"), layout.rows(examples, tokenizer)
@@ -322,11 +322,11 @@ class TaskRows(Blocks):
 
 
 class Given(Nelbo):
-    """A bound of the positions to be predicted, given all others: these are never masked. Which they are is the
-    attention mask of the sequences."""
+    """A bound on the predicted positions, given all others, which are never masked. The attention mask of the
+    sequences says which positions are predicted."""
 
     path = 0
-    """Positions of the path, the first of a sequence."""
+    """Positions of the path, at the beginning of a sequence."""
 
     def noised(self, sequences: Sequences, seed: int, counter: int, density: float = 1.0) -> Noised:
         noised = super().noised(sequences, seed, counter, density)
@@ -338,7 +338,7 @@ class Given(Nelbo):
 
     @cached_property
     def find_anchors(self) -> AnchorRule:
-        """objective.anchor_rule=given: the path."""
+        """The anchor rule; for objective.anchor_rule=given, the positions of the path."""
         return self.on_path if self.cfg.anchor_rule == "given" else super().find_anchors
 
     def on_path(self, tokens_BL: Tensor, cfg: Any) -> Tensor:
@@ -346,12 +346,12 @@ class Given(Nelbo):
 
 
 class GivenAnchored(Given, Anelbo):
-    """The same for the ANELBO, whose anchor term acts on the path."""
+    """`Given` for the ANELBO, whose anchor term acts on the path."""
 
 
 @dataclass
 class Infilling:
-    """A task as sequences to be filled in: what a diffusion model trains on, and how it is asked."""
+    """A task as sequences to fill in: training and evaluation of a diffusion model."""
 
     task: ReasoningTask
     tokenizer: Tokenizer
@@ -370,7 +370,7 @@ class Infilling:
         return cls(task_of(cfg.reason), tokenizer, layout, splits.train, splits.valid, splits.tests)
 
     def data(self, cfg: Config, ranks: World) -> Data:
-        """Sequences for the loop."""
+        """The training and validation sequences for the loop."""
         require(
             cfg.model.length == self.layout.length,
             f"model.length={cfg.model.length} must be that of the sequences, {self.layout.length}",
@@ -392,12 +392,12 @@ class Infilling:
         return objective
 
     def learn(self, cfg: Config) -> TrainResult:
-        """Train a diffusion model through the loop of `adlm train`, which answers the validation questions in place of
+        """Train a diffusion model with the loop of `adlm train`, which answers the validation questions instead of
         drawing samples."""
         return train(cfg, self.sample, Course(self.data, self.objective))
 
     def sample(self, weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, step: int) -> str:
-        """How well weights in training answer the validation questions, asked by cfg.sampling."""
+        """The accuracy of the current weights on the validation questions, sampled by cfg.sampling."""
         model = build_model(cfg.model, tokenizer.vocab_size, tokenizer.mask_id)
         model.load_state_dict(weights)
         model.to(next(iter(weights.values())).device).eval()
@@ -406,7 +406,7 @@ class Infilling:
     def answer(
         self, model: Network, cfg: Config, examples: list[Example], settings: SamplingConfig | None = None
     ) -> tuple[Accuracy, list[Reply]]:
-        """Fill in path and answer of every question; an answer counts, and so does each node of the path, in order."""
+        """Fill in path and answer of every question; the accuracy covers the answer and each node of the path."""
         settings = with_sampler(settings or cfg.sampling, cfg.objective)
         rows, device = self.layout.rows(examples, self.tokenizer), model.embedding.device
         slots = min(len(examples), 256)

@@ -1,6 +1,6 @@
 """`adlm reason train | eval RUN [RUN ..] | ask RUN QUESTION | table RUN [RUN ..] | data [FILE ..]`.
 
-Below, too: runs beside each other and beside the paper.
+The first part of the module compares runs with each other and with the paper.
 """
 
 import functools
@@ -24,9 +24,9 @@ from adlm.schema import Config
 from adlm.tables import METHODS, TASKS
 
 # ---- runs beside each other ------------------------------------------------------------------------------------------
-# Runs beside each other: accuracies with the paper's, and whether two runs differ on the questions both answered.
+# Tables of runs: accuracies beside the paper's, and whether two runs differ on the questions that both answered.
 
-# Accuracy in percent and, where given, tokens per answer: table 5 of the paper, GPT-2.
+# Accuracy in percent and, if published, tokens per answer: table 5 of the paper, GPT-2.
 PAPER: dict[str, dict[str, str]] = {
     "no-cot": {"gsm8k": "16.5", "prontoqa": "93.8", "prosqa": "76.7 (8.2)"},
     "pause": {"gsm8k": "16.4", "prontoqa": "77.7", "prosqa": "75.9 (8.2)"},
@@ -40,15 +40,15 @@ PAPER: dict[str, dict[str, str]] = {
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value of McNemar's test: if two runs were equally good, each question that one alone answers
-    rightly would be a fair coin."""
+    """Two-sided exact p-value of McNemar's test. Null hypothesis: the runs are equally good, so each question that only
+    one of them answers correctly is a fair coin."""
     n, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n
     return min(1.0, 2 * tail)
 
 
 def paired(runs: list[str]) -> list[dict[str, Any]]:
-    """McNemar's test of every two runs on every test set of which both answered the same questions."""
+    """McNemar's test of every pair of runs on every test set of which both answered the same questions."""
     answers = {run: read_answers(run) for run in runs}
     rows = []
     for first, second in combinations(runs, 2):
@@ -64,7 +64,7 @@ def paired(runs: list[str]) -> list[dict[str, Any]]:
 
 
 def show_table(runs: list[str]) -> dict[str, Any]:
-    """Accuracy with its interval and tokens per answer of every run and test set, with the paper's number beside it."""
+    """Accuracy with its interval, and tokens per answer, of every run and test set, beside the paper's numbers."""
     rows = []
     for run in runs:
         results = read_results(run)
@@ -114,18 +114,18 @@ def show_table(runs: list[str]) -> dict[str, Any]:
 
 
 def is_other(test: str) -> bool:
-    """A test set whose questions are not like the published ones."""
+    """Whether the questions of a test set differ in kind from the published ones."""
     return test in TASKS or test.endswith(UNGUESSED)
 
 
 def slots_of(facts: dict[str, Any]) -> str:
-    """Accuracy of the anchor slots, in order."""
+    """The accuracies of the anchor slots, in order, as text."""
     slots = [facts[key] for key in sorted(facts) if key.startswith("slot_")]
     return "/".join(f"{100 * slot:.0f}" for slot in slots)
 
 
 def print_table(table: Table) -> None:
-    """A pipe has no width of its own: never break a line that a program reads."""
+    """Print a table. A pipe has no width: do not wrap lines that a program reads."""
     console = Console()
     (console if console.is_terminal else Console(width=200)).print(table)
 
@@ -136,7 +136,7 @@ ACTIONS = ("train", "eval", "ask", "table", "data")
 
 
 def run_reason(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
-    """The command; what is printed is also returned."""
+    """Run the command; return what it prints."""
     require(bool(args), f"adlm reason needs one of {', '.join(ACTIONS)}")
     action, words = choose("adlm reason", args[0], ACTIONS), list(args[1:])
     if action == "train":
@@ -156,8 +156,8 @@ def run_reason(cfg: Config, args: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def evaluate_runs(cfg: Config, runs: list[str]) -> dict[str, Any]:
-    """Answer test questions with the exported network of each run, as its method asks them. What is asked comes from
-    the command line (reason.test_path, reason.n_test), how from the run."""
+    """Answer test questions with the exported network of each run. The command line determines the questions
+    (reason.test_path, reason.n_test), and the run determines how they are asked."""
     from adlm.reasoning.runs import ask_tests, load_run, read_results, write_results
     from adlm.training.parallel import world
 
@@ -178,7 +178,7 @@ def evaluate_runs(cfg: Config, runs: list[str]) -> dict[str, Any]:
 
 
 def ask(cfg: Config, path: str, question: str) -> dict[str, Any]:
-    """Answer one question, and show what the anchor slots say on the way."""
+    """Answer one question, and show the predictions of the anchor slots."""
     from adlm.reasoning.runs import load_run
     from adlm.training.parallel import world
 
@@ -197,7 +197,8 @@ def ask(cfg: Config, path: str, question: str) -> dict[str, Any]:
 
 
 def show_data(cfg: Config, files: list[str]) -> dict[str, Any]:
-    """Statistics of the training examples and of published files, side by side; in tokens too, with data.tokenizer."""
+    """Print statistics of the training examples and of published files side by side; with data.tokenizer, in tokens,
+    too."""
 
     task = task_of(cfg.reason)
     published = {stem(file): read_file(task, file, "adlm reason data") for file in files}
@@ -206,7 +207,7 @@ def show_data(cfg: Config, files: list[str]) -> dict[str, Any]:
         sets["train"] = load_splits(cfg.reason, cfg.seed, cfg.data).train
     sets |= published
     require(bool(sets), f"reason.task={cfg.reason.task} has no generator: name a file, or give data.path")
-    texts = map(whole_text, next(iter(sets.values())))  # what a bpe-N is trained on
+    texts = map(whole_text, next(iter(sets.values())))  # training text of a bpe-N
     tokenizer = load_tokenizer(cfg.data.tokenizer, texts, cfg.data.root) if cfg.data.tokenizer else None
     header, rows = side_by_side(sets, task.is_logic, tokenizer)
     table = Table(*header)

@@ -1,10 +1,10 @@
-"""Questions like those of ProsQA and ProntoQA, as many as wanted, and stories in their language.
+"""Generators of questions like those of ProsQA and ProntoQA, and of stories in their language.
 
 Example i of a seed is a pure function of (seed, i).
 
-The published training files are too large to be everywhere; their validation and test files are small and tell how they
-were made. Both generators were fitted to those files (`adlm reason data` prints the statistics side by side). What a
-question leaves open is settled by construction: the right answer follows from the statements, the other one does not.
+The published training files are too large to ship; the validation and test files are small and show how the questions
+were made. Both generators were fitted to those files (`adlm reason data` prints the statistics side by side). By
+construction, the right answer follows from the statements of a question, and the other one does not.
 """
 
 import functools
@@ -33,7 +33,7 @@ PRONTOQA_CONCEPTS = (
     "brimpus", "dumpus", "gorpus", "grimpus", "impus", "jompus", "lempus", "lorpus", "numpus", "rompus", "shumpus",
     "sterpus", "tumpus", "vumpus", "wumpus", "yumpus", "zumpus",
 )  # fmt: skip
-# Properties of one family exclude each other in the original data: a question uses at most one of each.
+# Properties of one family exclude each other in the original data: a question uses at most one of each family.
 PROPERTY_FAMILIES = (
     ("blue", "red", "brown", "orange"), ("small", "large"), ("metallic", "wooden", "luminous", "liquid"),
     ("transparent", "opaque"), ("nervous", "happy", "feisty", "shy"), ("bright", "dull"),
@@ -43,33 +43,33 @@ PROPERTY_FAMILIES = (
 )  # fmt: skip
 
 PROSQA_NODES = 28
-"""Nodes drawn per graph; those that stay without edges are dropped, which leaves 23 on average."""
+"""Nodes drawn per graph; nodes without edges are dropped, which leaves 23 on average."""
 PUBLISHED_HOPS = range(3, 7)
 MOST_HOPS = 8
-"""The longest derivation that can be asked for."""
+"""The longest derivation that a task can require."""
 ATTEMPTS = 50_000
-"""Graphs drawn for one question. One in 430 has a derivation of 8 hops."""
+"""The most graphs drawn for one question. One in 430 has a derivation of 8 hops."""
 FIRST, SECOND, SHARED = 1, 2, 3
-"""Which of the two individuals lead to a node: the first, the second, both (a bit each); 0: none."""
+"""From which of the two individuals a node can be reached: the first, the second, both (a bit each); 0: neither."""
 SHARED_WEIGHT = 0.2
-"""How often a node that both individuals lead to becomes a parent, over one of a single individual."""
+"""Relative weight, as a parent, of a node that can be reached from both individuals, compared to one of them."""
 
 
 class Shape(NamedTuple):
-    """What a task asks of its generator; zeros: as in the published files."""
+    """The shape of a task's questions, for its generator; zeros: as in the published files."""
 
     hops: int = 0
-    """Statements of the derivation."""
+    """Statements in the derivation."""
     nodes: int = 0
     """ProsQA: nodes drawn per graph."""
     words: int = 0
-    """ProsQA: different kinds, and different names, that questions draw from."""
+    """ProsQA: number of kinds, and of names, that questions draw from."""
     names: int = 0
-    """ProsQA: different names, if not as many as `words` allows."""
+    """ProsQA: number of names, if it differs from `words`."""
     balanced: bool = False
     """ProsQA: the wrong answer is as deep as the right one."""
     terse: bool = False
-    """ProsQA: only the words that carry something."""
+    """ProsQA: only the words that carry information."""
 
 
 PUBLISHED = Shape()
@@ -77,15 +77,15 @@ PUBLISHED = Shape()
 
 class Graph(NamedTuple):
     parents: list[list[int]]
-    """Parents of each node, all with smaller numbers. Nodes 0 and 1 are the two individuals a question is about."""
+    """Parents of each node, all with smaller indices. Nodes 0 and 1 are the two individuals of a question."""
     side: list[int]
     """FIRST, SECOND, SHARED or 0, by node."""
     depth: list[int]
-    """Fewest statements from a root."""
+    """Smallest number of statements from a root."""
 
 
 def poisson(rng: random.Random, mean: float) -> int:
-    """Knuth's product of uniforms."""
+    """A Poisson variate, by Knuth's product of uniforms."""
     limit, k, product = math.exp(-mean), 0, rng.random()
     while product > limit:
         k, product = k + 1, product * rng.random()
@@ -93,7 +93,7 @@ def poisson(rng: random.Random, mean: float) -> int:
 
 
 def weighted_sample(rng: random.Random, weights: dict[int, float], k: int) -> list[int]:
-    """k different keys, one after another, each with probability in proportion to its weight."""
+    """k different keys, drawn one after another with probabilities proportional to their weights."""
     left, drawn = dict(weights), []
     for _ in range(min(k, len(left))):
         drawn.append(rng.choices(list(left), list(left.values()))[0])
@@ -102,9 +102,9 @@ def weighted_sample(rng: random.Random, weights: dict[int, float], k: int) -> li
 
 
 def random_graph(rng: random.Random, nodes: int) -> Graph:
-    """A DAG grown node by node. A new node takes about 1.5 parents: among the descendants of the first root alone
-    (35 %), of the second alone (45 %), or among all nodes. Deep nodes are preferred, so that long derivations exist;
-    nodes that both roots lead to are chosen five times less often, and nodes that none leads to as often as a root."""
+    """A DAG grown node by node. A new node has about 1.5 parents, drawn from the descendants of only the first root
+    (35 %), of only the second (45 %), or from all nodes. Deep nodes are preferred, so that long derivations exist;
+    descendants of both roots are chosen five times less often, and nodes below neither root as often as a root."""
     parents: list[list[int]] = [[], []]
     side, depth = [FIRST, SECOND], [0, 0]
     for _ in range(2, nodes):
@@ -128,8 +128,8 @@ def random_graph(rng: random.Random, nodes: int) -> Graph:
 
 
 def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
-    """Who is what: a graph of kinds over two individuals; the right answer hangs under one of them alone, the wrong one
-    under the other. `hops` 0: the deepest leaf, of 3 to 6 statements, as published."""
+    """A question about a graph of kinds below two individuals. The right answer is below only one of them, the wrong
+    answer below only the other. `hops` 0: the answer is the deepest leaf, 3 to 6 statements deep, as published."""
     hops, nodes, most = shape.hops, shape.nodes or PROSQA_NODES, len(PROSQA_CONCEPTS)
     words = shape.words or most
     require(4 <= nodes <= most, f"a ProsQA task has nodes={nodes}; they must be in 4..{most}")
@@ -149,7 +149,7 @@ def prosqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
 
 
 def vocabulary(shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names and the kinds that questions of a shape draw from."""
+    """The names and the kinds from which questions of a shape draw."""
     words = shape.words or len(PROSQA_CONCEPTS)
     return PROSQA_NAMES[: shape.names or words], PROSQA_CONCEPTS[:words]
 
@@ -160,7 +160,7 @@ def is_wanted(depth: int, hops: int) -> bool:
 
 def published_pair(rng: random.Random, graph: Graph, leaves: list[int], hops: int) -> tuple[int, int] | None:
     """Right and wrong answer as in the published files: the right one is the deepest leaf, the wrong one any leaf of
-    the other individual. So the deeper candidate is the better guess, whoever is asked about."""
+    the other individual. So the deeper candidate is the better guess, even without reading the name."""
     right = [
         i for i in leaves if is_wanted(graph.depth[i], hops) and any(graph.side[j] != graph.side[i] for j in leaves)
     ]
@@ -172,8 +172,8 @@ def published_pair(rng: random.Random, graph: Graph, leaves: list[int], hops: in
 
 
 def equally_deep_pair(rng: random.Random, graph: Graph, leaves: list[int], hops: int) -> tuple[int, int] | None:
-    """Two leaves of one depth, one under each individual, and then a fair coin for who is asked about: given the graph
-    and the two candidates, every rule that does not use the name in the question is right half of the time."""
+    """Two leaves of equal depth, one below each individual; a fair coin decides who the question is about. So every
+    rule that does not use the name in the question is right half of the time, given the graph and the candidates."""
     by_side = [
         {graph.depth[i] for i in leaves if graph.side[i] == s and is_wanted(graph.depth[i], hops)}
         for s in (FIRST, SECOND)
@@ -189,7 +189,7 @@ def equally_deep_pair(rng: random.Random, graph: Graph, leaves: list[int], hops:
 
 
 def write_prosqa(rng: random.Random, graph: Graph, target: int, other: int, shape: Shape) -> Example:
-    """Name the nodes (those without parents are individuals), say every edge, shuffle, ask."""
+    """Name the nodes (those without parents are individuals), write a statement for every edge, shuffle, and ask."""
     edges = [(p, i) for i, chosen in enumerate(graph.parents) for p in chosen]
     used = sorted({i for edge in edges for i in edge})
     free_names, free_kinds = (iter(rng.sample(words, len(words))) for words in vocabulary(shape))
@@ -208,7 +208,7 @@ def write_prosqa(rng: random.Random, graph: Graph, target: int, other: int, shap
 
 
 def shortest_path(rng: random.Random, graph: Graph, target: int) -> list[int]:
-    """From a root to `target`, by a random one of the parents nearest to the root at each node."""
+    """A shortest path from a root to `target`; among several nearest parents of a node, a random one."""
     path = [target]
     while graph.depth[path[-1]]:
         here = [p for p in graph.parents[path[-1]] if graph.side[p] and graph.depth[p] == graph.depth[path[-1]] - 1]
@@ -217,9 +217,9 @@ def shortest_path(rng: random.Random, graph: Graph, target: int) -> list[int]:
 
 
 def prontoqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
-    """True or false: one chain of `hops` kinds whose last has the property asked for. Every kind of the chain has a
-    second child and a property of its own; the individual is also something else; and a kind that it is not has the
-    same property with the opposite sign."""
+    """A true-or-false question: a chain of `hops` kinds whose last one has the property in question. Distractors: every
+    kind of the chain has a second child and a property of its own, the individual is also of another kind, and a kind
+    that it is not has the same property with the opposite sign."""
     hops = shape.hops or 5
     require(shape == Shape(hops=shape.hops), f"a ProntoQA task is shaped by hops alone, not by {shape}")
     most = (len(PRONTOQA_CONCEPTS) - 4) // 2
@@ -256,7 +256,7 @@ def prontoqa(rng: random.Random, shape: Shape = PUBLISHED) -> Example:
 
 
 def universal(rng: random.Random, kind: str, one: str, many: str) -> str:
-    """`Each wumpus is <one>.`, `Every wumpus is <one>.` or, as often as both, `Wumpuses are <many>.`"""
+    """`Each wumpus is <one>.` or `Every wumpus is <one>.` or, as often as both together, `Wumpuses are <many>.`"""
     if rng.random() < 0.5:
         return f"{kind.capitalize()}es are {many}."
     return f"{rng.choice(('Each', 'Every'))} {kind} is {one}."
@@ -268,20 +268,20 @@ def article(noun: str) -> str:
 
 # Stories, for a network from scratch, before the first stage.
 #
-# The methods of the paper start from pretrained GPT-2, which can already look up in its context what was said of a
-# word. A network from scratch has to form that circuit first, and once more behind itself for two lookups in one pass;
-# but a question asks for one or two lookups among tokens that need none, and its answer is a coin: the network stays at
-# a coin's accuracy for thousands of steps. In a story every statement is a lookup. It says of some individuals and some
-# kinds what each of them is, then tells some of it again in another order, one lookup a statement, and then what each
-# of them is two statements away, two lookups each. No question is answered in it: that is left to the stages.
+# The methods of the paper start from pretrained GPT-2, which can already look up in its context what was said about a
+# word. A network from scratch must first form that circuit, and a second one after it for two lookups in one pass. But
+# a question needs only one or two lookups among many tokens that need none, and its answer is one of two: the network
+# stays at chance for thousands of steps. In a story every statement needs a lookup. A story says what some individuals
+# and kinds are, repeats some of it in another order (one lookup per statement), and then says what each of them is two
+# statements away (two lookups each). A story answers no question: the stages teach that.
 
 STORY_NAMES, STORY_KINDS = 2, 4
-"""Individuals and kinds of a story."""
+"""Number of individuals and of kinds in a story."""
 
 
 def story(rng: random.Random, shape: Shape) -> dict[str, str]:
-    """Who is what. The kinds stand in a circle, each is the next: so what is two statements away can be said of
-    everyone, and no story is the statements of a question."""
+    """Individual or kind -> its kind. Each kind is the next one in a circle: so everyone has a kind two statements
+    away, and no story has the same statements as a question."""
     names, kinds = vocabulary(shape)
     circle = rng.sample(kinds, STORY_KINDS)
     return dict(
@@ -290,10 +290,10 @@ def story(rng: random.Random, shape: Shape) -> dict[str, str]:
 
 
 def retold(rng: random.Random, shape: Shape, plain: bool) -> Example:
-    """A story as a question; its trace is the story again, in another order, and its answer is what follows from two
-    statements, of everyone, in a third order. If not `plain`, a question ends the story and only some of it is told
-    again, as in the sequences of the stages. The question is about kinds drawn at random and what comes after it does
-    not depend on it: it teaches that a question says nothing of anyone."""
+    """A story in the form of an example: the question is the story, the trace repeats it in another order, and the
+    answer says, in a third order, what everyone is two statements away. If not `plain`, a question ends the story and
+    only some of it is repeated, as in the sequences of the stages. That question is about random kinds and has no
+    effect on what follows: the network learns that a question is not a statement."""
     is_a = story(rng, shape)
     first, second, third = (rng.sample(list(is_a), len(is_a)) for _ in range(3))
     told, again = ([statement(who, is_a[who], shape.terse) for who in order] for order in (first, second))

@@ -1,9 +1,9 @@
-"""The language of ProsQA and ProntoQA: sentences about who is what, read into facts, and what follows from them.
+"""The language of ProsQA and ProntoQA: sentences about who is what, parsed into facts, and what follows from them.
 
-The graders and the generators need no parser (published files and generators say what the trace is); it exists to
-check them: that the text of a question, and nothing else, decides its answer.
+Grading and generation need no parser (published files and generators include the trace); it exists to check that the
+text of a question alone determines its answer.
 
-Below, too: what questions are like, in numbers, and which of them a blind rule answers.
+The second half of the module has statistics of questions, and blind rules that answer some of them.
 """
 
 import re
@@ -22,23 +22,23 @@ INDIVIDUAL = re.compile(r"(?P<who>[A-Z][a-z]+) is (?P<no>not )?(?P<a>an? )?(?P<w
 SINGULAR = re.compile(r"(?:Every|Each) (?P<who>[a-z]+) is (?P<no>not )?(?P<a>an? )?(?P<what>[a-z]+)\.")
 PLURAL = re.compile(r"(?P<who>[A-Z][a-z]+)es are (?P<no>not )?(?P<what>[a-z]+)\.")
 EITHER_OR = re.compile(r"Is (?P<who>[A-Z][a-z]+) an? (?P<one>[a-z]+) or (?P<two>[a-z]+)\?")
-# Without the words that carry nothing: who, what, full stop; whoever is asked about comes last, where no kind follows
+# Only words with information: who, what, full stop. The individual in question comes last, with no kind after it.
 TERSE = re.compile(r"(?P<who>[A-Z][a-z]+|[a-z]+pus) (?P<what>[a-z]+pus)\.")
 TERSE_EITHER_OR = re.compile(r"(?P<one>[a-z]+pus) or (?P<two>[a-z]+pus), (?P<who>[A-Z][a-z]+)\?")
 
 
 class Fact(NamedTuple):
-    """Everything that is `who` is `what` (or is not, if `denied`)."""
+    """Everything that is `who` is also `what` (or is not, if `denied`)."""
 
     who: str
     what: str
     is_concept: bool
-    """`what` is a kind (lempus) and not a property (happy)."""
+    """Whether `what` is a kind (lempus), not a property (happy)."""
     denied: bool = False
 
 
 def read_fact(sentence: str) -> Fact:
-    """One statement. Plural kinds end in -uses, which no property does."""
+    """Parse one statement. Plural kinds end in -uses, which no property does."""
     if match := INDIVIDUAL.fullmatch(sentence) or SINGULAR.fullmatch(sentence):
         return Fact(match["who"], match["what"], match["a"] is not None, match["no"] is not None)
     if match := PLURAL.fullmatch(sentence):
@@ -50,7 +50,7 @@ def read_fact(sentence: str) -> Fact:
 
 
 def statement(who: str, what: str, terse: bool = False) -> str:
-    """That an individual, or a kind, is of a kind; kinds are in small letters."""
+    """The sentence that an individual or a kind is of a kind. Kinds are in lower case."""
     if terse:
         return f"{who} {what}."
     return f"{who if who[0].isupper() else f'Every {who}'} is a {what}."
@@ -61,7 +61,7 @@ def either_or(who: str, one: str, two: str, terse: bool = False) -> str:
 
 
 def read_either_or(question: str) -> re.Match[str] | None:
-    """The groups who, one and two of the choice that a question ends in; None: a question of true or false."""
+    """A match with groups who, one and two for a question that ends in a choice; None for a true-or-false question."""
     return EITHER_OR.search(question) or TERSE_EITHER_OR.search(question)
 
 
@@ -70,7 +70,7 @@ def sentences(text: str) -> list[str]:
 
 
 def distances(facts: list[Fact], root: str) -> dict[str, int]:
-    """Every kind that `root` is, with the number of statements needed to say so."""
+    """Every kind that `root` is, with the number of statements needed to derive it."""
     kinds: dict[str, list[str]] = {}
     for fact in facts:
         if fact.is_concept and not fact.denied:
@@ -86,13 +86,13 @@ def distances(facts: list[Fact], root: str) -> dict[str, int]:
 
 
 def derivable_answers(question: str) -> set[str]:
-    """Every answer, of the two a question allows, that follows from its statements."""
+    """The answers, of the two possible ones, that follow from the statements of a question."""
     *statements, last = sentences(question)
     if match := read_either_or(last):
         who, terse = match["who"], match.re is TERSE_EITHER_OR
         reached = distances([read_fact(s) for s in statements], who)
         return {statement(who, kind, terse) for kind in (match["one"], match["two"]) if kind in reached}
-    asked = read_fact(last)  # "True or false:" stands before it
+    asked = read_fact(last)  # after "True or false:"
     facts = [read_fact(s) for s in statements[:-1]]
     reached = distances(facts, asked.who)
     told = {f.denied for f in facts if not f.is_concept and f.what == asked.what and f.who in reached}
@@ -100,7 +100,7 @@ def derivable_answers(question: str) -> set[str]:
 
 
 def node_anchors(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """The individual and then each kind of the trace, in order, without repetition: the nodes of its path."""
+    """The nodes of a trace's path: the individual and then each kind, in order, without repetition."""
     nodes: list[str] = []
     for step in steps:
         for sentence in sentences(step):
@@ -111,7 +111,7 @@ def node_anchors(steps: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def read(path: Path) -> list[Example]:
-    """The published JSON of ProsQA and ProntoQA: an array of objects with question, steps and answer."""
+    """Read the published JSON of ProsQA and ProntoQA: an array of objects with question, steps and answer."""
     examples = []
     for i, record in enumerate(read_records(path)):
         try:
@@ -124,17 +124,17 @@ def read(path: Path) -> list[Example]:
 
 
 def read_prosqa(path: Path) -> list[Example]:
-    """A file of questions that end in a choice of two kinds."""
+    """Read a file of questions that end in a choice of two kinds."""
     return read_all(path, "ProsQA", either_or=True)
 
 
 def read_prontoqa(path: Path) -> list[Example]:
-    """A file of questions of true or false."""
+    """Read a file of true-or-false questions."""
     return read_all(path, "ProntoQA", either_or=False)
 
 
 def read_all(path: Path, task: str, either_or: bool) -> list[Example]:
-    """`read`, refusing a question of the other task."""
+    """As `read`, but refuse questions of the other task."""
     examples = read(path)
     for i, example in enumerate(examples):
         is_choice = read_either_or(example.question) is not None
@@ -148,20 +148,19 @@ def same_answer(written: str, answer: str) -> bool:
 
 
 def canonical(example: Example) -> str:
-    """Equal for two questions that differ in the order of their sentences alone: what must not be in two splits."""
+    """A key that is equal for questions that differ only in the order of sentences: no two splits may share one."""
     *statements, last = sentences(example.question)
     return " ".join([*sorted(statements), last])
 
 
 # ---- what questions are like -----------------------------------------------------------------------------------------
-# What the questions of a task are like, in numbers; and which of them a rule answers that never looks at whom they are
-# about.
+# Statistics of the questions of a task, and which of them a rule answers without looking at the individual in question.
 
 WORD = re.compile(r"[A-Za-z]+")
 
 
 def describe(examples: list[Example], is_logic: bool, tokenizer: Tokenizer | None = None) -> dict[str, str]:
-    """Label -> value, in the order in which a table shows them; lengths in tokens if a tokenizer is given."""
+    """Label -> value, in the order of the table; lengths are in tokens if a tokenizer is given."""
     rows = {"examples": f"{len(examples):,}"}
     rows["question, words"] = spread([len(e.question.split()) for e in examples])
     rows["trace, words"] = spread([len(" ".join(e.steps).split()) for e in examples])
@@ -189,7 +188,7 @@ GRAPH_MEASURES: dict[str, Callable[[list[Fact]], int]] = {
     "individuals": lambda facts: len(individuals(facts)),
     "properties told": lambda facts: sum(not f.is_concept for f in facts),
 }
-# Of either-or questions: what the individual asked about reaches, what those reach that lead to the wrong candidate.
+# For either-or questions: names on the way to the right candidate and to the wrong one, see `reached`.
 CHOICE_MEASURES: dict[str, Callable[["Choice"], int]] = {
     "reachable from both": lambda c: len(reached(c, 1) & reached(c, 0)),
     "reachable from the right one": lambda c: len(reached(c, 1)),
@@ -198,7 +197,8 @@ CHOICE_MEASURES: dict[str, Callable[["Choice"], int]] = {
 
 
 def describe_facts(examples: list[Example]) -> dict[str, str]:
-    """Graphs, what can be reached in them, how good blind rules are, and how often an anchor can be known."""
+    """Statistics of graphs and of what can be reached in them, accuracies of blind rules, and how often anchors can be
+    known."""
     graphs = [statements(e) for e in examples]
     choices = [c for c in map(choice, examples) if c is not None]
     parents = Counter(n for facts in graphs for n in Counter(f.what for f in facts).values())
@@ -214,9 +214,9 @@ def describe_facts(examples: list[Example]) -> dict[str, str]:
 
 
 def path_law(example: Example) -> list[dict[str, float]]:
-    """How probable each node is at each place of the path, from the individual asked about to the answer, if the path
-    is drawn as the generator draws it: from the answer backwards, any of the parents that are one statement nearer to
-    the individual, with equal probability. Of an either-or question."""
+    """For an either-or question, the probability of each node at each position of the path, from the individual to the
+    answer, if the path is drawn as in the generator: backwards from the answer, each of the parents that are one
+    statement nearer to the individual with equal probability."""
     match, asked = read_either_or(example.question), choice(example)
     assert match is not None and asked is not None
     answer, steps_to = asked.kinds[asked.right], distances(asked.facts, match["who"])
@@ -233,8 +233,8 @@ def path_law(example: Example) -> list[dict[str, float]]:
 
 
 def knowable(examples: list[Example]) -> list[float]:
-    """The fraction of either-or questions in which each anchor is right if the most probable node is always named. No
-    network can do better: where there are several shortest paths, the one that the trace takes is chance."""
+    """The expected accuracy of each anchor, over either-or questions, when always predicting the most probable node. No
+    network can do better: if there are several shortest paths, the trace takes a random one."""
     laws = [path_law(e) for e in examples if read_either_or(e.question)]
     places = range(max(map(len, laws), default=0))
     return [statistics.mean(max(law[at].values()) for law in laws if at < len(law)) for at in places]
@@ -253,7 +253,7 @@ class Choice(NamedTuple):
 
 
 def choice(example: Example) -> Choice | None:
-    """None: a question of true or false."""
+    """The choice at the end of a question; None for a true-or-false question."""
     match = read_either_or(example.question)
     if match is None:
         return None
@@ -265,18 +265,18 @@ def individuals(facts: list[Fact]) -> set[str]:
 
 
 def reached(c: Choice, rightly: int) -> set[str]:
-    """Individuals and kinds on the way from those who are the right candidate, and from those who are the wrong one."""
+    """Everything reachable from the individuals that are the right candidate or, if not `rightly`, the wrong one."""
     kind = c.kinds[c.right if rightly else 1 - c.right]
     ways = (distances(c.facts, root) for root in individuals(c.facts))
     return {name for way in ways if kind in way for name in way}
 
 
 def depth(facts: list[Fact], kind: str) -> int:
-    """Fewest statements from any individual to a kind."""
+    """Smallest number of statements from any individual to a kind."""
     return min(found[kind] for found in (distances(facts, root) for root in individuals(facts)) if kind in found)
 
 
-# Rules that never look at whom a question is about: each scores a candidate, and the higher score is the guess.
+# Rules that never look at the individual in question: each scores a candidate, and the higher score is the guess.
 BLIND: dict[str, Callable[[Choice, int], int]] = {
     "the first named": lambda c, i: -i,
     "the deeper": lambda c, i: depth(c.facts, c.kinds[i]),
@@ -286,13 +286,13 @@ BLIND: dict[str, Callable[[Choice, int], int]] = {
 
 
 def is_guessed(example: Example, rule: str = "the deeper") -> bool:
-    """A blind rule answers this question rightly; a tie is no answer."""
+    """Whether a blind rule answers this question correctly; a tie does not count."""
     c = choice(example)
     return c is not None and BLIND[rule](c, c.right) > BLIND[rule](c, 1 - c.right)
 
 
 def blind_guesses(examples: list[Example]) -> dict[str, float]:
-    """Fraction of either-or questions that each blind rule answers rightly; a tie is worth half."""
+    """Fraction of either-or questions that each blind rule answers correctly; a tie counts half."""
     choices = [c for c in map(choice, examples) if c is not None]
     if not choices:
         return {}
@@ -304,7 +304,7 @@ def blind_guesses(examples: list[Example]) -> dict[str, float]:
 
 
 def spread(values: list[int]) -> str:
-    """Mean, standard deviation and range."""
+    """Mean, standard deviation and range, as text."""
     deviation = statistics.pstdev(values)
     return f"{statistics.mean(values):.2f} ± {deviation:.2f} ({min(values)}-{max(values)})"
 

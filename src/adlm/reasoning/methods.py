@@ -1,15 +1,15 @@
-"""The methods: each says, stage by stage, how a training example is laid out. `tables.METHODS` names them.
+"""The methods: each defines, stage by stage, how a training example is laid out. `tables.METHODS` names them.
 
-All of them put some [ANT] positions ("slots") between the question and what the model has to write, and take some steps
-away from the front of the trace:
+All of them put some [ANT] positions ("slots") between the question and the text that the model must write, and remove
+some steps from the front of the trace:
 
     question [BOA] [ANT] .. [ANT] [EOA] remaining steps ### answer <end>
 
-They differ in how many of each, and in what happens at a slot: nothing (pause tokens), its output is trained to be an
-anchor of the trace (ACoT), or its input is the output of the position before it (Coconut). Without slots there are no
-[BOA] and [EOA] either, so that the first stage of every staged method is plain chain of thought.
+They differ in the number of slots, in the number of removed steps, and in what happens at a slot: nothing (pause
+tokens), its output is trained to be an anchor of the trace (ACoT), or its input is the output of the position before it
+(Coconut). Without slots there is no [BOA] or [EOA]: the first stage of every staged method is plain chain of thought.
 
-Below, too: what an example is, and how it reads as text.
+The module also defines examples and their text format.
 """
 
 import json
@@ -24,9 +24,9 @@ from adlm.schema import ReasonConfig
 from adlm.tables import METHODS, TASKS
 
 # ---- examples --------------------------------------------------------------------------------------------------------
-# What a reasoning example is, how it reads as text, and how an answer is found in what a model wrote.
+# Reasoning examples, their text format, and how an answer is found in a model's text.
 #
-# Every task uses one text format, the one published with ProsQA, so that token counts are comparable between papers:
+# All tasks use one text format, the one published with ProsQA, so that token counts are comparable between papers:
 #
 #     question <newline> step <newline> ... step <newline> ### answer <end of text>
 
@@ -36,10 +36,10 @@ MARK = "###"
 class Example(NamedTuple):
     question: str
     steps: tuple[str, ...]
-    """The trace, one sentence group or equation each."""
+    """The trace: a few sentences or an equation per step."""
     answer: str
     anchors: tuple[str, ...]
-    """The words of the trace that carry it, in order, as they stand in the text: a leading space belongs to them."""
+    """The key words of the trace, in order, as in the text, including a leading space."""
 
 
 def question_text(example: Example) -> str:
@@ -55,7 +55,7 @@ def answer_text(example: Example) -> str:
 
 
 def parts(example: Example) -> list[str]:
-    """The texts that are encoded one by one."""
+    """The parts of an example's text, which are encoded separately."""
     return [question_text(example), *map(step_text, example.steps), answer_text(example)]
 
 
@@ -64,13 +64,13 @@ def whole_text(example: Example) -> str:
 
 
 def written_answer(text: str) -> str | None:
-    """What follows the last mark of a generated text; None if the model never came to an answer."""
+    """The text after the last mark of a generated text; None if it has no answer."""
     _, mark, answer = text.rpartition(MARK)
     return answer.strip() if mark else None
 
 
 def open_text(path: Path) -> str:
-    """A UTF-8 file, compressed with xz or not."""
+    """Read a UTF-8 file, which may be compressed with xz."""
     try:
         if path.suffix == ".xz":
             with lzma.open(path, "rt", encoding="utf-8") as file:
@@ -81,7 +81,7 @@ def open_text(path: Path) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .json file (one array) or a .jsonl file (one a line), each with question and answer."""
+    """The objects of a .json file (one array) or a .jsonl file (one per line), each with question and answer."""
     text = open_text(path)
     try:
         if ".jsonl" in path.suffixes:
@@ -99,8 +99,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def check_texts(record: dict[str, Any], what: str) -> None:
-    """Refuse a record whose question is no text, whose answer is neither a text nor a number, or whose steps are no
-    list of texts."""
+    """Refuse a record unless its question is a text, its answer a text or a number, and its steps a list of texts."""
     kinds = {"question": (str,), "answer": (str, int, float), "steps": (list,)}
     for key, allowed in kinds.items():
         value = record.get(key, "" if key != "steps" else [])
@@ -121,29 +120,29 @@ ALL = 1_000_000
 
 
 class StagePlan(NamedTuple):
-    """What a stage of a method does to every example."""
+    """How a stage of a method changes every example."""
 
     slots: int = 0
     removed: int = 0
-    """Steps taken from the front of the trace."""
+    """Steps removed from the front of the trace."""
     anchored: bool = False
-    """The output at a slot is trained to be an anchor."""
+    """Whether the output at a slot is trained to be an anchor."""
     fed_back: bool = False
-    """The input of a slot is the final hidden state of the position before it."""
+    """Whether the input of a slot is the final hidden state of the position before it."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a method lays out examples. A staged method starts with plain chain of thought; stage s has s times the slots
-    of a stage and s steps removed, and where steps are removed, a last stage has none left."""
+    """How a method lays out examples. A staged method starts with plain chain of thought; stage s adds s times
+    `slots_per_stage` slots and removes s steps. If steps are removed, there is a last stage without any steps."""
 
     staged: bool = False
     slots: bool = False
-    """It has slots."""
+    """Whether it has slots."""
     slots_per_stage: int = 1
-    """Slots that a stage adds."""
+    """Slots that each stage adds."""
     removes: bool | None = False
-    """It removes the steps of the trace; None: as the paper does for the task (`ReasoningTask.acot_removes`)."""
+    """Whether it removes steps of the trace; None: as in the paper for this task (`ReasoningTask.acot_removes`)."""
     anchored: bool = False
     fed_back: bool = False
 
@@ -181,12 +180,12 @@ def plans_of(cfg: ReasonConfig) -> list[StagePlan]:
 
 
 class Encoded(NamedTuple):
-    """An example in tokens, cut where layouts cut it."""
+    """An example in tokens, divided into the parts of a layout."""
 
     question: list[int]
     steps: list[list[int]]
     answer: list[int]
-    """With the end-of-text token."""
+    """Includes the end-of-text token."""
     anchors: list[list[int]]
 
 
@@ -195,13 +194,13 @@ class Layout(NamedTuple):
 
     tokens: list[int]
     targets: list[int]
-    """What the output at a position must be: the next token, or IGNORE (question and slots are given, not learned)."""
+    """Target of the output at each position: the next token, or IGNORE (question and slots are given, not learned)."""
     anchors: list[int]
-    """The anchor that the output AT an [ANT] position must be, or IGNORE."""
+    """Target of the output AT an [ANT] position: an anchor, or IGNORE."""
     slots: range
-    """Positions of [ANT]; the fed-back ones, if the plan feeds back."""
+    """Positions of [ANT], which are fed back if the plan says so."""
     prompt: int
-    """Tokens that are given at generation: question and slots."""
+    """Number of given tokens in generation: question and slots."""
 
 
 class Markers(NamedTuple):
@@ -226,8 +225,8 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
 
 
 def encode(examples: list[Example], tokenizer: Tokenizer) -> list[Encoded]:
-    """Examples in tokens, each part encoded on its own: parts end in a newline, which no vocabulary in use merges with
-    what follows it."""
+    """Examples in tokens, each part encoded separately: parts end in a newline, which no vocabulary in use merges with
+    the next character."""
     questions = tokenizer.encode_batch([question_text(e) for e in examples])
     answers = tokenizer.encode_batch([answer_text(e) for e in examples])
     steps = iter(tokenizer.encode_batch([step_text(step) for e in examples for step in e.steps]))
@@ -254,24 +253,24 @@ def lay_out(example: Encoded, plan: StagePlan, markers: Markers, anchor_tokens: 
     if plan.anchored:
         for position, label in zip(at, anchor_labels(example.anchors, anchor_tokens)):
             anchors[position] = label
-    # the output at the last given position is the first written token, and nothing follows the last one
+    # the output at the last given position is the first written token; the last token has no target
     targets = [IGNORE] * (len(given) - 1) + written + [IGNORE]
     return Layout(given + written, targets, anchors, at, len(given))
 
 
 def written_length(example: Encoded, plan: StagePlan) -> int:
-    """Tokens of an example that the model has to write, without laying it out."""
+    """Number of tokens that the model must write, computed without laying out the example."""
     return sum(map(len, example.steps[plan.removed :])) + len(example.answer)
 
 
 def laid_out_length(example: Encoded, plan: StagePlan) -> int:
-    """Tokens of the whole sequence."""
+    """Number of tokens of the whole sequence."""
     markers = plan.slots + 2 if plan.slots else 0
     return len(example.question) + markers + written_length(example, plan)
 
 
 def anchor_labels(anchors: list[list[int]], anchor_tokens: str) -> list[int]:
-    """Labels of the slots in order; slots beyond them have none, labels beyond the slots are dropped."""
+    """Labels of the slots, in order. Further slots have no label, and further labels are dropped."""
     if anchor_tokens == "first":
         return [tokens[0] for tokens in anchors]
     return [token for tokens in anchors for token in tokens]

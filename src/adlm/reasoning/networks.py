@@ -1,13 +1,13 @@
-"""The networks that are taught to reason: our own causal stack, or a causal Hugging Face model, behind one protocol.
+"""The networks for reasoning: our own causal stack, or a causal Hugging Face model, behind one protocol.
 
-A network turns embeddings into final hidden states and owns its head. What it has read is kept in a memory, and
-sequences of different lengths are read together: each call hands over a chunk that is padded on the right, with the
-number of real positions of every sequence. Padding is never seen by a real position, in either network.
+A network turns embeddings into final hidden states and owns its head. It keeps what it has read in a memory (a cache of
+keys and values). Sequences of different lengths are read together: each call passes a chunk that is padded on the
+right, with the number of real positions of every sequence. A real position never sees padding, in either network.
 
 Coconut feeds the final hidden state of a position back as the input of the next one, at the slots (a continuous
 thought). The slots must be read one after another, everything else at once: with n slots, n + 2 reads of a memory
-instead of n + 1 reads of whole sequences. The memory is then differentiable: thoughts are trained through it. Sequences
-of a batch have equally many slots, at different places.
+instead of n + 1 reads of whole sequences. The memory is then differentiable: thoughts are trained through it. The
+sequences of a batch have the same number of slots, at different positions.
 """
 
 import sys
@@ -32,14 +32,14 @@ from adlm.reasoning.methods import IGNORE, Example, Layout, add_markers, parts, 
 from adlm.schema import Config
 
 VOCABULARY = 1024
-"""Entries of a vocabulary made of the training examples."""
+"""Entries of a vocabulary made from the training examples."""
 
 
 class ReasoningNetwork(Protocol):
-    """What a network must be able to do; it is also an nn.Module."""
+    """The interface of a network, which is also an nn.Module."""
 
     longest: int
-    """Most positions of a sequence."""
+    """The most positions of a sequence."""
 
     @property
     def head(self) -> Any:
@@ -56,12 +56,13 @@ class ReasoningNetwork(Protocol):
         ...
 
     def read(self, x_BLD: Tensor, memory: Any = None, real_B: Tensor | None = None) -> Tensor:
-        """Hidden states of a chunk; with a memory it follows what was read before, and real_B of it are kept."""
+        """Hidden states of a chunk. With a memory, the chunk continues what was read before, and its first real_B
+        positions are kept."""
         ...
 
 
 class KeptLayerCache(LayerCache):
-    """Keys and values that remember how they were computed: each extension is a new tensor, so gradients flow."""
+    """A layer cache that is differentiable: each extension creates new tensors, so gradients flow through it."""
 
     def extend(self, k_BNlH: Tensor, v_BNlH: Tensor, positions_Bl: Tensor) -> tuple[Tensor, Tensor]:
         index = positions_Bl[:, None, :, None].expand_as(k_BNlH)
@@ -71,7 +72,7 @@ class KeptLayerCache(LayerCache):
 
 
 class OwnNetwork(nn.Module):
-    """A causal Network. One position of its length is kept free: padding of a chunk is written there."""
+    """A causal Network of ours. One position of its length stays free: padding of a chunk is written there."""
 
     anchor_head = None
 
@@ -86,11 +87,11 @@ class OwnNetwork(nn.Module):
         return self.model.head
 
     def forward(self, tokens_BL: Tensor, sigma_B: Tensor | None = None, at_N: Tensor | None = None) -> Hidden:
-        """What a loss reads: the whole network at once, compiled where `parallelise` says so."""
+        """The whole network in one pass, for the loss; compiled if `parallelise` does so."""
         return self.model(tokens_BL, sigma_B, at_N=at_N)
 
     def flops_per_token(self, length: float, scored: float) -> float | None:
-        """Training FLOPs of a token in sequences of a mean length, of which a fraction is scored; None: not known."""
+        """Training FLOPs per token, for sequences of a mean length with a fraction of scored tokens; None: unknown."""
         return count_flops(self.model.config, self.model.vocab_size, round(length), scored).training_per_token
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ class OwnNetwork(nn.Module):
         if memory is None:
             return self.model.read(x_BLD).denoiser_BLD
         assert real_B is not None
-        # padding that would fall outside is written to the spare last position, which no real position attends to
+        # padding beyond the end is written to the spare last position, to which no real position attends
         spare = memory.denoiser[0].k_BNLH.shape[2] - 1
         positions_BL = (memory.seen_B[:, None] + torch.arange(x_BLD.shape[1], device=x_BLD.device)).clamp(max=spare)
         with torch.compiler.set_stance("force_eager"):
@@ -120,9 +121,9 @@ class OwnNetwork(nn.Module):
 @dataclass
 class HuggingFaceMemory:
     cache: Any
-    """transformers' growing cache: chunks with their padding, one after another."""
+    """The growing cache of transformers: chunks with their padding, one after another."""
     real_BK: Tensor
-    """Which of its entries are real."""
+    """Which entries of the cache are not padding."""
     seen_B: Tensor
 
 
@@ -148,9 +149,9 @@ class HuggingFaceNetwork(nn.Module):
         return None
 
     def compile_blocks(self) -> None:
-        """One block, compiled for every length that occurs (few, since sequences are padded to a multiple), serves all
-        blocks, which are the first list among the modules of a model. Only reads without a memory use it: those with
-        one come in too many shapes."""
+        """Compile the blocks (the first ModuleList of the model). All share one compiled block per sequence length, and
+        there are few lengths, since sequences are padded to a multiple. Only reads without a memory use it: reads with
+        one have too many shapes."""
         allow_variants()
         for block in next((m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList)), ()):
             block.compile(dynamic=False)
@@ -185,12 +186,12 @@ class HuggingFaceNetwork(nn.Module):
 
 
 SAFELY = {"trust_remote_code": False}
-"""What `transformers` is told about every folder: code in it is not run, and nobody is asked whether it may be."""
+"""Arguments for `transformers`, for every folder: do not run its code, and do not ask whether to."""
 
 
 def load_base(base: str) -> tuple[OwnNetwork | HuggingFaceNetwork, Tokenizer]:
-    """A pretrained model and its tokenizer with the markers: in our stack, which is faster, if that can be it (Llama,
-    Qwen), otherwise in transformers."""
+    """A pretrained model and its tokenizer with the markers: in our stack, which is faster, if it supports the model
+    (Llama, Qwen); otherwise in transformers."""
     path = path_of(base)
     if path.is_dir() or path.suffix == ".gguf":
         try:
@@ -201,9 +202,9 @@ def load_base(base: str) -> tuple[OwnNetwork | HuggingFaceNetwork, Tokenizer]:
 
 
 def load_own(path: Path) -> tuple[OwnNetwork, Tokenizer]:
-    """A folder or GGUF file of a released causal model in our stack, to be trained; new tokens get mean embeddings."""
+    """A released causal model (folder or GGUF file) in our stack, for training; new tokens get mean embeddings."""
     loaded = load_released(path, "cpu")
-    known = loaded.tokenizer.vocab_size - 1  # without the mask, which text never holds
+    known = loaded.tokenizer.vocab_size - 1  # without the mask, which never occurs in text
     tokenizer = add_markers(loaded.tokenizer)
     model = build_model(
         loaded.model.config, max(tokenizer.vocab_size, loaded.model.vocab_size), tokenizer.mask_id
@@ -218,7 +219,7 @@ def load_own(path: Path) -> tuple[OwnNetwork, Tokenizer]:
 
 def load_hugging_face(base: str) -> tuple[HuggingFaceNetwork, Tokenizer]:
     """A causal model by hub name, folder or GGUF file, and its tokenizer with the markers; new tokens get mean
-    embeddings. The quantised weights of a GGUF file are read as float32."""
+    embeddings. Quantised weights of a GGUF file are converted to float32."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
@@ -249,7 +250,7 @@ def load_hugging_face(base: str) -> tuple[HuggingFaceNetwork, Tokenizer]:
 
 
 def without_quantisation(model: Any) -> Any:
-    """The same weights in a model that knows nothing of the file they came from, to be trained and saved as any."""
+    """The same weights in a model without the quantisation settings of its file, for training and saving."""
     from transformers import AutoModelForCausalLM
 
     settings = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
@@ -260,7 +261,7 @@ def without_quantisation(model: Any) -> Any:
 
 @torch.no_grad()
 def check_head(network: HuggingFaceNetwork, base: str) -> None:
-    """Some architectures scale or cap logits after the head, which the loss here would not know of."""
+    """Refuse architectures that scale or cap logits after the head, which the loss here would ignore."""
     was_training = network.training
     network.eval()
     tokens_BL = torch.arange(8, device=network.head.weight.device)[None]
@@ -286,8 +287,8 @@ def build_network(cfg: Config, train: list[Example]) -> tuple[OwnNetwork | Huggi
 
 
 def word_tokenizer(train: list[Example]) -> Tokenizer:
-    """A BPE of the training examples. A word is one token wherever it stands, also at the start of a question or a
-    step: else a network from scratch must learn for every name that "Tom" and " Tom" are the same."""
+    """A BPE of the training examples. A word is the same token everywhere, also at the start of a question or step:
+    otherwise a network from scratch must learn for every name that "Tom" and " Tom" are the same."""
     return train_bpe((text for example in train for text in parts(example)), VOCABULARY, prefix_space=True)
 
 
@@ -301,16 +302,16 @@ class PaddedSequences(NamedTuple):
     length_B: Tensor
     first_slot_B: Tensor
     n_slots: int
-    """Positions fed back in every sequence; 0: plain tokens."""
+    """Number of fed-back positions in every sequence; 0: plain tokens."""
 
 
 class ReasoningBatch(NamedTuple):
-    """A batch with what its outputs are scored against."""
+    """A batch with its targets."""
 
     sequences: PaddedSequences
     scored: CorruptedBatch
     tokens: int
-    """Tokens read, padding left out."""
+    """Tokens read, without padding."""
 
     @property
     def terms(self) -> dict[str, Term]:
@@ -320,7 +321,7 @@ class ReasoningBatch(NamedTuple):
 def pad_sequences(
     token_lists: list[list[int]], slots: list[range], fed_back: bool, device: torch.device, multiple: int = 1
 ) -> PaddedSequences:
-    """Sequences with their slots as tensors of a device. `multiple`: see `padded`."""
+    """Sequences with their slots, as tensors on a device. `multiple`: see `padded`."""
     tokens = padded(token_lists, 0, multiple)
     length, first = np.array([len(ids) for ids in token_lists]), np.array([at.start for at in slots])
     on_device = (put(torch.from_numpy(array), device) for array in (tokens, length, first))
@@ -328,8 +329,8 @@ def pad_sequences(
 
 
 def padded(lists: list[list[int]], filler: int, multiple: int = 1) -> np.ndarray:
-    """A matrix with one row per list, as long as the longest of them, rounded up to a multiple: fewer shapes, and
-    kinder to a GPU."""
+    """A matrix with one row per list, as wide as the longest list rounded up to a multiple: there are fewer shapes, and
+    a GPU is faster."""
     length = -(-max(map(len, lists)) // multiple) * multiple
     out = np.full((len(lists), length), filler, dtype=np.int64)
     for row, values in zip(out, lists):
@@ -340,7 +341,7 @@ def padded(lists: list[list[int]], filler: int, multiple: int = 1) -> np.ndarray
 def make_batch(
     layouts: list[Layout], fed_back: bool, gamma: float, mask_id: int, device: torch.device, multiple: int = 1
 ) -> ReasoningBatch:
-    """The sums of a step: next tokens of trace and answer, and gamma times the anchors at the slots."""
+    """A batch with the terms of the loss: next tokens of trace and answer, and gamma times the anchors at the slots."""
     sequences = pad_sequences([l.tokens for l in layouts], [l.slots for l in layouts], fed_back, device, multiple)
     terms = {}
     for name, lists, scale in (
@@ -358,7 +359,7 @@ def make_batch(
 
 
 def batch_on(batch: ReasoningBatch, device: torch.device) -> ReasoningBatch:
-    """A batch made on the host with all its tensors on the device."""
+    """The batch with all tensors moved from the host to the device."""
     scored, sequences = on_device(batch.scored, device), batch.sequences
     length_B, first_B = (put(x, device) for x in (sequences.length_B, sequences.first_slot_B))
     return batch._replace(
@@ -367,15 +368,15 @@ def batch_on(batch: ReasoningBatch, device: torch.device) -> ReasoningBatch:
 
 
 def batch_loss(network: Any, batch: ReasoningBatch) -> LossOutput:
-    """The sums of a batch that are differentiated and logged. Without thoughts that are fed back it is the loss of
-    `adlm train`: the network, or its replayed graphs, called once."""
+    """The loss of a batch, as sums to differentiate and log. Without fed-back thoughts it is the loss of `adlm train`:
+    one call of the network, or of its CUDA graphs."""
     if batch.sequences.n_slots == 0:
         return loss(network, batch.scored)
     return sum_terms(network, Hidden(read_sequences(network, batch.sequences), None), batch.scored)
 
 
 def read_sequences(network: ReasoningNetwork, sequences: PaddedSequences, memory: Any = None) -> Tensor:
-    """Final hidden states of every position of every sequence, [B, L, D]; a memory is filled for what comes after."""
+    """Final hidden states of every position of every sequence, [B, L, D]; fills the memory, if given."""
     x_BLD = network.embed(sequences.tokens_BL)
     if sequences.n_slots == 0:
         return network.read(x_BLD, memory, sequences.length_B)
@@ -394,7 +395,7 @@ def read_sequences(network: ReasoningNetwork, sequences: PaddedSequences, memory
     position_Bl = first_B[:, None] + n + torch.arange(int(after_B.max()), device=first_B.device)
     rest_BlD = x_BLD[each_B[:, None], position_Bl.clamp(max=L - 1)]
     parts.append(network.read(rest_BlD, memory, after_B))
-    # back to their places: the three parts of a sequence stand at 0, at `before` and at `before + n`
+    # back to the order of positions: the three parts of a sequence are at 0, at `before` and at `before + n`
     at_L = torch.arange(L, device=first_B.device)
     index_BL = torch.where(at_L < first_B[:, None], at_L, at_L - first_B[:, None] + before)
     read_BKD = torch.cat(parts, dim=1)

@@ -1,6 +1,6 @@
-"""Reasoning runs on disk: the exported network with how it wants to be asked, its answers and its results.
+"""Reasoning runs on disk: the exported network with the settings of its last stage, its answers and its results.
 
-Below, too: the first stage, which methods that begin alike share.
+The end of the module stores the first stage, which is the same for several methods.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 EXPORT, RESULTS, SETTINGS = "export", "results.json", "reason.json"
 UNGUESSED = ", not guessed"
-"""Of a test set, the questions that the rule "the deeper candidate" gets wrong or cannot decide."""
+"""Suffix for the questions of a test set that the rule "the deeper candidate" gets wrong or cannot decide."""
 
 
 class LoadedRun(NamedTuple):
@@ -46,22 +46,22 @@ class LoadedRun(NamedTuple):
     data: DataConfig
     seed: int
     stage: int
-    """The stage as which its questions are asked."""
+    """The stage whose layout is used for questions."""
     max_new_tokens: int
-    """Longest answer it writes."""
+    """Most tokens of an answer."""
 
     def answerer(self, batch_size: int = 0) -> Answerer:
-        """The network as its stage asks it."""
+        """An answerer with the layout of its stage."""
         plan, task = plans_of(self.reason)[self.stage], task_of(self.reason)
         how = self.max_new_tokens, batch_size, self.reason.anchor_tokens
         return Answerer(self.network, self.tokenizer, task, plan, *how)
 
 
 def export_run(run: Path, cfg: Config, network: Any, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
-    """run/export: the network in its own format, and reason.json, which says how it wants to be asked."""
+    """Write run/export: the network in its own format, and reason.json with the settings for asking it."""
     folder = run / EXPORT
     if isinstance(network, OwnNetwork):
-        own = replace(cfg, model=network.model.config)  # of a released base, not the section model
+        own = replace(cfg, model=network.model.config)  # a released base has settings other than the section model
         parameters = sum(p.numel() for p in network.parameters())
         info = export.describe(own, tokenizer, parameters=parameters, step=facts["step"])
         export.save_folder(folder, network.model.state_dict(), tokenizer, info)
@@ -104,8 +104,8 @@ def load_run(path: str, device: torch.device) -> LoadedRun:
 
 
 def write_answers(run: Path, name: str, examples: list[Example], replies: list[Reply], answerer: Answerer) -> None:
-    """answers-<set>.jsonl: every question with what was written and whether that is right, to read, and to compare two
-    runs question by question."""
+    """Write answers-<set>.jsonl: every question with the model's text and whether it is correct, for reading and for
+    comparing two runs question by question."""
     lines = []
     for example, reply in zip(examples, replies):
         line = {"question": example.question, "answer": example.answer, "written": reply.text}
@@ -115,7 +115,8 @@ def write_answers(run: Path, name: str, examples: list[Example], replies: list[R
 
 
 def read_answers(run: str | Path) -> dict[str, dict[str, bool]]:
-    """Of every test set that a run has answered: which questions rightly. Answers of an earlier version do not say."""
+    """Test set -> question -> whether the run answered it correctly. Answers of earlier versions are left out: they do
+    not have this."""
     found = {}
     for path in sorted(Path(run).glob("answers-*.jsonl")):
         try:
@@ -131,8 +132,8 @@ def read_answers(run: str | Path) -> dict[str, dict[str, bool]]:
 def ask_tests(
     run: Path, answerer: Answerer, tests: dict[str, list[Example]], ranks: World, say: Callable[[str], None]
 ) -> dict[str, dict[str, float | int]]:
-    """Ask test questions, keep the answers in the run's folder, and return the facts of every accuracy. Where a blind
-    rule answers some questions of a set, the others have an accuracy of their own."""
+    """Answer test questions, write the answers to the run's folder, and return the facts of every accuracy. If a blind
+    rule answers some questions of a set, the other questions get a separate accuracy."""
     found: dict[str, Accuracy] = {}
     for name, examples in tests.items():
         answerer.check_room(encode(examples, answerer.tokenizer), f"test set {name}")
@@ -151,8 +152,8 @@ def write_results(run: Path, results: dict[str, Any]) -> None:
 
 
 def read_results(run: str | Path) -> dict[str, Any]:
-    """results.json, with task and method as they are called today: earlier versions called every shape of ProsQA
-    prosqa, and what tells them apart is in the settings of the export."""
+    """Read results.json, with today's names of task and method. Earlier versions called every shape of ProsQA prosqa;
+    the settings of the export tell them apart."""
     path = Path(run) / RESULTS
     require(path.is_file(), f"{run} holds no {RESULTS}: train it to the end, or evaluate it first")
     fields = {"task": str, "method": str, "network": str, "stage": int, "finished": bool, "valid": dict, "tests": dict}
@@ -171,16 +172,16 @@ def read_results(run: str | Path) -> dict[str, Any]:
 
 
 # ---- the first stage, shared by runs ---------------------------------------------------------------------------------
-# The weights after the first stage, kept for other runs: staged methods begin alike, with plain chain of thought.
+# The weights after the first stage, stored for other runs: all staged methods begin with plain chain of thought.
 #
-# Everything random is a function of (seed, step) and each stage starts with fresh moments, so a run that takes these
-# weights over ends as if it had trained its first stage itself. A file is named by a digest of all that they depend on.
+# Everything random is a function of (seed, step), and each stage starts with new optimizer moments, so a run that loads
+# these weights ends as if it had trained its first stage itself. The file name is a digest of all that they depend on.
 
 GUARD, PREFIX = "guard", "model."
 
 
 class KeptStage(NamedTuple):
-    """What is read back."""
+    """The contents of a file."""
 
     weights: dict[str, Tensor]
     guard: Tensor
@@ -189,7 +190,7 @@ class KeptStage(NamedTuple):
     """Validations of the first stage."""
 
     def resume(self, run: Run) -> None:
-        """Let a run that has these weights go on behind the first stage."""
+        """Let a run with these weights continue after the first stage."""
         run.guard.restore(self.guard)
         run.step, run.extra = self.step, {"stages": self.stages}
         note(f"the first stage is taken over: step {self.step}")
@@ -200,7 +201,7 @@ class SharedStage(NamedTuple):
 
     @classmethod
     def of(cls, cfg: Config, setup: "ReasoningSetup", ranks: World, sorted_batches: int) -> "SharedStage":
-        """The file of a run's first stage. `sorted_batches`: how many are sorted together."""
+        """The file of a run's first stage. `sorted_batches`: how many batches are sorted together."""
         require(
             cfg.optim.ema == 0, f"reason.stage0 keeps weights without their EMA: optim.ema={cfg.optim.ema} must be 0"
         )
@@ -224,7 +225,7 @@ class SharedStage(NamedTuple):
         return cls(path_of(reason.stage0) / f"stage0-{digest}.safetensors")
 
     def read(self) -> KeptStage | None:
-        """The weights, if some run has left them."""
+        """The weights, if a run has stored them."""
         if not self.path.is_file():
             return None
         try:
@@ -240,7 +241,7 @@ class SharedStage(NamedTuple):
             ) from None
 
     def write(self, run: Run) -> None:
-        """Keep the weights of a run at the end of its first stage, unless they are there."""
+        """Store the weights of a run at the end of its first stage, unless the file exists."""
         if self.path.is_file():
             return
         state = run.module.model.state_dict()

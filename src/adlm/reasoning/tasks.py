@@ -1,12 +1,12 @@
 """The tasks: where their examples come from and when an answer is right. `tables.TASKS` names them.
 
-Splits never share a question: whatever is held out, generated or read from a file, is left out of the training
-examples. The held-out examples of a seed do not depend on how many are trained on.
+Splits never share a question: held-out questions, generated or read from a file, are left out of the training examples.
+The held-out examples of a seed do not depend on the number of training examples.
 
 ProsQA and ProntoQA are generated, or read from their published files (`logic`, `generators`). GSM8K, grade-school word
-problems, is read: the trace is the equations, the anchors are its numbers in order. Three published forms hold the same
-equations: the original jsonl, where sentences carry <<16-3-4=9>> marks and the answer follows ####; the text of
-Internalize-CoT (question||<<16-3-4=9>> <<9*2=18>> #### 18); and JSON with `steps`.
+problems, is read from files: the trace is the equations, and the anchors are their numbers in order. Three published
+forms have the same equations: the original jsonl, with <<16-3-4=9>> marks in sentences and the answer after ####; the
+text of Internalize-CoT (question||<<16-3-4=9>> <<9*2=18>> #### 18); and JSON with `steps`.
 """
 
 import random
@@ -32,41 +32,41 @@ GENERATED = DataConfig()
 """No files."""
 EQUATION = re.compile(r"<<[^<>]*>>")
 SILENCE = 4.0
-"""Seconds after which someone who waits for questions is told how many there are."""
+"""Seconds between progress lines while questions are generated."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 
 
 @dataclass(frozen=True)
 class ReasoningTask:
-    """Where the examples of a task come from, and when an answer is right. A variant of a task is another instance,
-    with another shape of its questions; `tables.TASKS` names them."""
+    """Where the examples of a task come from, and when an answer is right. A variant of a task is another instance with
+    a different shape of questions; `tables.TASKS` names them."""
 
     read: Callable[[Path], list[Example]]
     """The examples of a published file."""
     same_answer: Callable[[str, str], bool]
-    """(what the model wrote, what is right)."""
+    """(model's answer, right answer) -> whether they are the same."""
     canonical: Callable[[Example], str]
-    """Equal for questions that only look different."""
+    """A key that is equal for equivalent questions."""
     published_size: int
-    """Training examples of the published set."""
+    """Number of training examples in the published set."""
     generate: Callable[[random.Random, Shape], Example] | None = None
     """A new example from random numbers; None: the task needs files."""
     shape: Shape = PUBLISHED
-    """What is asked of the generator."""
+    """The shape of generated questions."""
     easier: float = 0.0
-    """Fraction of the generated training questions with one hop and two nodes less, a curriculum by mixing."""
+    """Fraction of the generated training questions with one hop and two nodes fewer: a curriculum by mixing."""
     acot_removes: bool = False
-    """The paper's ACoT also removes the steps of the trace here; elsewhere it keeps them."""
+    """Whether the paper's ACoT removes the steps of the trace in this task; in the others it keeps them."""
     is_logic: bool = True
-    """Questions are statements of who is what (`logic`)."""
+    """Whether questions are statements of who is what (`logic`)."""
     has_stories: bool = False
-    """A network from scratch can be taught with stories first (reason.story_steps)."""
+    """Whether a network from scratch can be trained on stories first (reason.story_steps)."""
     story_lr_ratio: float = 1.0
-    """Learning rates of the stories over those of the stages: a circuit forms at rates that would later wreck it."""
+    """Learning rate of stories over that of the stages: the circuit forms at rates that would later destroy it."""
 
 
 def number_anchors(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """The numbers of the equations in order; operators and punctuation carry nothing that the numbers do not."""
+    """The numbers of the equations in order, without operators and punctuation, which add no information."""
     return tuple(NUMBER.findall(" ".join(steps)))
 
 
@@ -96,7 +96,7 @@ def read_gsm8k(path: Path) -> list[Example]:
 
 
 def same_number(written: str, answer: str) -> bool:
-    """Equal as numbers: 1,000 is 1000, 18.00 and $18. are 18."""
+    """Whether two answers are equal as numbers: 1,000 is 1000; 18.00 and $18. are 18."""
     first, second = as_number(written), as_number(answer)
     return written.strip() == answer.strip() if first is None or second is None else first == second
 
@@ -121,7 +121,7 @@ PROSQA = ReasoningTask(
 PROSQA_BALANCED = replace(PROSQA, shape=Shape(balanced=True))
 PROSQA_7HOP = replace(PROSQA, shape=Shape(hops=7, nodes=34))
 PROSQA_8HOP = replace(PROSQA, shape=Shape(hops=8, nodes=38))
-"""Longer derivations than any published question has."""
+"""Derivations longer than in any published question."""
 PROSQA_TERSE = replace(PROSQA, shape=Shape(terse=True))
 PROSQA_TERSE_BALANCED = replace(PROSQA, shape=Shape(terse=True, balanced=True))
 PROSQA_2HOP = replace(
@@ -141,11 +141,11 @@ class Splits(NamedTuple):
     train: list[Example]
     valid: list[Example]
     tests: dict[str, list[Example]]
-    """By name: `generated`, and the stem of each published file."""
+    """Test sets by name: `generated`, and the stem of each published file."""
 
 
 def generate(task: ReasoningTask, n: int, seed: int, seen: set[str] | None = None) -> list[Example]:
-    """n different examples, none of which is in `seen` (which is extended)."""
+    """n different examples that are not in `seen`, to which they are added."""
     require(task.generate is not None, "this task has no generator; give data.path=FILE")
     assert task.generate is not None
     seen = set() if seen is None else seen
@@ -171,8 +171,8 @@ def generate(task: ReasoningTask, n: int, seed: int, seen: set[str] | None = Non
 def load_held_out(
     cfg: ReasonConfig, seed: int, data: DataConfig = GENERATED, seen: set[str] | None = None
 ) -> tuple[list[Example], dict[str, list[Example]]]:
-    """Generated validation examples (none if training examples come from a file), and the test sets by name, as far as
-    they hold anything. No generated question is in `seen` (which is extended)."""
+    """Generated validation examples (none if training examples come from a file), and the non-empty test sets by name.
+    No generated question is in `seen`, to which they are added."""
     task, seen = task_of(cfg), set() if seen is None else seen
     valid, tests = [], {}
     if task.generate is not None and not data.path:
@@ -193,7 +193,7 @@ def load_held_out(
 
 
 def check_files(test_path: str) -> None:
-    """Refuse a test file that is not there, before minutes of making questions."""
+    """Refuse a missing test file before minutes of generating questions."""
     for path in filter(None, test_path.split(",")):
         require(path in TASKS or path_of(path).is_file(), f"reason.test_path={path!r} is not a file")
 
@@ -201,8 +201,8 @@ def check_files(test_path: str) -> None:
 def load_tests(
     trained: ReasonConfig, data: DataConfig, n_test: int, test_path: str, seed: int
 ) -> dict[str, list[Example]]:
-    """Other test sets for a run than its own, by name. Its training set leaves out the questions that it held out and
-    no others: where more are asked for, or its own task is named again, those it was trained on are skipped."""
+    """Further test sets for a run, by name. The training set only excludes the questions that the run held out: if more
+    questions are needed, or its own task is named again, training questions are skipped."""
     check_files(test_path)
     task, seen = task_of(trained), None
     others = n_test > trained.n_test or trained.task in test_path.split(",")
@@ -212,7 +212,7 @@ def load_tests(
 
 
 def load_splits(cfg: ReasonConfig, seed: int, data: DataConfig = GENERATED) -> Splits:
-    """Training, validation and test examples, from files where paths are given and generated otherwise."""
+    """Training, validation and test examples, from files if paths are given, and generated otherwise."""
     check_files(cfg.test_path)
     task = task_of(cfg)
     valid, tests = load_held_out(cfg, seed, data)

@@ -1,9 +1,9 @@
 """Staged fine-tuning: the `Run` of `adlm train`, driven by epochs and stages.
 
-Everything random is a function of (seed, step), the order of examples of (seed, epoch): a run stopped anywhere, also in
-the middle of a stage, resumes to the same weights bit for bit. The best checkpoint is the one with the highest accuracy
-on generated answers to the validation questions, within the last stage: before it, a network is not yet what the method
-promises (the first stage of all is plain chain of thought). One process; the models of these tasks are small.
+Everything random is a function of (seed, step), and the order of examples of (seed, epoch): a run stopped anywhere,
+also in the middle of a stage, resumes to the same weights bit for bit. The best checkpoint is the one with the highest
+accuracy on generated answers to the validation questions, within the last stage: earlier stages are not yet the method
+(the first stage of all methods is plain chain of thought). One process; the models of these tasks are small.
 """
 
 import hashlib
@@ -49,43 +49,43 @@ from adlm.training.run import Run
 from adlm.training.setup import show
 from adlm.training.watch import note
 
-# What may change when a run is continued: how long it is, and who shares its first stage. Not how many questions are
-# held out, or from which file: the training questions are the others.
+# Settings that may change when a run resumes: its length, and the folder of the shared first stage. Not the held-out
+# questions or their file, since the training questions are all the others.
 FREE = ("reason.epochs", "reason.stage0")
 GPU_LENGTH_MULTIPLE = 64
-"""Sequences of a batch are padded to a multiple of this many positions on a GPU. A shape takes seconds to compile."""
+"""On a GPU, sequences are padded to a multiple of this many positions, since each shape takes seconds to compile."""
 SORTED_BATCHES = 8
-"""Batches whose examples are sorted by length together, so that a batch pads less."""
+"""Batches whose examples are sorted by length together, for less padding."""
 COUNTED = 256
-"""Examples that say how long sequences are on average."""
+"""Examples used to estimate the average length of sequences."""
 CPU = torch.device("cpu")
 GRAPHS = "train.cuda_graphs=true"
 STORY_SILENCE = 4.0
-"""Seconds of stories after which a line says how far they are."""
+"""Seconds between progress lines while training on stories."""
 
 
 class ReasonResult(NamedTuple):
     run: str
     step: int
     finished: bool
-    """Every step was taken: no signal cut the run short."""
+    """Whether every step was taken: no signal stopped the run."""
     stage: int
-    """The stage of the last step; what was tested answers as it does."""
+    """The stage of the last step, whose layout was used for tests."""
     valid: dict[str, float | int]
-    """The best checkpoint on the validation questions."""
+    """Results of the best checkpoint on the validation questions."""
     tests: dict[str, dict[str, float | int]]
     stages: list[dict[str, Any]]
     """The last validation of every stage."""
     stopped_by: int = 0
-    """The signal that stopped the run before its end; 0: none did."""
+    """The signal that stopped the run before its end; 0: none."""
 
 
 class StageSchedule:
-    """Which examples, and which stage, belong to an optimizer step. An epoch is a pass over all examples, each in a new
-    order; a stage is some epochs, and the last one takes what is left."""
+    """The examples and the stage of each optimizer step. An epoch is a pass over all examples in a new order; a stage
+    has several epochs, and the last stage takes all that are left."""
 
     def __init__(self, cfg: Config, n_examples: int, lengths: np.ndarray | None = None):
-        """`lengths`: of the examples, by which they are sorted; None: they are not."""
+        """`lengths`: lengths of the examples, to sort them by; None: no sorting."""
         self.cfg, self.seed, self.size, self.lengths = cfg.reason, cfg.seed, cfg.train.global_batch_size, lengths
         self.valid_every = cfg.train.valid_every
         self.n = n_examples
@@ -109,8 +109,8 @@ class StageSchedule:
         return step // self.per_epoch
 
     def examples(self, step: int) -> np.ndarray:
-        """The examples of a batch; the last batch of an epoch may be smaller. Batches that are sorted together hold the
-        same examples as without, and come in an order drawn anew."""
+        """The examples of a batch; the last batch of an epoch may be smaller. Batches that are sorted together have the
+        same examples in total as without sorting, and come in a random order."""
         at = step % self.per_epoch
         if self.lengths is None:
             return self.in_order(step, at, at + 1)
@@ -122,12 +122,12 @@ class StageSchedule:
         return batches[np.argsort(mix(key, np.arange(len(batches), dtype=np.uint64)))[at - first]]
 
     def in_order(self, step: int, first: int, end: int) -> np.ndarray:
-        """The examples of some batches of the epoch of `step`."""
+        """The examples of batches `first` to `end` (excluded) in the epoch of `step`."""
         within = np.arange(first * self.size, min(end * self.size, self.n))
         return self.order[self.epoch(step) * self.n + within]
 
     def plans_at(self, step: int, n: int) -> list[StagePlan]:
-        """The plan of each of the n examples of a batch: the stage's, or (reason.mixing) that of an earlier stage."""
+        """The plan of each of the n examples of a batch: the stage's or, with reason.mixing, an earlier stage's."""
         stage = self.stage(step)
         if not (stage and self.cfg.mixing):
             return [self.plans[stage]] * n
@@ -138,26 +138,27 @@ class StageSchedule:
         return step % self.per_stage == 0 and step // self.per_stage <= self.last_stage
 
     def within_stage(self, step: int) -> tuple[int, int]:
-        """Steps done in the stage of `step`, and steps it has in all."""
+        """Steps done in the stage of `step`, and all steps of that stage."""
         stage = self.stage(step)
         first = stage * self.per_stage
         return step - first, (self.steps if stage == self.last_stage else first + self.per_stage) - first
 
     def is_validated(self, step: int) -> bool:
-        """After `step` steps: at the end of every stage, and every train.valid_every steps."""
+        """Whether to validate after `step` steps: at the end of every stage, and every train.valid_every steps."""
         is_time = self.valid_every > 0 and step % self.valid_every == 0
         return is_time or self.starts_stage(step) or step == self.steps
 
 
 class ReasoningSetup:
-    """What stands before the first step: examples, network, tokenizer, schedule; and the way from there to batches."""
+    """Everything that exists before the first step (examples, network, tokenizer, schedule), and how it makes
+    batches."""
 
     def __init__(self, cfg: Config, ranks: World):
         self.cfg, self.ranks, self.task = cfg, ranks, task_of(cfg.reason)
         self.splits = load_splits(cfg.reason, cfg.seed, cfg.data)
         network, self.tokenizer = build_network(cfg, self.splits.train)
         self.network = network.to(ranks.device)
-        positions = network.longest + isinstance(network, OwnNetwork)  # its spare one included
+        positions = network.longest + isinstance(network, OwnNetwork)  # including the spare one
         self.multiple = math.gcd(GPU_LENGTH_MULTIPLE if ranks.device.type == "cuda" else 1, positions)
         self.markers = markers_of(self.tokenizer)
         self.train = encode(self.splits.train, self.tokenizer)
@@ -176,7 +177,7 @@ class ReasoningSetup:
                 self.answerer(stage).check_room(encoded, f"set {name}")
 
     def step_module(self) -> Step:
-        """The network with its loss, compiled, and replayed as CUDA graphs if wanted."""
+        """The network with its loss, compiled and replayed as CUDA graphs if the settings say so."""
         cfg, module = self.cfg.train, Step(self.network, batch_loss)
         if isinstance(self.network, OwnNetwork):
             thinks = any(plan.fed_back for plan in self.schedule.plans)
@@ -189,8 +190,8 @@ class ReasoningSetup:
         return module
 
     def batches(self, step: int) -> list[ReasoningBatch]:
-        """The micro-batches of a step on the host, like lengths together: less padding, and the gradient is a sum in
-        any order. Thoughts that are fed back must be equally many in a micro-batch."""
+        """The micro-batches of a step, on the host. Similar lengths go together for less padding; the gradient is a sum
+        and does not depend on the order. In a micro-batch all sequences have the same number of fed-back thoughts."""
         cfg, examples = self.cfg, self.schedule.examples(step)
         groups: dict[StagePlan | None, list[Layout]] = {}
         for i, plan in zip(examples, self.schedule.plans_at(step, len(examples))):
@@ -206,12 +207,12 @@ class ReasoningSetup:
         return found
 
     def batch_of(self, layouts: list[Layout], fed_back: bool, gamma: float) -> ReasoningBatch:
-        """A micro-batch on the host; of one of few shapes, if CUDA graphs are to replay it."""
+        """A micro-batch on the host, rounded to one of a few shapes if CUDA graphs will replay it."""
         batch = make_batch(layouts, fed_back, gamma, self.tokenizer.mask_id, CPU, self.multiple)
         return batch._replace(scored=rounded(batch.scored)) if self.cfg.train.cuda_graphs else batch
 
     def all_batches(self, first: int) -> Iterator[list[ReasoningBatch]]:
-        """The batches of every step from `first` on; beside a GPU a thread makes them ahead."""
+        """The batches of every step from `first` on; with a GPU, a thread makes them ahead of time."""
         steps = map(self.batches, range(first, self.schedule.steps))
         return read_ahead(steps) if self.ranks.device.type == "cuda" else steps
 
@@ -223,19 +224,19 @@ class ReasoningSetup:
         return self.network.flops_per_token(tokens / (len(some) * len(plans)), scored / tokens)
 
     def answerer(self, stage: int) -> Answerer:
-        """The network as this stage asks it."""
+        """An answerer with the layout of this stage."""
         plan, batch_size, labels = self.schedule.plans[stage], self.cfg.eval.batch_size, self.cfg.reason.anchor_tokens
         return Answerer(self.network, self.tokenizer, self.task, plan, self.max_new_tokens, batch_size, labels)
 
     def fingerprints(self) -> dict[str, str]:
-        """What the questions of each split are."""
+        """A digest of the questions of each split."""
         return {
             split: hashlib.sha256("\n".join(map(whole_text, examples)).encode()).hexdigest()
             for split, examples in (("train", self.splits.train), ("valid", self.splits.valid))
         }
 
     def facts(self) -> dict[str, float | int | str]:
-        """What the run is going to be, for its first lines and its results."""
+        """Facts about the run, for its first lines and its results."""
         reason, splits = self.cfg.reason, self.splits
         return {
             "task": reason.task,
@@ -255,16 +256,16 @@ class ReasoningSetup:
 
 
 def longest_answer(encoded: list[Encoded], plans: list[StagePlan]) -> int:
-    """Room for everything a stage asks to be written, and half as much again for a model that strays."""
+    """Token limit of an answer: 1.5 times the longest text that any stage requires, for models that digress."""
     return (3 * max(written_length(e, plan) for e in encoded for plan in plans) + 1) // 2
 
 
 def learn_stories(setup: ReasoningSetup, is_stopped: Callable[[], bool] = lambda: False) -> float:
-    """Train on new stories for reason.story_steps steps, with optimizers of its own; the loss of the last step per
+    """Train on new stories for reason.story_steps steps, with separate optimizers; return the last step's loss per
     token.
 
     Everything is a function of the seed and nothing is saved: a run killed or stopped here (`is_stopped`) begins again,
-    and one that has a checkpoint has this behind it."""
+    and a run with a checkpoint has already done this."""
     cfg, ranks, network, task = setup.cfg, setup.ranks, setup.network, setup.task
     steps, size = cfg.reason.story_steps, cfg.train.global_batch_size
     require(task.has_stories, f"reason.story_steps={steps}: there are no stories for reason.task={cfg.reason.task}")
@@ -300,7 +301,7 @@ def learn_stories(setup: ReasoningSetup, is_stopped: Callable[[], bool] = lambda
 
 def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
     """Train through all stages, or until a signal asks to stop; then test the best checkpoint and export it. `start`:
-    weights to begin with in place of fresh ones and reason.story_steps, so that several methods can share its steps."""
+    initial weights instead of new ones with reason.story_steps, so that several methods can share those steps."""
     with world(cfg.train) as ranks, claimed_run_folder(cfg.out, ranks) as folder:
         require(ranks.size == 1, f"adlm reason train runs in one process, not in {ranks.size}")
         if cfg.data.path or task_of(cfg.reason).generate is not None:
@@ -309,7 +310,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
         schedule = setup.schedule
         for doubt in doubts(cfg, start is not None):
             note(f"warning: {doubt}")
-        # what is tested in the end is the best checkpoint, so it is always kept
+        # the best checkpoint is tested at the end, so it is always kept
         cfg = replace(
             cfg, train=replace(cfg.train, steps=schedule.steps), checkpoint=replace(cfg.checkpoint, best=True)
         )
@@ -352,7 +353,7 @@ def train(cfg: Config, start: dict[str, Tensor] | None = None) -> ReasonResult:
 
 
 def train_stages(run: Run, setup: ReasoningSetup, module: Step, shared: SharedStage | None) -> Accuracy | None:
-    """Every step that is left, or until the run ends; the accuracy of the last validation."""
+    """Take the remaining steps, or until the run ends; return the accuracy of the last validation."""
     schedule, ranks, cfg = setup.schedule, setup.ranks, setup.cfg
     accuracy: Accuracy | None = None
     setup.network.train()
@@ -382,7 +383,7 @@ def train_stages(run: Run, setup: ReasoningSetup, module: Step, shared: SharedSt
 
 
 def doubts(cfg: Config, has_start: bool) -> list[str]:
-    """What cannot be meant, one line each."""
+    """Warnings about settings that were probably not intended, one line each."""
     reason = cfg.reason
     if reason.base or reason.story_steps or has_start or reason.task == "gsm8k":
         return []
@@ -393,7 +394,7 @@ def doubts(cfg: Config, has_start: bool) -> list[str]:
 
 
 def validate(run: Run, setup: ReasoningSetup, stage: int) -> Accuracy:
-    """Answer the validation questions as this stage does; only those of the last stage can be the best."""
+    """Answer the validation questions with this stage's layout; only the last stage can give the best checkpoint."""
     with run.ema:
         accuracy, _ = setup.answerer(stage).answer(setup.splits.valid, setup.ranks)
     values = {"stage": stage, "epoch": setup.schedule.epoch(run.step), **accuracy.facts()}
@@ -405,8 +406,8 @@ def validate(run: Run, setup: ReasoningSetup, stage: int) -> Accuracy:
 
 
 def best_step(run: Run) -> int:
-    """The step of the best checkpoint; the last one of the run where there is no best (before the last stage), or where
-    its files are not what was written."""
+    """The step of the best checkpoint; the run's last step if there is no best one (before the last stage) or if its
+    files are corrupt."""
     step = run.best_step
     if step is None or step == run.step or step not in run.checkpoints.steps():
         return run.step
@@ -418,8 +419,8 @@ def best_step(run: Run) -> int:
 
 
 def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | None) -> ReasonResult:
-    """Ask the best network the test questions, and write it to the run folder. `accuracy`: of the last validation in
-    this process."""
+    """Answer the test questions with the best network, and write it to the run folder. `accuracy`: of the last
+    validation in this process."""
     assert run.log is not None
     tested = best_step(run)
     if tested != run.step:
@@ -427,7 +428,7 @@ def conclude(run: Run, setup: ReasoningSetup, stage: int, accuracy: Accuracy | N
         run.checkpoints.load(tested, {part: state[part] for part in ("model", "ema")})
     answerer = setup.answerer(stage)
     with run.ema:
-        if accuracy is None or tested != run.step:  # else these weights were the last to be validated
+        if accuracy is None or tested != run.step:  # otherwise these weights were validated last
             accuracy, _ = answerer.answer(setup.splits.valid, setup.ranks)
         run.log.say(f"best of stage {stage}, validation: {accuracy}")
         tests = ask_tests(run.folder, answerer, setup.splits.tests, setup.ranks, run.log.say)

@@ -16,22 +16,22 @@ from adlm.errors import require
 # ---- pages -----------------------------------------------------------------------------------------------------------
 # Building blocks of a self-contained HTML report: one file, no external host, light and dark, readable on a phone.
 #
-# Every block is a function that returns `Html`. Plain strings handed to a block are escaped, `Html` is kept as it is,
-# so text of a model can never become markup.
+# Every block is a function that returns `Html`. Plain strings are escaped and `Html` is kept as it is, so a model's
+# text can never become markup.
 #
-# The animated reveal shows a text that appears from masks step by step, with a scrubber and a play button. The page
-# holds the first canvas and what changed at each step, so remasking samplers are shown as they work. Without scripts
-# the finished text stands there.
+# The animated reveal shows a text that appears from masks step by step, with a slider and a play button. The page has
+# the first canvas and the changes of each step, so it also shows how remasking samplers work. Without scripts it shows
+# the finished text.
 
-# What HTML cannot hold: control characters a byte-level tokenizer may produce.
+# Characters that HTML cannot contain: control characters that a byte-level tokenizer may produce.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff\ud800-\udfff]")
-# What stands for a mask in the finished text.
+# Shown for a mask in the finished text.
 HOLE = "\u00b7\u00b7\u00b7"
 _VOID = {"br", "hr", "img", "input", "link", "meta"}
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
 
 def esc(value: Any) -> Html:
@@ -58,7 +58,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Html:
 
 
 def section(title: str, *children: Any, lead: Any = "") -> Html:
-    """A part of the report with its heading; `lead` says what there is to see."""
+    """A part of the report with its heading; `lead` is an introductory paragraph."""
     identity = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     opening = tag("p", lead, class_="lead") if lead else ""
     return tag("section", tag("h2", title), opening, *children, id=identity)
@@ -69,29 +69,29 @@ def paragraph(*children: Any) -> Html:
 
 
 def details(summary: str, *children: Any) -> Html:
-    """Something to unfold."""
+    """Content that the reader can unfold."""
     return tag("details", tag("summary", summary), *children)
 
 
 def code(text: str) -> Html:
-    """Commands or settings, as they are typed."""
+    """A block of commands or settings."""
     return tag("pre", tag("code", text))
 
 
 def columns(*children: Any) -> Html:
-    """Side by side where the screen is wide enough, below each other where it is not."""
+    """Blocks side by side if the screen is wide enough, else below each other."""
     return tag("div", *children, class_="columns")
 
 
 def tiles(facts: Mapping[str, Any]) -> Html:
-    """The few numbers to see first: label -> value."""
+    """The most important numbers, as label -> value."""
     return tag(
         "dl", *(tag("div", tag("dt", label), tag("dd", show(value))) for label, value in facts.items()), class_="tiles"
     )
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> Html:
-    """A table that scrolls by itself when it is wider than the screen. Numbers are set to the right."""
+    """A table that scrolls if it is wider than the screen. Numbers are right-aligned."""
     body = []
     for row in rows:
         cells = [tag("td", show(cell), class_="number" if is_number(cell) else None) for cell in row]
@@ -109,7 +109,7 @@ def is_number(value: Any) -> bool:
 
 
 def show(value: Any) -> Any:
-    """A number as people read it; anything else as it is."""
+    """A number formatted for people; anything else unchanged."""
     if isinstance(value, bool) or not is_number(value):
         return value
     if isinstance(value, int) or abs(value) >= 1e5:
@@ -123,11 +123,11 @@ class Span(NamedTuple):
     text: str
     role: str = ""
     note: str = ""
-    """Shown when the pointer rests on it."""
+    """Shown when the pointer is over it."""
 
 
 def passage(spans: Iterable[Span]) -> Html:
-    """Text with some tokens set apart; spaces and line breaks are kept."""
+    """Text with some tokens highlighted; spaces and line breaks are kept."""
     parts = [
         tag("mark", s.text, class_=s.role, title=s.note or None) if s.role else esc(s.text) for s in _merged(spans)
     ]
@@ -135,7 +135,7 @@ def passage(spans: Iterable[Span]) -> Html:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Join neighbouring plain spans: smaller files, and words that a search in the page finds."""
+    """Join neighbouring plain spans: files are smaller, and a search in the page finds whole words."""
     merged: list[Span] = []
     for span in spans:
         if merged and not span.role and not merged[-1].role:
@@ -146,7 +146,7 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def legend(roles: Mapping[str, str]) -> Html:
-    """What the roles of a passage mean: role -> words."""
+    """A legend for the roles of a passage: role -> description."""
     parts = [tag("span", tag("mark", "token", class_=role), " ", words) for role, words in roles.items()]
     return tag("p", *parts, class_="legend")
 
@@ -166,19 +166,19 @@ def page(title: str, *children: Any, subtitle: str = "") -> str:
 
 
 def asset(name: str) -> str:
-    """A style sheet or script that ships with the package and is written into the page."""
+    """The text of a style sheet or script of the package, to be included in the page."""
     return (resources.files("adlm.reporting") / "static" / name).read_text(encoding="utf-8")
 
 
 class Snapshot(NamedTuple):
-    """A canvas after some evaluation: the text of each position, None where the mask is."""
+    """A canvas after some evaluation: the text of each position, None for a mask."""
 
     step: int
     texts: Sequence[str | None]
 
 
 def watch(lm: LanguageModel, request: Request) -> tuple[list[Snapshot], Generation]:
-    """Draw one text, and keep every canvas on the way; special tokens have no text."""
+    """Draw one text and record every canvas; special tokens have no text."""
     tok, snapshots = lm.tokenizer, []
     for update in lm.engine(request.settings.batch_size).stream(replace(request, watch=True)):
         texts = [None if t == tok.mask_id else "" if t in tok.special_ids else tok.token(t) for t in update.tokens]
@@ -189,7 +189,7 @@ def watch(lm: LanguageModel, request: Request) -> tuple[list[Snapshot], Generati
 
 
 def changes(snapshots: Sequence[Snapshot]) -> list[list]:
-    """What changed, [step, [[position, text or null], ...]], from snapshot to snapshot; before the first: masks."""
+    """Changes between snapshots, [step, [[position, text or null], ...]]; the first starts from all masks."""
     before: list[str | None] = [None] * len(snapshots[0].texts)
     found = []
     for snapshot in snapshots:
@@ -200,7 +200,7 @@ def changes(snapshots: Sequence[Snapshot]) -> list[list]:
 
 
 def reveal(snapshots: Sequence[Snapshot], label: str) -> Html:
-    """The player of one text, from its snapshots in their order; the page must also hold `reveal_script`, once."""
+    """The player of one text, from its snapshots in order; the page must also include `reveal_script`, once."""
     final = [tag("mark", HOLE if text is None else text) for text in snapshots[-1].texts]
     # "<" must not end the script element early
     data = json.dumps({"length": len(final), "frames": changes(snapshots)}, ensure_ascii=False).replace("<", "\\u003c")
@@ -227,20 +227,20 @@ def reveal(snapshots: Sequence[Snapshot], label: str) -> Html:
 
 
 def reveal_script() -> Html:
-    """The player's script, written into the page once."""
+    """The player's script, to be included in the page once."""
     return Html(f"<script>{asset('reveal.js')}</script>")
 
 
 # ---- charts ----------------------------------------------------------------------------------------------------------
 # A small line chart as inline SVG: axes with round numbers, log scales, intervals, several series.
 #
-# Colours come from the page's style sheet (classes s0, s1, ...), so a chart follows light and dark; a pointer that
-# rests on a point reads its numbers, and the figures stand in a table below for those who cannot see the picture.
+# Colours come from the page's style sheet (classes s0, s1, ...), so a chart follows light and dark mode. Hovering over
+# a point shows its numbers, and a table below the chart has all of them for readers who cannot see the picture.
 
 WIDTH, HEIGHT = 460, 270
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 40
 COLOURS = 6
-# More points than pixels say nothing: longer series are thinned to this many.
+# Longer series are thinned to this many points: more would not be visible.
 MOST_POINTS = 400
 
 
@@ -256,12 +256,12 @@ class Series(NamedTuple):
     x_interval: Sequence[tuple[float, float]] | None = None
     """Left and right end at each point (of a scatter)."""
     labels: Sequence[str] | None = None
-    """What each point is, for the pointer and the table."""
+    """Name of each point, for the tooltip and the table."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale: from a value to its place in [0, 1]."""
+    """A scale that maps a value to a position in [0, 1]."""
 
     low: float
     high: float
@@ -287,7 +287,7 @@ class Axis:
 
 
 def linear_step(low: float, high: float, most: int = 6) -> float:
-    """1, 2 or 5 times a power of ten, so that at most `most` steps cover the range."""
+    """A step of 1, 2 or 5 times a power of ten, such that at most `most` steps cover the range."""
     rough = (high - low) / most
     scale = 10.0 ** math.floor(math.log10(rough))
     return next(m * scale for m in (1, 2, 5, 10) if m * scale >= rough * (1 - 1e-9))
@@ -300,7 +300,7 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten; over few decades also 2 and 5 times them; inside less than one, every round number."""
+    """Powers of ten; for a few decades also 2 and 5 times them; for less than one decade, all round numbers."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     span = math.log10(high / low)
     if span < 0.7:
@@ -339,9 +339,9 @@ def line_chart(
     log_y: bool = False,
     scatter: bool = False,
 ) -> Html:
-    """A figure with its title, the chart, a key to the series and the numbers as a table.
+    """A figure with a title, the chart, a legend and the numbers as a table.
 
-    `scatter` is for few points that matter one by one: room at both sides, intervals as bars and not as a band.
+    `scatter` is for a few individual points: room at both sides, and intervals as bars, not as a band.
     """
     series = [clean(s, log_x, log_y) for s in series]
     series = [s for s in series if s.points]
@@ -368,12 +368,12 @@ def line_chart(
             lower = [place(x, low) for (x, _), (low, _) in zip(s.points, s.interval)]
             parts.append(tag("polygon", points=" ".join(upper + lower[::-1]), class_=f"band f{i % COLOURS}"))
         line = " ".join(place(x, y) for x, y in s.points)
-        # beyond the last colour they begin again, dashed
+        # after the last colour, the colours repeat with dashed lines
         look = f"line s{i % COLOURS}" + " dashed" * (i // COLOURS % 2)
         parts.append(tag("polyline", points=line, class_=look))
         for (x, y), label in zip(s.points, s.labels or [""] * len(s.points)):
             across, _, down = place(x, y).partition(",")
-            # invisible dots still answer to the pointer
+            # invisible dots still show their tooltip
             look = {"class_": f"point f{i % COLOURS}"} if s.marks else {"fill": "transparent"}
             said = tag("title", f"{s.name}{', ' * bool(label)}{label}: {x:.5g}, {y:.5g}")
             parts.append(tag("circle", said, cx=across, cy=down, r=3.5, **look))
@@ -393,7 +393,7 @@ def line_chart(
 
 
 def clean(s: Series, log_x: bool, log_y: bool) -> Series:
-    """Drop points that have no place on the axes, and thin out more points than can be seen."""
+    """Drop points that the axes cannot show, and thin out long series."""
     columns = [s.interval, s.x_interval, s.labels]
     for column in columns:
         require(

@@ -1,15 +1,15 @@
-"""HTTP on the engine: many requests, any mixture of samplers and steps, one network call at a time.
+"""The HTTP server on top of the engine: many requests, any mixture of samplers and steps, one network call at a time.
 
-Here is `adlm serve` itself: load the models, say where they are, answer until told to stop.
+This file is `adlm serve` itself: load the models, print their addresses, answer until told to stop.
 
-server.py   uvicorn with a drain on SIGTERM; the guard of every request: name, key, size, slow and lost clients
+server.py   uvicorn with a drain on SIGTERM; the guard of every request: host name, key, size, slow and lost clients
 app.py      the routes, and errors as answers
 bodies.py   bodies of requests (sampling settings generated from the schema), and errors
 answers.py  bodies of answers; bytes of tokens as characters
-service.py  what is served: a checkpoint, its defaults and limits; bodies become requests of the engine
-jobs.py     requests under way, how they share the network, and counters of them
+service.py  the served models with their defaults and limits; bodies become requests of the engine
+jobs.py     running requests, how they share the network, and their metrics
 worker.py   the thread that owns an engine
-front.py    several processes behind one port: the queue of all, requests of a worker that died
+front.py    several processes behind one port: a common queue, and requests of a worker that died
 frames.py   canvases as server-sent events, and the anchor network's guesses
 openai.py   OpenAI's completions and chat completions
 static/     the page
@@ -33,7 +33,7 @@ log = logging.getLogger("adlm.serving")
 
 
 def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
-    """Serve until SIGTERM or Ctrl-C; returns how many requests were answered."""
+    """Serve until SIGTERM or Ctrl-C; return how many requests were answered."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     room = cfg.sampling.batch_size + cfg.serve.queue
     require(
@@ -45,7 +45,7 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
         "serve.max_length=1 has room for the begin token alone: give at least 2, or 0 for the model's length",
     )
     print("adlm serve: loading PyTorch", flush=True)
-    # here and below: seconds, in which somebody looks at the terminal
+    # imported here and below: these imports take seconds, so the lines on the terminal come first
     from adlm.io.load import BOX_NAME
     from adlm.serving.server import is_loopback
     from adlm.serving.service import check_defaults
@@ -53,7 +53,7 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     check_defaults(cfg.sampling, cfg.serve.max_steps)
     paths = list(args or ()) or [cfg.eval.checkpoint or BOX_NAME]
     devices = worker_devices(cfg)
-    listener = listen(cfg.serve.host, cfg.serve.port)  # first: a port in use must not cost the loading of models
+    listener = listen(cfg.serve.host, cfg.serve.port)  # first: a port in use must be reported before models are loaded
     key = api_key(cfg)
     if not key and not is_loopback(cfg.serve.host):
         log.warning(
@@ -67,7 +67,7 @@ def run_serve(cfg: Config, args: list[str] | None = None) -> dict[str, Any]:
     from adlm.serving.front import run_front
 
     for path in paths:
-        locate_model(path)  # one line now, and not one from every worker
+        locate_model(path)  # report an error once here, not in every worker
     print(f"{said}, with {len(devices)} workers on {', '.join(devices)}", flush=True)
     return {"requests": run_front(cfg, paths, listener, devices, key)}
 
@@ -77,7 +77,7 @@ def api_key(cfg: Config) -> str:
 
 
 def worker_devices(cfg: Config) -> list[str]:
-    """The device of each worker: as many GPUs as there are, in turn, or the one that is named."""
+    """The device of each worker: the available GPUs in turn, or the configured device."""
     import torch
 
     several = cfg.train.device in ("auto", "cuda") and torch.cuda.is_available()
@@ -93,7 +93,7 @@ def locate_model(path: str) -> None:
 
 
 def serve_models(cfg: Config, paths: list[str], listener: socket.socket, said: str = "") -> int:
-    """Load the models and answer requests in this process, until told to stop; returns how many were answered."""
+    """Load the models and answer requests in this process until told to stop; return how many were answered."""
     import torch
 
     from adlm.api import LanguageModel
@@ -116,7 +116,7 @@ def serve_models(cfg: Config, paths: list[str], listener: socket.socket, said: s
     if said:
         print(said, flush=True)
     server.run(sockets=[listener])
-    service.stop_workers(0.1)  # after a second signal nobody has told them
+    service.stop_workers(0.1)  # a second signal ends the server without stopping them
     if service.undone:
         log.warning("left undone, inside a step: %s", "; ".join(service.undone))
         atexit.register(leave, service)
@@ -124,7 +124,7 @@ def serve_models(cfg: Config, paths: list[str], listener: socket.socket, said: s
 
 
 def leave(service: "Service") -> None:
-    """End the process at once if a thread is still inside torch, where Python could only end it by an abort."""
+    """End the process at once if a thread is still inside torch: Python could only end such a thread by an abort."""
     if service.undone:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -132,8 +132,8 @@ def leave(service: "Service") -> None:
 
 
 def names(paths: list[str]) -> dict[str, str]:
-    """Id -> path of each model: the last part of the path that says something, made unique. A model that is named and
-    not a path (smollm2, owner/model@revision) keeps its name."""
+    """Id -> path of each model: the last meaningful part of the path, made unique. A name that is not a path (smollm2,
+    owner/model@revision) is its own id."""
     from adlm.io.load import BOX_NAME, locate
     from adlm.io.paths import path_of
 
@@ -158,7 +158,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)  # who comes while models are loading waits
+        listener.listen(2048)  # connections made while models are loading wait
     except OSError as error:
         listener.close()
         raise ValueError(f"serve.host={host} serve.port={port}: {error.strerror or error}") from None

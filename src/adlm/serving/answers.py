@@ -1,7 +1,4 @@
-"""Bodies of answers, but for errors (bodies.py).
-
-Below, too: bytes of tokens as characters.
-"""
+"""Bodies of answers, except errors (bodies.py); and the conversion of tokens' bytes to characters."""
 
 import codecs
 from collections.abc import Sequence
@@ -10,26 +7,26 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 # ---- bytes of tokens as characters -----------------------------------------------------------------------------------
-# Bytes of tokens as characters: a byte-level token may be a part of a character, or end in one.
+# A byte-level token may be a part of a character, or end inside one.
 #
-# A character stands with the token that completes it. Bytes that wait for a token still masked show as nothing, and
-# bytes that no other token can complete as U+FFFD, so the texts of a finished sequence joined are its text.
+# A character belongs to the token that completes it. Bytes that wait for a masked token show as nothing, and bytes that
+# no other token can complete show as U+FFFD, so the joined texts of a finished sequence are its text.
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 def characters(pieces: Sequence[bytes | None]) -> list[str | None]:
-    """The text that each token adds, where None is a hole."""
+    """The text that each token adds; None is a hole."""
     found: list[str | None] = []
     decoder, after_hole = UTF8("replace"), False
     for i, piece in enumerate(pieces):
         if piece is None:
-            decoder.reset()  # what was pending may become a character with the token that comes here
+            decoder.reset()  # the token of this hole may complete the pending bytes
             found.append(None)
             after_hole = True
             continue
         if after_hole:
-            # the end of a character that began in the hole
+            # drop the rest of a character that began in the hole
             rest = piece.lstrip(bytes(range(0x80, 0xC0)))
             after_hole, piece = not rest, rest
         found.append(decoder.decode(piece, final=i == len(pieces) - 1))

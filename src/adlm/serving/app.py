@@ -1,4 +1,4 @@
-"""The routes. Each is a few lines: a body becomes requests of the engine, their results become an answer."""
+"""The routes. Each takes a few lines: a body becomes requests of the engine, and their results become an answer."""
 
 import asyncio
 import re
@@ -26,23 +26,23 @@ from adlm.serving.server import RequestGuard, other_origins
 from adlm.serving.service import Served, Service
 
 STATIC = (Path(__file__).parent / "static", Path(reporting.__file__).parent / "static")
-"""The page's files, and the sheet it shares with reports."""
+"""The page's files, and the style sheet it shares with reports."""
 PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
-    # Text of a model can never become a script, and nothing is loaded from or sent to another host.
+    # A model's text can never become a script, and nothing is loaded from or sent to another host.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
-    # Asked for again at each visit, answered 304: an upgraded server must not meet the scripts of the old one.
+    # Browsers check at each visit (and get 304): the page of an upgraded server must not run old scripts.
     "Cache-Control": "no-cache",
 }
 JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
 STOPPING = 5.0
-"""Seconds that the step under way gets to end when the server stops."""
+"""Seconds that the running step gets to end when the server stops."""
 T = TypeVar("T")
 
 
-# What OpenAPI says of answers
+# Answers in the OpenAPI document
 
 MEANING = {
     400: "The body is not JSON, or a value is out of range; the message names it.",
@@ -62,7 +62,7 @@ Answers = dict[int | str, dict[str, Any]]
 ERRORS: Answers = {status: {"model": b.ErrorAnswer, "description": text} for status, text in MEANING.items()}
 KEY_ONLY: Answers = {401: ERRORS[401], 403: ERRORS[403]}
 NAME_ONLY: Answers = {403: ERRORS[403]}
-# One server-sent event; what its data holds is told in docs/serving.md.
+# One server-sent event; docs/serving.md describes its data.
 EVENT = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": "application/json"}},
@@ -74,7 +74,7 @@ COMPLETION: Answers = {
     200: {"model": answers.CompletionAnswer, "content": EVENTS, "description": "With stream: server-sent events."},
 }
 CHAT: Answers = {**COMPLETION, 200: {**COMPLETION[200], "model": answers.ChatAnswer}}
-# Of a route whose answers are events FastAPI would document the errors as events too.
+# FastAPI would document the errors of a route that answers with events as events, too.
 ERROR_BODY = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 FRAMES: Answers = {
     **{status: {"content": ERROR_BODY, "description": text} for status, text in MEANING.items()},
@@ -88,11 +88,11 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[str], status_code: int = 200):
-        # No proxy may hold events back.
+        # No proxy may delay events.
         super().__init__(events, status_code, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
 
-# The page, and how the server is
+# The page, and the state of the server
 
 router = APIRouter()
 ASKING = ["GET", "HEAD"]
@@ -122,7 +122,7 @@ async def docs(request: Request) -> Response:
 
 @router.api_route("/static/{name}", methods=ASKING, include_in_schema=False)
 async def static(name: str) -> Response:
-    # The name is looked up among the files there are, never joined to a path: there is nothing to climb out of.
+    # The name is looked up in the list of files and never joined to a path, so it cannot leave the folder.
     for folder in STATIC:
         for file in folder.iterdir():
             if file.name == name and file.is_file():
@@ -133,27 +133,27 @@ async def static(name: str) -> Response:
 @router.head("/healthz", response_class=PlainTextResponse, include_in_schema=False)
 @router.get("/healthz", response_class=PlainTextResponse, responses=NAME_ONLY)
 async def healthz() -> str:
-    """The process answers."""
+    """Whether the process is alive."""
     return "ok\n"
 
 
 @router.head("/readyz", response_class=PlainTextResponse, include_in_schema=False)
 @router.get("/readyz", response_class=PlainTextResponse, responses={**NAME_ONLY, 503: {"description": MEANING[503]}})
 async def readyz(request: Request) -> Response:
-    """Models are loaded and new work is taken."""
+    """Whether models are loaded and new work is accepted."""
     ready = request.app.state.service.ready
     return PlainTextResponse("ready\n" if ready else "not ready\n", 200 if ready else 503)
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=KEY_ONLY)
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     return PlainTextResponse(request.app.state.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/v1/models", responses=KEY_ONLY)
 async def models(request: Request) -> answers.ModelList:
-    """The models that are served, with their samplers and defaults."""
+    """The served models, with their samplers and defaults."""
     return answers.ModelList(data=[served.card() for served in request.app.state.service.models.values()])
 
 
@@ -167,7 +167,7 @@ async def model(id: str, request: Request) -> answers.ModelCard:
 
 @router.post("/v1/tokenize", responses=ERRORS)
 async def tokenize(body: b.TextBody, request: Request) -> answers.Pieces:
-    """The pieces a text is made of."""
+    """Split a text into tokens, each with its piece of the text."""
     service: Service = request.app.state.service
     return await service.prepare(service.model(body.model).tokenize, body.text)
 
@@ -182,7 +182,7 @@ async def completions(body: b.CompletionBody, request: Request) -> Response:
 
 @router.post("/v1/chat/completions", responses=CHAT, response_model=None)
 async def chat(body: b.ChatBody, request: Request) -> Response:
-    """OpenAI's chat completions: the conversation as plain lines, continued."""
+    """OpenAI's chat completions: answer a conversation."""
     service: Service = request.app.state.service
     served = service.model(body.model)
     return await answered(request, served, await service.prepare(Chat, served, body))
@@ -197,7 +197,7 @@ async def answered(request: Request, served: Served, completion: Completion) -> 
 
 @router.post("/v1/frames", responses=FRAMES, response_class=EventStream, response_model=None)
 async def frames(body: b.FramesBody, request: Request) -> Response:
-    """Watch one text appear: events start, queue (while others are ahead), frame (one per evaluation) and end, or
+    """Watch one text appear, as events: start, queue (while others are ahead), frame (one per evaluation), and end or
     error."""
     service: Service = request.app.state.service
     served = service.model(body.model)
@@ -233,7 +233,7 @@ async def infill(body: b.InfillBody, request: Request) -> answers.InfillAnswer:
 
 @router.post("/v1/score", responses=ERRORS)
 async def score(body: b.ScoreBody, request: Request) -> answers.ScoreAnswer:
-    """How likely a text is: an upper bound on its nats per token, or these themselves (`exact`)."""
+    """How likely a text is: an upper bound on its nats per token, or the exact value (`exact`)."""
     service: Service = request.app.state.service
     served = service.model(body.model)
     tokens = await service.prepare(served.text_tokens, body.text)
@@ -251,7 +251,7 @@ async def score(body: b.ScoreBody, request: Request) -> answers.ScoreAnswer:
 
 @router.post("/v1/slots", responses=ERRORS)
 async def slots(body: b.SlotsBody, request: Request) -> answers.SlotsAnswer:
-    """What the model puts into every hole of a template: candidates, entropy and standard errors."""
+    """The model's prediction for every hole of a template: candidates, entropy and standard errors."""
     service: Service = request.app.state.service
     served = service.model(body.model)
     sequence = await service.prepare(served.slot_tokens, body)
@@ -276,7 +276,7 @@ async def slots(body: b.SlotsBody, request: Request) -> answers.SlotsAnswer:
 
 @router.post("/v1/anchors", responses=ERRORS)
 async def anchors(body: b.AnchorsBody, request: Request) -> answers.AnchorsAnswer:
-    """Which tokens are anchors (rare in their sequence), and what the anchor network puts into holes."""
+    """Which tokens are anchors (rare in their sequence), and the anchor network's prediction for holes."""
     service: Service = request.app.state.service
     served = service.model(body.model)
     sequence = await service.prepare(served.anchor_tokens, body)
@@ -302,7 +302,7 @@ async def anchors(body: b.AnchorsBody, request: Request) -> answers.AnchorsAnswe
     )
 
 
-# Every error leaves in the one shape
+# All errors have one shape
 
 
 async def problem(request: Request, error: Any) -> JSONResponse:
@@ -315,14 +315,14 @@ async def http_error(request: Request, error: Any) -> JSONResponse:
 
 async def invalid(request: Request, error: Any) -> JSONResponse:
     sent = request.headers.get("content-type", "")
-    if not JSON_TYPE.match(sent):  # what curl -d says by itself
+    if not JSON_TYPE.match(sent):  # the default of curl -d
         message = f"the header Content-Type must be application/json, got {sent[:80]!r}"
         return Problem(415, message, "wrong_content_type").response()
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['ctx']['error']}", "invalid_json").response()
     places = [place_of(e["loc"][1:], error.body) for e in error.errors()]
-    where = max(places, key=lambda place: place.count("."))  # a union is wrong as a whole, or at one of its parts
+    where = max(places, key=lambda place: place.count("."))  # an error in a union concerns the whole or one part
     why = " or ".join(dict.fromkeys(e["msg"] for e, place in zip(error.errors(), places) if place == where))
     return Problem(422, f"{where or 'body'}: {why}", "invalid_body", where or None).response()
 
@@ -332,7 +332,7 @@ async def bug(request: Request, error: Exception) -> JSONResponse:
 
 
 def place_of(path: Sequence[str | int], value: Any) -> str:
-    """A field as the client wrote it. The path also names the branch of a union that was tried: `prompt.str`."""
+    """A field as the client wrote it. pydantic's path also has the branch of a union that it tried: `prompt.str`."""
     place = []
     for part in path:
         if isinstance(value, dict if isinstance(part, str) else list):
@@ -342,7 +342,7 @@ def place_of(path: Sequence[str | int], value: Any) -> str:
 
 
 def make_app(service: Service, key: str = "") -> FastAPI:
-    """The application: routes, errors, the guard, other origins."""
+    """The application: routes, errors, the guard, and other origins (CORS)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -356,7 +356,7 @@ def make_app(service: Service, key: str = "") -> FastAPI:
         version="1",
         lifespan=lifespan,
         routes=router.routes,
-        # FastAPI's own pages of documentation load scripts from other hosts; /openapi.json stays.
+        # FastAPI's documentation pages load scripts from other hosts; /openapi.json stays.
         docs_url=None,
         redoc_url=None,
         exception_handlers={

@@ -1,9 +1,9 @@
-"""Bodies of requests and answers, errors included.
+"""Bodies of requests, and of errors.
 
-What a request may say about sampling is generated from the schema: the type, the range, the choices and the help of a
-setting stand beside its field in SamplingConfig and nowhere else. Fields of the protocol itself are written here. An
-unknown field is refused, since a misspelt setting must not be ignored in silence. Limits that depend on the server or
-on the model are checked in service.py and answered 400.
+The sampling settings of a request are generated from the schema: the type, range, choices and help of a setting are
+defined only at its field in SamplingConfig. Fields of the protocol itself are defined here. An unknown field is
+refused, since a misspelt setting must not be silently ignored. Limits that depend on the server or on the model are
+checked in service.py and answered with 400.
 """
 
 import math
@@ -27,14 +27,14 @@ from adlm.config.keys import Key, keys
 from adlm.errors import similar
 from adlm.rules import Choices, Range
 
-# Settings of `adlm sample` that a request says in a form of its own, or that are not a request's business. A server
-# has no defaults for them, but for `stop`.
+# Settings of `adlm sample` that have another form in a request, and those that a request cannot set. A server has no
+# defaults for them, except for `stop`.
 OWN_FORM = ("n", "length", "prompt", "template", "banned", "required", "choices", "response_format", "stop")
 NOT_IN_REQUESTS = ("batch_size",)
 
 
 def encodable(text: Any) -> Any:
-    """Refuse half of a character, which JSON can name (a client cut an emoji in two) and no tokenizer can read."""
+    """Refuse half of a character (a client cut an emoji in two): JSON can encode it, but no tokenizer can read it."""
     try:
         for part in text if isinstance(text, list) else [text]:
             if isinstance(part, str):
@@ -44,13 +44,13 @@ def encodable(text: Any) -> Any:
     return text
 
 
-# Also around unions of texts: inside, the message would name the branch.
+# Also wraps unions of texts: inside a union, the message would name the branch.
 ENCODABLE = AfterValidator(encodable)
 Text = Annotated[str, ENCODABLE]
-# JSON has one kind of number: 7.0 is as whole as 7. (Last of the annotations, or limits are missing in the document.)
+# JSON has one kind of number, so 7.0 is an integer. (The last annotation, or limits are missing in the document.)
 WHOLE = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 Id = Annotated[int, WHOLE]
-# For Python 0 is False; for JSON it is not.
+# In Python 0 equals False; in JSON it does not.
 NOT_ZERO = BeforeValidator(lambda x: "0" if x == 0 and not isinstance(x, bool) else x)
 Count = Annotated[int, Field(ge=1), WHOLE]
 Words = Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=64)]
@@ -58,18 +58,18 @@ Options = Annotated[list[Annotated[Text, Field(min_length=1, max_length=1000)]],
 
 WholeNumber = Annotated[int, Field(ge=0), WHOLE]
 Several = Field(min_length=1, max_length=256)
-# No sequence is that long, and reading a million numbers takes a while.
+# Most tokens in a body: no sequence is that long, and reading a million numbers takes a while.
 MANY = 1 << 16
 Tokens = Annotated[list[Id], Field(min_length=1, max_length=MANY)]
 Prompts = str | Annotated[list[str], Several] | Tokens | Annotated[list[Tokens], Several]
-# Longer ones would be looked for in every frame.
+# The length is limited because stops are searched in every frame.
 Stop = Annotated[str, Field(max_length=200)]
 Stops = Annotated[bool | Stop | Annotated[list[Stop], Field(max_length=16)] | None, ENCODABLE]
 
 
 class OneOf:
-    """Documents the names that a text may be. They are read when the document is made, and a misspelt one is refused
-    by the package, which knows the nearest."""
+    """Adds the allowed names of a text field to the OpenAPI document, when the document is made. A misspelt name is
+    refused later, by the package, with the nearest one."""
 
     def __init__(self, rule: Choices):
         self.rule = rule
@@ -82,7 +82,7 @@ def setting(key: Key) -> tuple[Any, Any]:
     """Type and documentation of the field of a request that sets `key`."""
     marks: list[Any] = []
     if isinstance(key.rule, Range):
-        # without the rule's `also`: a request that wants the default leaves the field out
+        # without the values of `also`: a request that wants the default leaves the field out
         marks.append(Field(**limits(key.rule)))
     elif isinstance(key.rule, Choices):
         marks.append(OneOf(key.rule))
@@ -94,13 +94,13 @@ def setting(key: Key) -> tuple[Any, Any]:
 
 
 def limits(rule: Range) -> dict[str, Any]:
-    """A range in pydantic's words."""
+    """A range as keywords of pydantic's Field."""
     found: dict[str, Any] = {}
     if rule.low > -math.inf:
         found["gt" if rule.open_low else "ge"] = rule.low
     if rule.high < math.inf:
-        # OpenAPI's numbers are doubles. Above 2^53 the largest that a double and a short decimal say alike is taken, or
-        # the document would allow what is refused.
+        # OpenAPI's numbers are doubles. A limit above 2^53 is lowered to a value that a double can represent, or the
+        # document would allow numbers that are refused.
         inexact = int(rule.high % 10**10) if rule.high > 2**53 and isinstance(rule.high, int) else 0
         found["lt" if rule.open_high else "le"] = rule.high - inexact
     return found
@@ -145,12 +145,12 @@ class ResponseFormat(BaseModel):
 
     @property
     def plain(self) -> dict[str, Any] | str:
-        """As `lm.generate` takes it."""
+        """The format as an argument of `lm.generate`."""
         named = {} if self.json_schema is None else {"json_schema": {"schema": self.json_schema.schema_}}
         return {"type": self.type, **named}
 
 
-# The settings of the schema that a request may carry
+# The settings of the schema that a request may set
 SETTINGS = [
     name
     for section, _, name in (key.partition(".") for key in keys())
@@ -161,8 +161,8 @@ Settings: Any = create_model("Settings", __base__=Body, **FIELDS)
 
 
 class CanvasBody(Settings):
-    """What is to be filled: free text, after a prompt, into a template, or holes (null) between tokens. Settings that
-    are left out have the server's defaults; a seed that is left out is drawn, and returned."""
+    """The canvas to fill: free text, text after a prompt, a template, or tokens with holes (null). Omitted settings
+    have the server's defaults; an omitted seed is drawn at random, and returned."""
 
     model: str | None = Field(None, description="Id of a served model; the first one if left out.")
     prompt: Text | None = Field(None, description=keys()["sampling.prompt"].help)
@@ -327,7 +327,7 @@ class ErrorAnswer(BaseModel):
 
 
 class Problem(Exception):
-    """An error that a client is told; raised anywhere below a route and answered by the app, in OpenAI's shape."""
+    """An error for the client, raised anywhere below a route and answered by the app in OpenAI's format."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Canvases as server-sent events: where a text starts, what changed in each evaluation, how it ended; and what the
-anchor network would put into their holes.
+"""Canvases as server-sent events: the start of a text, the changes of each evaluation, and its end; and the anchor
+network's guesses for holes.
 
-Frames carry differences to the frame sent before, so one that was left out for a slow reader is contained in the next.
+A frame has the differences from the frame sent before it, so a frame that a slow reader missed is part of the next.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ if TYPE_CHECKING:  # they need the guesses
     from adlm.serving.service import Served
 
 log = logging.getLogger("adlm.serving")
-# Frames of a sequence that carry the anchor network's guesses: each costs a pass of its head.
+# Most frames of a sequence that have the anchor network's guesses: each costs a pass of its head.
 GUESSED_FRAMES = 32
 SURE = 0.3
-"""Probability that a guess needs to be sent."""
+"""Minimum probability of a guess that is sent."""
 LOOKS_AT_THE_QUEUE = 0.1
-"""Seconds between two looks at how far a waiting request has come."""
+"""Seconds between two looks at the place of a waiting request in the queue."""
 
 
 def event(name: str, data: dict[str, Any]) -> str:
@@ -68,7 +68,7 @@ class Film:
                 "seed": r.seed,
                 "sampler": r.settings.sampler,
                 "steps": most_evaluations(r, lm.model, lm.schedule) if block else r.settings.steps,
-                # for who counts frames: without the first there is one for each hole, with the second not more
+                # for clients that count frames: one per hole without steps_matter, at most that with writes_once
                 "steps_matter": SAMPLERS.load(r.settings.sampler).steps_matter,
                 "writes_once": self.served.writes_once(r.settings),
                 "block_length": block,
@@ -82,19 +82,19 @@ class Film:
         )
 
     def frame(self, update: "Update") -> str:
-        """What changed since the last frame."""
+        """The changes since the last frame."""
         assert update.frame is not None
         self.step = update.frame.step
         guesses = [
             [g.position, g.tokens[0], self.served.piece(g.tokens[0]), round(g.probabilities[0], 4)]
             for g in update.guesses or []
         ]
-        # A sequence longer than the model comes window by window: what is not reached yet is as it was.
+        # A sequence longer than the model is written window by window; the rest is still unchanged.
         seen = update.frame.tokens
         return self.change([*seen, *self.request.tokens[len(seen) :]], update.frame.nfe, guesses)
 
     def change(self, tokens: list[int], nfe: int, guesses: list[list[Any]]) -> str:
-        """A frame. A token whose text changes counts as changed: its neighbour has completed a character."""
+        """A frame. A token also counts as changed if only its text changes, since a neighbour completed a character."""
         texts = self.served.with_holes(tokens)[1]
         changed = [l for l, t in enumerate(tokens) if (self.canvas[l], self.texts[l]) != (t, texts[l])]
         self.canvas, self.texts = list(tokens), texts
@@ -113,7 +113,7 @@ class Film:
     def end(self, result: Result) -> list[str]:
         """The last change, and the whole text."""
         lm = self.served.lm
-        if self.step != self.request.settings.steps:  # filling what is left after the last step is not one more
+        if self.step != self.request.settings.steps:  # filling the rest after the last step is no new step
             self.step += 1
         whole = {
             "text": lm.text(result.tokens),
@@ -129,7 +129,7 @@ class Film:
 
 
 async def film(served: "Served", job: "Job") -> AsyncIterator[str]:
-    """Events until the text is whole; a problem is an event too, since the status has been sent."""
+    """Events until the text is complete; an error is an event, too, since the status has already been sent."""
     shown = Film(served, job.requests[0])
     yield shown.start()
     try:
@@ -148,7 +148,7 @@ async def film(served: "Served", job: "Job") -> AsyncIterator[str]:
 
 
 async def queue_places(served: "Served", job: "Job") -> AsyncIterator[int]:
-    """The job's place in the queue (1: next) whenever it has changed, until its turn, its end, or news of it."""
+    """The job's place in the queue (1: next), whenever it changes, until its first update or its time limit."""
     loop, told = asyncio.get_running_loop(), 0
     while job.updates.empty() and loop.time() < job.end and (place := served.worker.place(job)):
         if place != told:
@@ -161,7 +161,7 @@ async def queue_places(served: "Served", job: "Job") -> AsyncIterator[int]:
 
 
 class AnchorGuess(NamedTuple):
-    """What the anchor network would put into a hole."""
+    """The anchor network's likeliest tokens for a hole."""
 
     position: int
     tokens: list[int]
@@ -170,18 +170,18 @@ class AnchorGuess(NamedTuple):
 
 
 class FrameGuesses:
-    """The anchor network's guesses, read off the pass that draws the next tokens: they cost no pass of their own. At
-    most GUESSED_FRAMES of a sequence's expected evaluations are read, evenly, and guesses below SURE are left out."""
+    """The anchor network's guesses, read in the pass that draws the next tokens, so they need no pass of their own. At
+    most GUESSED_FRAMES of a sequence's expected evaluations are read, evenly spaced; guesses below SURE are omitted."""
 
     def __init__(self, lm: LanguageModel):
         self.lm = lm
         self.seen: dict[int, int] = {}
-        """Engine id -> evaluations seen."""
+        """Engine id -> number of evaluations so far."""
         self.found: dict[int, list[AnchorGuess]] = {}
         """Engine id -> guesses of the last step."""
 
     def watch(self, engine: Engine, watched: Mapping[int, Request]) -> None:
-        """Read the next step's passes for these sequences, by engine id, where it is their turn."""
+        """Read the next step's passes for those of the watched sequences (by engine id) that are due."""
         self.found = {}
         wanted = {id for id, request in watched.items() if self.due(id, request)}
         engine.evaluator.observer = self.observer(engine, wanted) if wanted else None
@@ -195,7 +195,7 @@ class FrameGuesses:
 
     def observer(self, engine: Engine, wanted: set[int]):
         def read(call: Call, tokens_BL: Tensor, anchor_BLD: Tensor) -> None:
-            if not isinstance(call.read, Canvases):  # a block is too short to show what comes first
+            if not isinstance(call.read, Canvases):  # a block is too short to show the order of tokens
                 return
             try:
                 for b, slot in enumerate(call.read.slots.tolist()):
@@ -212,14 +212,14 @@ class FrameGuesses:
                         for l, (tokens, p) in zip(at_N.tolist(), best)
                         if p[0] >= SURE
                     ]
-            except Exception:  # an ornament: sequences continue without it
+            except Exception:  # guesses are optional: sequences continue without them
                 log.exception("the anchor network's guesses failed; frames go without")
 
         return read
 
 
 def likeliest(head: Head, hidden_ND: Tensor, mask_id: int, top: int = 1) -> list[tuple[list[int], list[float]]]:
-    """For every state, the `top` tokens that the head finds most probable, and their probabilities."""
+    """For every hidden state, the `top` most probable tokens of the head, and their probabilities."""
     found: list[tuple[list[int], list[float]]] = []
     size = getattr(head, "out_features", 1)
     for part_ND in hidden_ND.split(max(1, LOGITS_AT_ONCE // size)):
@@ -232,8 +232,8 @@ def likeliest(head: Head, hidden_ND: Tensor, mask_id: int, top: int = 1) -> list
 
 @torch.inference_mode()
 def best_guesses(lm: LanguageModel, tokens: list[int], top: int = 1) -> list[AnchorGuess]:
-    """The anchor network's `top` tokens at each hole, from a pass of its own. Only holes go through the head. A canvas
-    longer than the model is read by its last window."""
+    """The anchor network's `top` tokens at each hole, from a separate pass. Only holes go through the head. Of a canvas
+    longer than the model, the last window is read."""
     model = lm.model
     if model.anchor_head is None:
         return []

@@ -1,9 +1,9 @@
 """`adlm serve workers=N`: one process for each GPU behind one port.
 
-The front listens, guards every request as a server of one process does (server.py), and hands it to the worker that has
-least to do, over a socket of the file system. Workers are ordinary servers. What none has room for waits here, in one
-queue for all. Exact seeds make workers interchangeable: a request whose worker dies is sent to another one, as long as
-its client has got nothing of the answer yet; a stream that has begun ends with an error event. A worker that dies is
+The front listens, guards every request as a server of one process does (server.py), and forwards it to the least busy
+worker, over a Unix socket. Workers are ordinary servers. Requests for which no worker has room wait here, in one common
+queue. Exact seeds make workers interchangeable: a request whose worker dies is sent to another one, as long as its
+client has received nothing of the answer; a stream that has begun ends with an error event. A worker that dies is
 started again.
 """
 
@@ -36,42 +36,42 @@ from adlm.serving.server import RequestGuard, make_server, other_origins
 
 log = logging.getLogger("adlm.serving")
 ATTEMPTS = 2
-"""Workers that a request may be sent to: one that kills every worker must not kill all of them."""
+"""Workers that a request may be sent to: a request that crashes its worker must not crash all of them."""
 LOOK = 0.1
-"""Seconds between two questions whether a worker is ready."""
+"""Seconds between two checks whether a worker is ready."""
 LATE = 5.0
-"""Seconds after the end of its time that a request is waited for: a worker that works says itself that it is over."""
+"""Seconds to wait for an answer after the request's time limit: a healthy worker reports the timeout itself."""
 SLOWEST_RESTART = 30.0
-"""Seconds, at most, before a worker is started again that never became ready."""
+"""Longest pause, in seconds, before restarting a worker that never became ready."""
 STOPPING = 10.0
 """Seconds that workers get to end."""
 HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"proxy-connection", b"te", b"trailer"}
-"""Headers of one connection, and not of the message."""
+"""Headers of one connection, not of the message (hop-by-hop)."""
 
 
 class WorkerGone(Exception):
-    """The worker ended before its answer did."""
+    """The worker ended before its answer was complete."""
 
 
 class AnswerHead(NamedTuple):
-    """The beginning of an answer."""
+    """Status and headers of an answer."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
 
 
 class WorkerProcess:
-    """A server of one process, and how much it has in hand."""
+    """A worker: a server process, and how many sequences it has."""
 
     def __init__(self, number: int, cfg: Config, paths: list[str], folder: Path):
         self.number, self.cfg, self.paths = number, cfg, paths
         self.socket = folder / f"worker-{number}"
         self.process: Any = None
         self.told: Any = None
-        """The process that was told to end."""
+        """The process that was already told to end."""
         self.ready = False
         self.load = 0
-        """Sequences in hand."""
+        """Sequences it is working on."""
         self.restarts = -1
         self.is_over = False
         self.on_ready: Callable[[], None] = lambda: None
@@ -85,7 +85,7 @@ class WorkerProcess:
         self.process.start()
 
     async def mind(self) -> None:
-        """Start the process, say when it is ready, and start it again whenever it dies."""
+        """Start the process, report when it is ready, and restart it whenever it dies."""
         pause = 0.0
         while not self.is_over:
             await asyncio.sleep(pause)
@@ -114,7 +114,7 @@ class WorkerProcess:
         return False
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End the process for good. A second SIGTERM would keep it from ending in order."""
+        """End the process for good. SIGTERM is sent only once: a second one would end it at once."""
         self.is_over, self.ready = True, False
         again, self.told = number == signal.SIGTERM and self.told is self.process, self.process
         if self.process is not None and self.process.is_alive() and not again:
@@ -128,8 +128,8 @@ def ending(code: int | None) -> str:
 
 
 def serve_alone(cfg: Config, paths: list[str], place: str) -> None:
-    """A worker: an ordinary server on a socket of the file system. It ignores Ctrl-C, which is the front's, and ends
-    with it."""
+    """Run a worker: an ordinary server on a Unix socket. It ignores Ctrl-C, which the front handles, and ends with the
+    front."""
     from adlm.serving import serve_models
 
     getattr(os, "setsid")()  # noqa: B009  # workers need sockets of the file system, which Windows lacks too
@@ -144,7 +144,7 @@ def serve_alone(cfg: Config, paths: list[str], place: str) -> None:
 async def exchange(
     place: Path, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
 ) -> AsyncGenerator[AnswerHead | bytes, None]:
-    """Ask a worker: the head of its answer, then the parts of the body as they come."""
+    """Send a request to a worker; yield the head of its answer, then the parts of the body as they arrive."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(place))
     except OSError as error:
@@ -177,7 +177,7 @@ async def exchange(
 
 
 def sequences_of(body: bytes) -> int:
-    """How many sequences a body asks for, as far as it says so; the worker checks it."""
+    """How many sequences a body seems to request; the worker checks the body."""
     try:
         found = json.loads(body)
         n, prompt = found.get("n") or 1, found.get("prompt")
@@ -188,14 +188,14 @@ def sequences_of(body: bytes) -> int:
 
 
 class Front:
-    """What the guard and the server need (they know a `Service`), the workers, and the queue of all."""
+    """The workers and their common queue, with the attributes of `Service` that the guard and the server use."""
 
     def __init__(self, cfg: ServeConfig, slots: int, workers: list[WorkerProcess]):
         """`slots`: sequences that a worker has room for."""
         self.cfg, self.slots, self.workers, self.metrics = cfg, slots, workers, ServerMetrics()
         self.draining = False
         self.routes = router.routes
-        """What the workers serve, to name routes by."""
+        """The workers' routes, to label requests."""
         self.active: set[Any] = set()
         self.waiting: deque[tuple[int, asyncio.Future[WorkerProcess]]] = deque()
         count = {"adlm_workers": lambda: len(workers), "adlm_workers_ready": lambda: sum(w.ready for w in workers)}
@@ -212,11 +212,11 @@ class Front:
         return not self.draining and any(w.ready for w in self.workers)
 
     def close(self, scope: Scope) -> None:
-        """Nothing is left of a request that has ended."""
+        """Do nothing: a request that has ended leaves nothing to release here."""
 
     def cut_off(self) -> None:
-        """Tell everybody who still waits that the server goes away: those in the queue, and, by the end of the
-        workers, those whose request is in hand."""
+        """Tell all waiting clients that the server shuts down: those in the queue by an error, and those of running
+        requests by ending the workers."""
         for _, future in self.waiting:
             if not future.done():
                 future.set_exception(self.lost())
@@ -224,7 +224,7 @@ class Front:
             worker.stop(KILL if worker.load else signal.SIGTERM)
 
     def lost(self) -> Problem:
-        """The answer to a request whose worker is gone."""
+        """The error for a request whose worker is gone."""
         if self.draining:
             return Problem(503, "the server shut down before this request was finished", "shutting_down")
         message = "the worker that had this request died; send it again"
@@ -233,13 +233,13 @@ class Front:
     # The queue
 
     def free_worker(self, sequences: int) -> WorkerProcess | None:
-        """The worker with least to do that has room; one with nothing to do has room for anything, and all have for
-        what draws nothing (the page, the list of models)."""
+        """The least busy worker that has room. An idle worker has room for anything, and every worker for requests that
+        draw nothing (the page, the list of models)."""
         able = [w for w in self.workers if w.ready and (not w.load * sequences or w.load + sequences <= self.slots)]
         return min(able, key=lambda w: (w.load, w.restarts), default=None)
 
     async def acquire(self, sequences: int, again: bool) -> WorkerProcess:
-        """A worker, when it is this request's turn. `again`: it has waited before, and lost its worker."""
+        """A worker, as soon as it is this request's turn. `again`: the request waited before and lost its worker."""
         if not any(w.ready for w in self.workers):
             if again:
                 raise self.lost()
@@ -267,7 +267,7 @@ class Front:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Give workers to who has waited longest."""
+        """Give workers to the requests that have waited longest."""
         while self.waiting:
             sequences, future = self.waiting[0]
             worker = self.free_worker(sequences)
@@ -281,7 +281,7 @@ class Front:
     # Requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer about this server, or hand the request to a worker."""
+        """Answer questions about this server; forward all other requests to a worker."""
         if scope["type"] == "lifespan":
             await self.live(receive, send)
             return
@@ -303,7 +303,7 @@ class Front:
             await problem.response()(scope, receive, send)
 
     async def forward(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Hand a request to a worker, and to another one if that dies before anything was sent."""
+        """Forward a request to a worker, and to another one if the first dies before anything was sent."""
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         sequences = sequences_of(body) if scope["method"] == "POST" else 0
         end = asyncio.get_running_loop().time() + self.cfg.timeout
@@ -319,7 +319,7 @@ class Front:
                         if isinstance(part, AnswerHead):
                             head = part
                             continue
-                        if not began:  # a head without a body could still be another worker's
+                        if not began:  # after a head alone, another worker can still answer
                             assert head is not None
                             await send_head(send, head)
                             began = True
@@ -334,10 +334,10 @@ class Front:
                 if began:
                     await self.end_stream(head, self.lost(), send)
                     return
-                # Whether it lives cannot be asked yet: a process that is killed closes its connections first. Until it
-                # answers again, nobody is sent to it.
+                # A killed process closes its connections before it is seen as dead. Until the worker answers again, it
+                # gets no requests.
                 worker.ready = False
-            except Problem as problem:  # it hangs: nobody is sent to it, either
+            except Problem as problem:  # it hangs, so it gets no requests, either
                 log.warning("worker %d does not answer a request to %s", worker.number, scope["path"])
                 worker.ready = False
                 if not began:
@@ -351,8 +351,8 @@ class Front:
         raise self.lost()
 
     async def end_stream(self, head: AnswerHead | None, problem: Problem, send: Send) -> None:
-        """The end of an answer that has begun: an error event, where it is a stream of events; else the connection is
-        closed before its end, which no client takes for a whole answer."""
+        """End an answer that has begun: with an error event if it is an event stream; else by closing the connection
+        early, so that no client takes it for a complete answer."""
         if head is not None and dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
             event = b"event: error\ndata: " + bytes(problem.response().body) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": False})
@@ -360,7 +360,7 @@ class Front:
         raise WorkerGone("an answer was cut short")
 
     async def all_metrics(self, scope: Scope) -> str:
-        """The front's own, and the sums of the workers'."""
+        """The metrics of the front, and the sums of the workers' metrics."""
         texts = []
         for worker in [w for w in self.workers if w.ready]:
             with contextlib.suppress(WorkerGone):
@@ -369,7 +369,7 @@ class Front:
         return merged(self.metrics.text(), texts)
 
     async def live(self, receive: Receive, send: Send) -> None:
-        """Mind the workers from the start to the end of the server."""
+        """Run the workers from the start to the end of the server."""
         await receive()
         for worker in self.workers:
             worker.on_ready = self.dispatch
@@ -401,15 +401,15 @@ async def respond(send: Send, head: AnswerHead, body: bytes) -> None:
 
 
 def guarded(front: Front, key: str) -> ASGIApp:
-    """The front behind the guard, and, as in a server of one process, other origins before it: a browser asks without
-    a key whether it may send one."""
+    """The front behind the guard. CORS comes before the guard, as in a server of one process: a browser asks without a
+    key whether it may send one."""
     guard = RequestGuard(front, front, key)  # type: ignore[arg-type]
     return CORSMiddleware(guard, **other_origins(front.cfg.cors)) if front.cfg.cors else guard
 
 
 def run_front(cfg: Config, paths: list[str], listener: socket.socket, devices: list[str], key: str) -> int:
-    """Serve with one worker for each of `devices` until told to stop; returns how many requests were answered."""
-    theirs = replace(cfg, serve=replace(cfg.serve, cors=""))  # the front answers other origins
+    """Serve with one worker for each of `devices` until told to stop; return how many requests were answered."""
+    theirs = replace(cfg, serve=replace(cfg.serve, cors=""))  # the front handles CORS
     with tempfile.TemporaryDirectory(prefix="adlm-") as folder:
         workers = [
             WorkerProcess(i, replace(theirs, train=replace(cfg.train, device=device)), paths, Path(folder))

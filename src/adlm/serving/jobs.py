@@ -1,11 +1,11 @@
-"""Requests under way: their sequences and news of them, and how they share one network.
+"""Running requests: their sequences and updates, and how they share one network.
 
-Slots: the request that holds fewest gets the next one, and one that holds more than another that waits gives a slot
-back. Time: where a step with everybody in it would take long, or a score is asked for, it is the turn of those that
-have had least of the network since they came. So a request of a few tokens takes its ordinary time beside the largest
-ones, which get what is left, and at least a turn now and then.
+Slots: the request with the fewest slots gets the next one, and a request with more slots than a waiting one gives one
+back. Time: if a step with all sequences would take long, or there is a score to compute, the requests that have used
+the network least since they came go first. So a request of a few tokens takes its ordinary time beside the largest
+ones; those get the remaining time, and at least a turn now and then.
 
-Below, too: counters of them, in the text format of Prometheus.
+The first part of the module has the server's metrics, in the text format of Prometheus.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from adlm.serving.bodies import Problem
 from adlm.serving.frames import AnchorGuess
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-# Counters and a histogram in Prometheus' text format (version 0.0.4); written here because it is one page.
+# Counters and a histogram in Prometheus' text format (version 0.0.4), which takes one page of code and no dependency.
 #
-# Workers and the event loop count at once, so every change takes the one lock.
+# Workers and the event loop count at the same time, so every change takes a lock.
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
 Labels = tuple[str, ...]
 
 
 class ServerMetrics:
-    """What the server counts. Gauges are added by the service."""
+    """The counters of the server. The service adds gauges."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,7 +63,7 @@ class ServerMetrics:
         self.help[name], self.values[name], self.buckets[name] = ("histogram", help, labels), {}, {}
 
     def gauge(self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]) -> None:
-        """A value that is read when somebody asks."""
+        """Add a value that is read whenever the metrics are requested."""
         self.help[name], self.gauges[name] = ("gauge", help, labels), read
 
     def add(self, name: str, amount: float = 1, labels: Labels = ()) -> None:
@@ -77,7 +77,7 @@ class ServerMetrics:
             self.values[name][labels] = self.values[name].get(labels, 0) + seconds
 
     def text(self) -> str:
-        """Everything, as `GET /metrics` answers."""
+        """All metrics, as the answer of `GET /metrics`."""
         lines = []
         with self.lock:
             for name, (kind, help, labels) in self.help.items():
@@ -107,9 +107,9 @@ def escape(text: str) -> str:
 
 
 def merged(own: str, others: list[str]) -> str:
-    """The metrics of a front, and the sums of its workers' for what it does not count itself. All that is said of one
-    metric stands together, as the format asks."""
-    families: dict[str, tuple[dict[str, None], dict[str, float]]] = {}  # metric -> its lines of help, its samples
+    """The metrics of a front, and the sums of its workers' metrics for those that it does not count itself. All lines
+    of one metric are together, as the format requires."""
+    families: dict[str, tuple[dict[str, None], dict[str, float]]] = {}  # metric -> help lines, samples
     counted: set[str] = set()
     for number, text in enumerate((own, *others)):
         for line in text.splitlines():
@@ -131,25 +131,25 @@ def merged(own: str, others: list[str]) -> str:
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-# Seconds of the network that a request may have had more than another that waits for its turn, or for a slot. Requests
-# of a few tokens have less in all: they never wait for each other.
+# Seconds of network time by which a request may be ahead of another that waits for its turn or for a slot. Requests of
+# a few tokens need less in all, so they never wait for each other.
 TURN = 0.5
-# Seconds after which it is the turn of who has waited longest, whatever it has had.
+# Every so many seconds the request that has waited longest gets a turn, however much time it has had.
 SPARED = 1.0
 
 
 class Update(NamedTuple):
-    """News of one sequence of a job: a frame, or its result."""
+    """An update of one sequence of a job: a frame, or its result."""
 
     index: int
-    """Which of the job's sequences."""
+    """Index of the sequence in the job."""
     frame: Frame | None = None
     result: Result | None = None
     guesses: list[AnchorGuess] | None = None
 
 
 class Job:
-    """The sequences of one HTTP request. Belongs to the event loop; workers only post to it."""
+    """The sequences of one HTTP request. It belongs to the event loop; workers only post updates to it."""
 
     def __init__(self, requests: Sequence[Request], seconds: float, guesses: bool = False):
         self.requests = list(requests)
@@ -160,11 +160,11 @@ class Job:
         self.left = len(self.requests)
         """Sequences without a result."""
         self.open = set(range(len(self.requests)))
-        """Sequences that the reader of the updates still waits for."""
+        """Sequences for which the reader of the updates still waits."""
 
     async def next(self) -> Update:
-        """The next frame or result of an open sequence. Raises the Problem that ended the job, or that its time is
-        over, or that a sequence was given up: that is the request's fault (bans that contradict each other)."""
+        """The next frame or result of an open sequence. Raises a Problem if the job has ended, if its time is over, or
+        if a sequence was abandoned because of the request (such as bans that contradict each other)."""
         while True:
             try:
                 async with asyncio.timeout_at(self.end):
@@ -182,7 +182,7 @@ class Job:
             return update
 
     async def results(self) -> AsyncIterator[tuple[int, Result]]:
-        """(index, result) of every sequence, in the order they end."""
+        """(index, result) of every sequence, in the order in which they end."""
         while self.open:
             update = await self.next()
             if update.result is not None:
@@ -190,7 +190,7 @@ class Job:
 
 
 async def within(seconds: float, end: float, answer: Awaitable[T]) -> T:
-    """The answer, or the Problem that it did not come before `end`, `seconds` after the request."""
+    """The answer; raises a timeout Problem if it does not come before `end`, `seconds` after the request."""
     try:
         async with asyncio.timeout_at(end):
             return await answer
@@ -203,22 +203,22 @@ def out_of_time(seconds: float) -> Problem:
 
 
 class Share:
-    """What one request wants of the network and what it has had. Only the thread touches it."""
+    """One request's claim on the network: its work, and the time it has used. Only the thread touches it."""
 
     def __init__(
         self, job: Job | None = None, use: Parts[Any] | None = None, answer: asyncio.Future[Any] | None = None
     ):
         self.job, self.use, self.answer = job, use, answer
         self.had = 0.0
-        """Seconds of the network."""
+        """Seconds of network time so far."""
         self.last = time.monotonic()
-        """When it was its turn."""
+        """Time of its last turn."""
         self.fresh = deque(range(len(job.requests) if job else 0))
-        """Sequences, by index, that have not begun."""
+        """Indices of sequences that have not begun."""
         self.paused: deque[int] = deque()
-        """Engine ids, as in the next."""
+        """Engine ids of paused sequences."""
         self.seated: list[int] = []
-        """Those that have a slot, in the order they got it."""
+        """Engine ids of sequences that have a slot, in the order in which they got it."""
 
     @property
     def waiting(self) -> bool:
@@ -240,8 +240,9 @@ class Share:
 
 
 def next_seat(shares: Sequence[Share], free: int) -> tuple[Share, Share | None] | None:
-    """Who gets the next slot, and from whom: the first of those who hold fewest; if none is free, from who holds two
-    more, or holds one for long while the other has none. None: all stay."""
+    """The request that gets the next slot, and the request that gives it up (None if a slot is free). The first of the
+    requests with the fewest slots gets it; if none is free, from one that has two more, or has had its one for long
+    while the other has none. None: nothing changes."""
     wanting = [share for share in shares if share.waiting]
     if not wanting:
         return None
@@ -255,9 +256,9 @@ def next_seat(shares: Sequence[Share], free: int) -> tuple[Share, Share | None] 
 
 
 def take_part(shares: Sequence[Share], first: Share, sizes: Callable[[int], int], budget: int) -> list[int]:
-    """Engine ids of the sequences in the next step: all, if they are few and nothing else is asked for; else those of
-    `first`, whose turn it is, and of who has had no more: the first of each, then the second of each, up to `budget`
-    tokens."""
+    """Engine ids of the sequences in the next step: all, if they are few and there are no other uses; else those of
+    `first`, whose turn it is, and of requests that have used about as little: the first sequence of each, then the
+    second of each, up to `budget` tokens."""
     seated = [id for share in shares for id in share.seated]
     if not any(share.use for share in shares) and sum(map(sizes, seated)) <= budget:
         return seated
@@ -279,12 +280,12 @@ def least_had(shares: Sequence[Share]) -> float:
 
 
 def whose_turn(shares: Sequence[Share], spared: bool) -> Share | None:
-    """Of the requests that could use the network now, the one that has had least, or has waited longest."""
+    """The request that gets the next turn: the one with the least network time or, if `spared`, the longest wait."""
     able = [share for share in shares if share.able]
     return min(able, key=lambda share: share.last if spared else share.had, default=None)
 
 
 def in_one_part(use: Callable[[], T]) -> Parts[T]:
-    """A use of the network that is short."""
+    """A short use of the network, as a computation of one part."""
     return use()
     yield

@@ -1,8 +1,8 @@
 """OpenAI's completions and chat completions: text that only grows, whatever order the model writes it in.
 
-A diffusion model fills its canvas everywhere at once, so what can be streamed is the left part that has no holes any
-more. With a sampler that masks again nothing is certain before the end, and the text is sent then. Streamed or not, the
-text is the same.
+A diffusion model fills its canvas everywhere at once, so only the left part without holes can be streamed. With a
+sampler that masks tokens again, nothing is certain before the end, and the text is sent then. The text is the same with
+and without streaming.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from adlm.serving.bodies import ChatBody, CompletionBody, Problem
 from adlm.serving.jobs import Job, Update, within
 from adlm.serving.service import Served
 
-# Draws of noise behind a completion's logprobs
+# Draws of noise for a completion's logprobs
 LOGPROB_DRAWS = 16
-# Decoders that only append: the text of a beginning of a sequence is a beginning of its text (but for half a character)
+# Decoders for which the text of a prefix of the tokens is a prefix of the text (except for half a character)
 APPENDING = ("ByteLevel", "Fuse")
 HALF = "\ufffd"
 SAME_IN_CHAT = ("index", "finish_reason", "seed", "nfe")
@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """Text that a completion has gained, and why it ended there: None while more may follow."""
+    """New text of a completion, and why it ended there: None while more may follow."""
 
     text: str
     reason: Literal["stop", "length"] | None
 
 
 class CompletionText:
-    """One completion: what of it is certain, given a canvas that is only partly filled."""
+    """One completion: the part of its text that is certain, given a partly filled canvas."""
 
     def __init__(self, lm: LanguageModel, request: Request, stops: list[str]):
         self.lm, self.request, self.stops = lm, request, stops
@@ -60,11 +60,11 @@ class CompletionText:
         """Where a suffix begins."""
         self.prompt = lm.text(tokens[: self.first])
         self.sent = 0
-        """Characters that were returned."""
+        """Characters that were already returned."""
 
     def grow(self, tokens: list[int], final: bool, settled: int = sys.maxsize) -> Part:
-        """The certain text that was not returned before; all that is left, if the sequence is final. `settled`: what
-        stands from there on may still change."""
+        """The certain text that was not returned before; all the rest if the sequence is final. `settled`: tokens from
+        this position on may still change."""
         tokens = [*tokens[:settled], *[self.lm.model.mask_id] * (len(tokens) - settled)]
         end = self.end(tokens)
         if not final and self.lm.model.mask_id in tokens[:end]:
@@ -76,7 +76,7 @@ class CompletionText:
             text = text.rstrip(HALF)
         certain = len(text) if over else len(text) - self.held(text)
         stop = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
-        if stop is not None and stop <= certain:  # else a longer stop may turn out to begin before this one
+        if stop is not None and stop <= certain:  # otherwise a longer stop may begin before this one
             text, reason = text[:stop], "stop"
         elif over:
             reason = "stop" if end is not None else "length"
@@ -91,17 +91,17 @@ class CompletionText:
         return end_of_text(tokens, self.request.stop_id, self.first, min(len(tokens), self.after))
 
     def drawn(self, tokens: list[int]) -> int:
-        """How many tokens were drawn; what stands behind its end-of-text token is no part of it."""
+        """How many tokens were drawn, up to the end-of-text token."""
         end = self.end(tokens)
         return sum(t != self.lm.model.mask_id for t in tokens[self.first : self.after if end is None else end + 1])
 
     def held(self, text: str) -> int:
-        """Characters at the end that may be the beginning of a stop."""
+        """How many characters at the end may be the beginning of a stop."""
         sizes = range(max((len(s) for s in self.stops), default=1) - 1, 0, -1)
         return next((k for k in sizes if any(len(s) > k and text.endswith(s[:k]) for s in self.stops)), 0)
 
     def offsets(self, tokens: list[int], text: str) -> list[int]:
-        """Where in the completion each of its tokens begins."""
+        """Where each token begins in the text of the completion."""
         drawn = tokens[: min(len(tokens), self.after)]
         if self.lm.model.mask_id in drawn:
             drawn = drawn[: drawn.index(self.lm.model.mask_id)]
@@ -109,12 +109,12 @@ class CompletionText:
 
 
 def token_offsets(lm: LanguageModel, tokens: list[int], first: int, text: str) -> list[int]:
-    """Where in the text after the first tokens each of the others begins, which is where the text before it ends:
-    tokens may be parts of one character, and no part has a text of its own. Those after the end are left out."""
+    """Where each token after the `first` ones begins in the text after them. That is where the text before it ends:
+    tokens may be parts of one character, and a part has no text of its own. Tokens after the end are left out."""
     found, skipped = [], len(lm.text(tokens[:first]))
     for at in range(first, len(tokens)):
         before = lm.text(tokens[:at])[skipped:]
-        # half a character at its end shows as another one
+        # an incomplete character at the end shows as a different one
         begins = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
         if begins >= len(text):
             break
@@ -135,7 +135,7 @@ class Completion:
         require(all(stops), "stop holds an empty text")
         self.texts = [CompletionText(served.lm, r, stops) for r in self.requests]
         self.drawn = 0
-        """Tokens of completions that have ended."""
+        """Number of drawn tokens, in completions that have ended."""
         self.of_prompts: dict[int, list[TokenLogProbs]] = {}
         """Prompt -> the log-probabilities of its tokens, once they are known."""
         require(
@@ -148,33 +148,33 @@ class Completion:
             )
             Limit(served.lm.length).check(longest, "a sequence with echo and logprobs")
         if (body.stream or stops) and self.requests and self.certain_early:
-            # to send text as it becomes certain, or to end at a stop
+            # frames are needed to send text as it becomes certain, or to end at a stop
             self.requests = [replace(r, watch=True) for r in self.requests]
 
     @property
     def certain_early(self) -> bool:
-        """Whether text is certain before the end: nothing is masked again, or no finished block is, and decoding only
-        appends."""
+        """Whether text is certain before the end: drawn tokens, or finished blocks, are never masked again, and
+        decoding only appends."""
         r, lm = self.requests[0], self.served.lm
-        # A banned phrase, and an end of text before the last required word, are drawn again.
+        # A banned phrase, or an end of text before the last required word, is drawn again.
         repaired = (bool(r.required) and r.stop_id is not None) or any(len(word) > 1 for word in r.banned)
         in_order = block_of(r, lm.model) > 0 or (self.served.writes_once(r.settings) and not repaired)
         return type(lm.tokenizer.backend.decoder).__name__ in APPENDING and in_order
 
     @property
     def usage(self) -> Usage:
-        """What is given counts once a prompt, as OpenAI counts it."""
+        """Token counts; the given tokens count once per prompt, as OpenAI counts them."""
         given = sum(len(t.request.tokens) - (t.after - t.first) for t in self.texts[:: self.body.n])
         given = given or sum(len(p.tokens) for p in self.prompts)
         return Usage(prompt_tokens=given, completion_tokens=self.drawn, total_tokens=given + self.drawn)
 
     def answer(self, choices: list[CompletionChoice]) -> CompletionAnswer | ChatAnswer:
-        """What is sent at once."""
+        """An answer that is sent as a whole."""
         facts = {"id": self.id, "created": self.created, "model": self.served.id}
         return CompletionAnswer(**facts, choices=choices, usage=self.usage)
 
     def chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> str:
-        """What is sent of a stream, as OpenAI's client reads it."""
+        """An event of a stream, in the form that OpenAI's client reads."""
         facts = {"id": self.id, "created": self.created, "model": self.served.id}
         return f"data: {CompletionAnswer(**facts, choices=choices, usage=usage).model_dump_json()}\n\n"
 
@@ -183,8 +183,8 @@ class Completion:
         return CompletionChoice(text=part.text, index=index, finish_reason=part.reason, seed=seed, nfe=nfe, **more)
 
     async def parts(self, job: Job) -> AsyncIterator[tuple[Part, Update]]:
-        """(new text, the update it came from) until every completion has ended; one that met a stop is not waited
-        for."""
+        """(new text, the update it came from) until every completion has ended; a completion ends at its first
+        stop."""
         while job.open:
             update = await job.next()
             text, got = self.texts[update.index], update.result or update.frame
@@ -198,7 +198,7 @@ class Completion:
             yield part, update
 
     async def whole(self, job: Job) -> CompletionAnswer | ChatAnswer:
-        """Everything at once."""
+        """The whole answer at once."""
         told = [""] * len(self.requests)
         choices: dict[int, CompletionChoice] = {}
         for index in range(len(self.prompts) * self.body.n if not self.requests else 0):  # max_tokens=0
@@ -223,7 +223,8 @@ class Completion:
         return self.choice(index, Part(echo + text, reason), nfe, logprobs=logprobs)
 
     async def logprobs(self, job: Job, index: int, text: str, tokens: list[int]) -> Logprobs:
-        """Minus each token's part of the bound on -log p(completion | prompt); exact for causal models."""
+        """The negative of each token's contribution to the bound on -log p(completion | prompt); exact for causal
+        models."""
         completion, served = self.texts[index] if self.texts else None, self.served
         offsets = await asyncio.to_thread(completion.offsets, tokens, text) if completion is not None else []
         if completion is None or not offsets:
@@ -234,7 +235,7 @@ class Completion:
         return Logprobs(tokens=served.pieces(drawn), token_logprobs=logprobs, text_offset=offsets)
 
     async def echoed_logprobs(self, job: Job, index: int, text: str, tokens: list[int]) -> Logprobs:
-        """The log-probability of every token the client sent, and of those drawn, given the tokens before it."""
+        """The log-probability of every token that the client sent or that was drawn, given the tokens before it."""
         number, top, served = index // self.body.n, int(self.body.logprobs or 0), self.served
         prompt, own = self.prompts[number]
         if number not in self.of_prompts:
@@ -244,7 +245,7 @@ class Completion:
         known = [*self.of_prompts[number], *(await self.evaluate(job, self.left_to_right(drawn, prompt, top)))]
         echo = served.lm.text(prompt)
         at = await asyncio.to_thread(token_offsets, served.lm, prompt, 1, echo)
-        at += [len(echo)] * (len(prompt) - 1 - len(at))  # end-of-text tokens at its end show as nothing
+        at += [len(echo)] * (len(prompt) - 1 - len(at))  # end-of-text tokens at its end have no text
         shown = [*prompt[1:], *drawn]
         found = Logprobs(
             tokens=served.pieces(shown),
@@ -252,7 +253,7 @@ class Completion:
             text_offset=[*at, *(len(echo) + o for o in offsets)],
             top_logprobs=[self.alternatives(token, k) for token, k in zip(shown, known)],
         )
-        if own == 0:  # nothing stands before the client's own begin token
+        if own == 0:  # no token comes before the client's own begin token
             assert found.top_logprobs is not None
             found.tokens.insert(0, served.piece(prompt[0]))
             found.token_logprobs.insert(0, None)
@@ -265,7 +266,7 @@ class Completion:
         return lm.in_turns(left_to_right(lm.model, tokens, given, lm.schedule, top))
 
     def alternatives(self, token: int, known: TokenLogProbs) -> dict[str, float]:
-        """The likeliest tokens by their text, and the one that is there; of one text the likeliest."""
+        """Text -> log-probability of the likeliest tokens and of the given one; the likeliest token for each text."""
         found: dict[str, float] = {}
         for other, log_p in [*known.best, (token, known.log_p)]:
             found.setdefault(self.served.piece(other), log_p)
@@ -276,7 +277,7 @@ class Completion:
         return await within(job.seconds, job.end, self.served.worker.call(use, admitted=True))
 
     def opening(self) -> list[CompletionChoice]:
-        """What a stream begins with: the prompts."""
+        """The beginning of a stream: the prompts."""
         number = len(self.prompts) * self.body.n if self.body.echo else 0
         texts = [self.served.lm.text(self.prompts[index // self.body.n].tokens) for index in range(number)]
         return [self.choice(index, Part(text, None)) for index, text in enumerate(texts)]
@@ -301,8 +302,8 @@ class Completion:
 
 
 class Chat(Completion):
-    """One request to /v1/chat/completions: the completion of the conversation, written by the template of the model's
-    vocabulary (data/pairs.py), up to the end of the answer or the user's next line."""
+    """One request to /v1/chat/completions: the completion of a conversation in the template of the model's vocabulary
+    (data/pairs.py), up to the end of the answer or the user's next line."""
 
     kind = "chatcmpl"
 
@@ -317,10 +318,10 @@ class Chat(Completion):
         prompt = prompt_ids(turns, tokenizer)
         super().__init__(served, CompletionBody(**same | {"prompt": prompt, "max_tokens": most, "stop": stop}))
         self.begun: set[int] = set()
-        """Answers of which some text was sent."""
+        """Indices of answers whose text has begun."""
 
     async def parts(self, job: Job) -> AsyncIterator[tuple[Part, Update]]:
-        """An answer does not begin with the space after the colon."""
+        """As in a completion, without the space that plain lines have after the colon."""
         async for part, update in super().parts(job):
             text = part.text if update.index in self.begun else part.text.lstrip()
             if text:

@@ -1,13 +1,12 @@
-"""What surrounds the application: uvicorn, and the guard that every request passes.
+"""The layers around the application: uvicorn, and the guard that every request passes.
 
-uvicorn has two additions. On SIGTERM or Ctrl-C the listener stays open while running requests finish, and answers new
-ones 503, so that a load balancer can tell "going away" from "gone"; after serve.grace seconds what still runs is
-cancelled and told so, and a second signal ends at once. And a client that does not finish its request line and headers
-in time is disconnected.
+uvicorn gets two additions. On SIGTERM or Ctrl-C the listener stays open while running requests finish, and answers new
+ones with 503, so that a load balancer can tell "shutting down" from "gone"; after serve.grace seconds the remaining
+requests are cancelled with an error, and a second signal ends the server at once. And a client that does not finish its
+request line and headers in time is disconnected.
 
-The guard checks name and key and reads the body, whole: bodies are small by limit, and afterwards the connection has
-only one thing left to say, that the client is gone. The route's task is cancelled then, and its sequences leave their
-slots.
+The guard checks host name and key and reads the whole body, whose size is limited. After that, the only message that
+can arrive is that the client is gone. The route's task is then cancelled, and its sequences leave their slots.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(header: bytes | None, host: str) -> bool:
-    """Whether a Host header, with any port, is one that a server on loopback goes by. Programs may leave it out."""
+    """Whether a Host header, with any port, names a server on loopback. Programs may leave it out."""
     if header is None:
         return True
     name = re.sub(r":\d*$", "", header.decode("latin-1")).lower()
@@ -48,7 +47,7 @@ def names_this_machine(header: bytes | None, host: str) -> bool:
 
 
 def other_origins(names: str) -> dict[str, Any]:
-    """What the middleware for other origins (CORS) is told, given serve.cors."""
+    """Arguments of the CORS middleware for serve.cors."""
     return {
         "allow_origins": [o.strip() for o in names.split(",") if o.strip()],
         "allow_methods": ["GET", "POST"],
@@ -58,21 +57,21 @@ def other_origins(names: str) -> dict[str, Any]:
 
 
 def path_of_route(scope: Scope, app: ASGIApp) -> str:
-    """The path of the request's route, as it is declared: labels must not be what clients make up."""
+    """The declared path of the request's route: metric labels must not come from clients."""
     route = scope.get("route")
-    if route is None:  # refused before it was looked up, or looked up by a worker
+    if route is None:  # refused before routing, or routed in a worker
         routes = getattr(scope.get("app", app), "routes", ())
         route = next((r for r in routes if r.matches(scope)[0] != Match.NONE), None)
     return getattr(route, "path", "other")
 
 
 class RequestGuard:
-    """Middleware: key, size, time to send; then a client that left, the status and the time."""
+    """Middleware: checks key, size and time to send; cancels when the client leaves; counts status and time."""
 
     def __init__(self, app: ASGIApp, service: Service, key: str):
         self.app, self.service, self.key = app, service, key.encode()
-        # A page of another site can give its own name this machine's address, and then read what it likes. Where a key
-        # is asked for it lacks that, and where others listen names are not ours to know.
+        # Another site can resolve its own name to this machine's address and then read answers (DNS rebinding). With a
+        # key it cannot, and a server that is not on loopback cannot know all of its names.
         self.checks_host = not key and is_loopback(service.cfg.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +99,7 @@ class RequestGuard:
             if body is not None and not await self.run(scope, body, receive, note_and_send) and not complete:
                 status = GONE
         except Exception:
-            status = 500  # sent by the outermost layer
+            status = 500  # the outermost layer sends it
             raise
         finally:
             self.service.active.discard(task)
@@ -118,12 +117,12 @@ class RequestGuard:
         if self.key and scope["path"].startswith(("/v1", "/metrics")):
             given = dict(scope["headers"]).get(b"authorization", b"")
             kind, _, key = given.partition(b" ")
-            # Compared whatever is wrong, and in constant time: the time of the answer must not tell how much is right.
+            # Always compared, and in constant time: the time of the answer must not tell how much of the key is right.
             if not (hmac.compare_digest(key.strip(), self.key) and kind.lower() == b"bearer"):
                 message = "the key is missing or wrong; send it as `Authorization: Bearer KEY`"
                 raise Problem(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if self.service.draining and scope["method"] == "POST":
-            # The connection is closed too: whoever keeps it would come back to the same server.
+            # The connection is closed, too: a client that keeps it would come back to the same server.
             headers = {"Retry-After": "5", "Connection": "close"}
             raise Problem(503, "the server is shutting down", "shutting_down", headers=headers)
 
@@ -150,7 +149,7 @@ class RequestGuard:
         raise Problem(413, message, "body_too_large", headers={"Connection": "close"})
 
     async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
-        """Run the route; False if it was cut short: the client left, or had everything before the route was done."""
+        """Run the route. False if it was cancelled: the client left, or had the whole answer before the route ended."""
         given = False
         gone = asyncio.ensure_future(receive())  # the body is read: only a disconnect can follow
 
@@ -177,7 +176,7 @@ class RequestGuard:
 
 
 class PromptProtocol(H11Protocol):
-    """Closes connections whose client does not finish its request line and headers in time."""
+    """HTTP/1.1 that closes connections whose client does not finish its request line and headers in time."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -200,7 +199,7 @@ class PromptProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def watch(self) -> None:
-        """Let the clock run from the first byte of the next request; one that is under way has its own limits."""
+        """Start the clock at the first byte of the next request; a running request has its own limits."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.forget()
         elif self.deadline is None:
@@ -218,7 +217,7 @@ class PromptProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a drain before its end."""
+    """uvicorn that finishes running requests before it ends."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -241,7 +240,7 @@ class Server(uvicorn.Server):
         self.drain = asyncio.ensure_future(self.finish_requests())
 
     async def finish_requests(self) -> None:
-        """Wait for running requests, at most serve.grace seconds; then tell them and go."""
+        """Wait at most serve.grace seconds for running requests; then end them with an error."""
         service, loop = self.service, asyncio.get_running_loop()
         log.info("shutting down: %d requests under way", len(service.active))
         end = loop.time() + service.cfg.grace

@@ -1,7 +1,7 @@
-"""What is served: a checkpoint with its worker and defaults. Bodies of requests become requests of the engine here.
+"""The served models, each with its worker and defaults. Bodies of requests become requests of the engine here.
 
-The same settings and seed give the text of `adlm sample` and `lm.generate`, since requests are built by
-`LanguageModel.request`. Everything that could take memory or time out of proportion is refused before it is built.
+The same settings and seed give the same text as `adlm sample` and `lm.generate`, since `LanguageModel.request` builds
+the requests. A request that would need excessive memory or time is refused before it is built.
 """
 
 import asyncio
@@ -39,30 +39,30 @@ SUFFIX_TOKENS = 16
 """Tokens drawn before a suffix, unless max_tokens says otherwise."""
 SOON = {"Retry-After": "1"}
 CONSTRAINTS = ("regex", "choices", "response_format")
-"""Fields of a request whose text must match."""
+"""Fields of a request that constrain the text."""
 MOST_TURNS = 10
-"""A step of one constrained sequence takes at most so many times the work that others may wait for."""
+"""Most work in a step of one constrained sequence, in units of the work that others may wait for."""
 LONGEST_HOLE = len("[MASK:]") + 18
 SHORT_TEXT = 4096
-"""Characters that are tokenised without asking how many tokens they could be."""
+"""Texts up to this many characters are tokenised without estimating how many tokens they could be."""
 WATCHED = {"steps": 64, "top_p": 0.9}
-"""What the page starts with, where the server was not told otherwise: a text within seconds on a CPU."""
+"""Initial settings of the page, unless the server was given others: a text within seconds on a CPU."""
 UNTOLD = vars(SamplingConfig())
 SERVER_DEFAULTS = [name for name in SETTINGS if name not in PER_REQUEST]
-"""The sampling settings that are defaults of requests."""
+"""The sampling settings whose server-side values are defaults of requests."""
 
 
 class Prompt(NamedTuple):
-    """What stands before a completion."""
+    """The tokens before a completion."""
 
     tokens: list[int]
-    """A begin token first."""
+    """Includes a begin token."""
     own: int
-    """Where the client's tokens begin: 1, or 0 if the begin token is its own."""
+    """Where the client's tokens begin: 1, or 0 if the client sent the begin token itself."""
 
 
 class Served:
-    """One model, and what may be asked of it."""
+    """One served model, with its worker, defaults and limits."""
 
     def __init__(self, id: str, lm: LanguageModel, cfg: ServeConfig, sampling: SamplingConfig, metrics: ServerMetrics):
         self.id, self.lm, self.cfg = id, lm, cfg
@@ -73,13 +73,13 @@ class Served:
         self.stop = sampling.stop
         self.limit = Limit(cfg.max_length, "serve.max_length") if cfg.max_length else Limit(lm.length)
         self.length = min(self.limit.tokens, lm.length)
-        """Tokens of a sequence for which no number is given: the model's, or as many as are allowed."""
+        """Default length of a sequence: the model's, or the most that the server allows."""
         self.longest_token = max(len(token) for token in lm.tokenizer.backend.get_vocab(with_added_tokens=False))
-        """Characters that a token can stand for, at most."""
+        """The most characters that a token can stand for."""
         self.samplers = [name for name in sorted(SAMPLERS) if self.can_use(name)]
 
     def can_use(self, sampler: str) -> bool:
-        """Whether a sampler can draw from this model; one of another package that cannot be loaded is left out."""
+        """Whether a sampler can draw from this model; a sampler of another package that fails to load cannot."""
         try:
             return not self.lm.misfit(sampler)
         except ValueError as problem:
@@ -110,14 +110,14 @@ class Served:
     def defaults(self, settings: dict[str, Any]) -> Defaults:
         return Defaults(**{name: settings[name] for name in Defaults.model_fields})
 
-    # Tokens as people see them
+    # Tokens as text
 
     def piece(self, token: int) -> str:
-        """The text a token adds where it stands alone; nothing for begin, end and padding."""
+        """The text of a single token; empty for begin, end and padding."""
         return self.bytes_of(token).decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes a token adds, perhaps a part of a character."""
+        """The bytes of a token, perhaps only a part of a character."""
         tok = self.lm.tokenizer
         name, decoder = tok.backend.id_to_token(token) or "", tok.backend.decoder
         if token in tok.silent_ids:
@@ -128,7 +128,7 @@ class Served:
             return name.encode()
         if isinstance(decoder, decoders.ByteLevel):
             return self.spelled[token]
-        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # of a vocabulary that falls back to bytes
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", name)  # a vocabulary with byte fallback
         return bytes.fromhex(byte[1]) if byte else tok.token(token).encode()
 
     @functools.cached_property
@@ -136,7 +136,7 @@ class Served:
         return token_bytes(self.lm.tokenizer)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """The text that each token adds; where several make a character, it is the last one's."""
+        """The text that each token adds; a character made of several tokens belongs to the last one."""
         return [text or "" for text in characters([self.bytes_of(t) for t in tokens])]
 
     def with_holes(self, tokens: Sequence[int]) -> tuple[list[int | None], list[str | None]]:
@@ -147,8 +147,8 @@ class Served:
     # From a body to requests of the engine
 
     def arguments(self, body: CanvasBody | CompletionBody, n: int) -> dict[str, Any]:
-        """What the body says to `lm.request`, over the server's defaults, with a seed; its n sequences and its steps
-        are held to the server's limits."""
+        """Arguments of `lm.request` from the body, the server's defaults and a seed; refuses more sequences (n) or
+        steps than the server allows."""
         given = {name: value for name in SETTINGS if (value := getattr(body, name)) is not None}
         found = {**self.settings, **given, "banned": body.banned, "required": body.required, "choices": body.choices}
         found["response_format"] = "" if body.response_format is None else body.response_format.plain
@@ -159,8 +159,8 @@ class Served:
         return found
 
     def check_cost(self, requests: Sequence[Request], more: int = 0) -> None:
-        """Refuse requests that would take more of the network than one client may have: tokens times evaluations, and
-        `more` that is not drawn but scored."""
+        """Refuse requests that cost more than one client may use: tokens times evaluations, plus `more` for tokens that
+        are scored, not drawn."""
         most = self.length * max(self.cfg.max_steps, self.cfg.max_n * self.settings["steps"])
         cost = more + sum(cost_of(r, self.lm) for r in requests)
         require(
@@ -170,8 +170,8 @@ class Served:
         )
 
     def check_text(self, text: str, what: str, longest: int = 0) -> None:
-        """Refuse a text that is too long whatever its tokens are, before it is tokenised. No token stands for more
-        characters than it has, or than `longest`."""
+        """Refuse, before tokenising it, a text that is too long whatever its tokens are. No token stands for more
+        characters than it has itself, or than `longest`."""
         longest = max(self.longest_token, longest)
         most = max(SHORT_TEXT, self.limit.tokens * longest)
         require(
@@ -196,7 +196,7 @@ class Served:
         return parse_template(text, tok.encode, tok.mask_id, [tok.bos_id], self.limit)
 
     def requests(self, body: CanvasBody, n: int = 1, watch: bool = False) -> list[Request]:
-        """n requests to fill a canvas, checked; number i has seed + i."""
+        """n checked requests to fill a canvas; request i has seed + i."""
         arguments = self.arguments(body, n)
         check_canvas(body.length, prompt=body.prompt, template=body.template, tokens=body.tokens)
         self.check_text(body.prompt or "", "the prompt")
@@ -212,7 +212,7 @@ class Served:
         return found
 
     def prompt(self, given: str | list[int]) -> Prompt:
-        """A prompt as tokens after a begin token; one given as tokens may bring its own."""
+        """A prompt as tokens after a begin token; a prompt given as tokens may include it."""
         tok = self.lm.tokenizer
         if isinstance(given, str):
             tokens = self.encode(given, "the prompt")
@@ -228,7 +228,7 @@ class Served:
         return found
 
     def completions(self, body: CompletionBody) -> tuple[list[Prompt], list[Request]]:
-        """The prompts, and n requests for each; a sequence is begin, prompt, holes, suffix."""
+        """The prompts, and n requests for each. A sequence is begin token, prompt, holes, suffix."""
         given = body.prompt
         several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         arguments = self.arguments(body, len(several) * body.n)
@@ -238,7 +238,7 @@ class Served:
         stop = body.stop is not False and not after
         found, room = [], self.limit.tokens if arguments["stride"] else self.length
         prompts = [self.prompt(one) for one in several]
-        asked = self.lm.request(stop=stop, **arguments)  # its settings are checked, also where nothing is drawn
+        asked = self.lm.request(stop=stop, **arguments)  # checks the settings, even if nothing is drawn
         for before in prompts if body.max_tokens != 0 else ():
             size = len(before.tokens)
             holes = body.max_tokens or (SUFFIX_TOKENS if after else room - size)
@@ -252,7 +252,7 @@ class Served:
 
     def seeds(self, request: Request, n: int) -> list[Request]:
         """The request n times, each with its own seed."""
-        # A step looks at every edge of the automaton in every position, and meanwhile nobody else has the network.
+        # A step visits every edge of the automaton at every position, and no other request has the network meanwhile.
         work, most = matching_work(request, self.lm.length), MOST_TURNS * MATCHED
         said = request.constraint.said if request.constraint else ""
         require(
@@ -272,14 +272,14 @@ class Served:
         return tokens
 
     def anchor_tokens(self, body: AnchorsBody) -> list[int]:
-        """The sequence that /v1/anchors is about: text or template, or tokens with null for holes."""
+        """The sequence of a request to /v1/anchors: text or template, or tokens with null for holes."""
         require((body.text is None) != (body.tokens is None), "give text or tokens")
         if body.text is not None and not LIKE_A_HOLE.search(body.text):
             return self.text_tokens(body.text)
         return self.with_known_tokens(body.text, body.tokens)
 
     def slot_tokens(self, body: SlotsBody) -> list[int]:
-        """The sequence that /v1/slots is about. Its holes are read by themselves: their cost is bounded."""
+        """The sequence of a request to /v1/slots. Each hole is read separately, so the cost is checked."""
         require((body.template is None) != (body.tokens is None), "give template or tokens")
         tokens = self.with_known_tokens(body.template, body.tokens)
         require(not self.lm.model.config.causal, "a causal model predicts no hole in the middle of a text")
@@ -299,14 +299,14 @@ class Served:
 
 
 def cost_of(request: Request, lm: LanguageModel) -> int:
-    """Tokens times evaluations that a sequence takes at most; a prompt before blocks is read once."""
+    """The most tokens times evaluations that a sequence can take; a prompt before blocks is read once."""
     block, tokens = block_of(request, lm.model), min(len(request.tokens), lm.length)
     evaluations = most_evaluations(request, lm.model, lm.schedule)
     return tokens + block * evaluations if block else tokens * evaluations
 
 
 def check_defaults(c: SamplingConfig, max_steps: int) -> None:
-    """Refuse defaults that no request could be answered with."""
+    """Refuse defaults with which every request would fail."""
     require(
         c.steps <= max_steps,
         f"sampling.steps={c.steps} is more than serve.max_steps={max_steps}:"
@@ -315,7 +315,7 @@ def check_defaults(c: SamplingConfig, max_steps: int) -> None:
 
 
 def check_sampler(sampler: str, models: Mapping[str, LanguageModel]) -> None:
-    """Refuse a default sampler that can draw from none of the models."""
+    """Refuse a default sampler that cannot draw from any of the models."""
     if not sampler:
         return
     reasons = [lm.misfit(sampler) for lm in models.values()]
@@ -324,25 +324,26 @@ def check_sampler(sampler: str, models: Mapping[str, LanguageModel]) -> None:
 
 
 class Reader:
-    """A thread that builds requests, and how many wait for it."""
+    """A thread that builds requests, and the number of requests that wait for it."""
 
     def __init__(self, name: str):
         self.thread, self.waiting = ThreadPoolExecutor(1, name), 0
 
 
 class Service:
-    """Everything the routes need."""
+    """The state that the routes use: models, metrics and running requests."""
 
     def __init__(self, models: dict[str, LanguageModel], cfg: ServeConfig, sampling: SamplingConfig):
         self.cfg, self.metrics = cfg, ServerMetrics()
         self.models = {id: Served(id, lm, cfg, sampling, self.metrics) for id, lm in models.items()}
         self.draining = False
-        """No new work; what runs may finish."""
+        """Whether new work is refused while running requests finish."""
         self.active: set[Any] = set()
-        """Tasks of requests under way."""
+        """Tasks of running requests."""
         self.jobs: set[Job] = set()
         self.reader, self.matcher = Reader("adlm-reader"), Reader("adlm-matcher")
-        """Who tokenises while the loop answers others, and who makes automata of constraints, which takes seconds."""
+        """Threads that keep slow work off the event loop: one tokenises, the other builds automata of constraints,
+        which takes seconds."""
         workers = [m.worker for m in self.models.values()]
         gauges = {
             "adlm_slots": ("Sequences that share a network call.", lambda w: w.slots),
@@ -353,7 +354,7 @@ class Service:
             self.metrics.gauge(name, help, ("model",), lambda read=read: [((w.name,), read(w)) for w in workers])
 
     def model(self, id: str | None) -> Served:
-        """The model of that id, or the first."""
+        """The model with that id; without an id, the first."""
         found = self.models.get(id) if id is not None else next(iter(self.models.values()))
         if found is None:
             names = ", ".join(self.models)
@@ -365,8 +366,8 @@ class Service:
         return found
 
     async def prepare(self, build: Callable[..., T], *arguments: Any) -> T:
-        """Build something off the event loop, one at a time: long texts take a while. What cannot be built is the
-        client's fault."""
+        """Build something off the event loop, one at a time, since long texts take a while. A ValueError is the
+        client's fault and becomes a 400."""
         constrained = any(getattr(given, name, None) for given in arguments for name in CONSTRAINTS)
         reader = self.matcher if constrained else self.reader
         if reader.waiting >= self.cfg.queue:
@@ -380,7 +381,7 @@ class Service:
             reader.waiting -= 1
 
     def open(self, scope: Scope, served: Served, requests: list[Request], guesses: bool = False) -> Job:
-        """Start sequences; `close` frees their slots whatever happens to who asked for them."""
+        """Start sequences; `close` frees their slots, whatever happens to the client."""
         job = Job(requests, self.cfg.timeout, guesses and served.lm.model.anchor_head is not None)
         served.worker.submit(job)
         scope.setdefault("adlm.jobs", []).append((served.worker, job))
@@ -388,13 +389,13 @@ class Service:
         return job
 
     def close(self, scope: Scope) -> None:
-        """Give up what a request started: it was answered or refused, or its client left."""
+        """Cancel the jobs of a request that was answered or refused, or whose client left."""
         for worker, job in scope.get("adlm.jobs", ()):
             worker.cancel(job)
             self.jobs.discard(job)
 
     async def evaluate(self, served: Served, use: Parts[T]) -> T:
-        """Another use of a model's network, within the time of a request."""
+        """Run another use of a model's network, within the time limit of a request."""
         end = asyncio.get_running_loop().time() + self.cfg.timeout
         try:
             return await within(self.cfg.timeout, end, served.worker.call(use))
@@ -402,7 +403,7 @@ class Service:
             raise Problem(400, str(problem)) from None
 
     def cut_off(self) -> None:
-        """Tell everybody who still waits that the server goes away."""
+        """Tell all waiting clients that the server shuts down."""
         problem = Problem(503, "the server shut down before this request was finished", "shutting_down")
         for job in self.jobs:
             job.updates.put_nowait(problem)
@@ -410,7 +411,7 @@ class Service:
             served.worker.give_up_calls(problem)
 
     def stop_workers(self, seconds: float) -> None:
-        """Let every model's thread end after the step it is in, and wait for them all, together at most `seconds`."""
+        """Let every model's thread end after its current step, and wait for all of them, at most `seconds` in total."""
         workers = [m.worker for m in self.models.values()]
         for reader in (self.reader, self.matcher):
             reader.thread.shutdown(wait=False, cancel_futures=True)
@@ -422,7 +423,7 @@ class Service:
 
     @property
     def undone(self) -> list[str]:
-        """What the threads that have not ended are busy with."""
+        """What the threads that have not ended are doing."""
         return [m.worker.undone for m in self.models.values() if m.worker.thread.is_alive()]
 
     @property

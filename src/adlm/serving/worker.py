@@ -1,8 +1,8 @@
 """The thread that owns a model's engine; the event loop talks to it through an inbox and gets updates back in batches.
 
-Nothing in the engine is shared: requests, cancellations and other uses of the network are functions put into the
-inbox, run between two steps. A step evaluates sequences of any sampler and step together, and one that arrives joins at
-the next step. The updates of a step cross to the loop in one call.
+Nothing in the engine is shared between threads: requests, cancellations and other uses of the network are functions in
+the inbox, which run between two steps. A step evaluates sequences of any sampler and step together; a new sequence
+joins at the next step. All updates of a step go to the loop in one call.
 
 Requests share the network fairly (jobs.py): their sequences are paused and resumed exactly, and scores come in parts,
 one pass each.
@@ -27,15 +27,15 @@ from adlm.serving.jobs import SPARED, Job, ServerMetrics, Share, Update, next_se
 
 log = logging.getLogger("adlm.serving")
 T = TypeVar("T")
-# Parameters times tokens of a step that others may wait for: about a tenth of a second of a core, less on a GPU.
+# Work (parameters times tokens) of a step that others may wait for: about 0.1 s on one core, less on a GPU.
 STEP_WORK = {"cpu": 6e9}
 STEP_WORK_ELSEWHERE = 1e13
 MATCHED = 5_000_000
-"""Edges of an automaton times positions that take as long: a constraint is worked out on the CPU."""
-# Frames that wait for a slow reader; more are left out, and the next one shows what they showed.
+"""Edges of an automaton times positions that take as long: constraints are computed on the CPU."""
+# Most frames that wait for a slow reader; further ones are dropped, and the next frame includes their changes.
 BACKLOG = 64
 LONGEST_RETRY = 60
-"""Seconds: Retry-After never says more."""
+"""The largest Retry-After, in seconds."""
 
 
 def not_ready() -> Problem:
@@ -43,13 +43,13 @@ def not_ready() -> Problem:
 
 
 def matching_work(request: Request, length: int) -> int:
-    """Edges of the constraint's automaton times positions, which a step of the sequence looks at; 0 without one."""
+    """Edges of the constraint's automaton times positions: the work of a step of the sequence; 0 without one."""
     edges = 0 if request.constraint is None else len(request.constraint.automaton.source_E)
     return edges * min(len(request.tokens), length)
 
 
 class Worker:
-    """One model's thread, and what the event loop may ask of it."""
+    """One model's thread, and its interface for the event loop."""
 
     def __init__(self, name: str, lm: LanguageModel, slots: int, waiting: int, metrics: ServerMetrics):
         self.name, self.lm, self.slots, self.waiting, self.metrics = name, lm, slots, waiting, metrics
@@ -57,23 +57,23 @@ class Worker:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.shares: list[Share] = []
-        """Requests under way, in the order they came. Only the thread touches it, as it does the next three."""
+        """Running requests, in the order in which they came. Only the thread touches it and the next three fields."""
         self.sequences: dict[int, tuple[Share, Job, int]] = {}
-        """Engine id -> whose sequence it is, and which of its job."""
+        """Engine id -> its share, its job, and its index in the job."""
         self.guesses = FrameGuesses(lm)
         self.spared = 0.0
-        """When it was last the turn of who had waited longest."""
+        """Time of the last turn that went to the longest wait."""
         self.stopping = False
         parameters = sum(p.numel() for p in lm.model.parameters())
         work = STEP_WORK.get(lm.device.type, STEP_WORK_ELSEWHERE)
         self.budget = max(lm.length, int(work / parameters))
         """Tokens of a step that others may wait for."""
         self.calls: set[asyncio.Future[Any]] = set()
-        """Answers to other uses of the network that somebody waits for. Only the loop touches it."""
+        """Pending answers to other uses of the network. Only the loop touches it."""
         self.taken = 0
-        """Sequences accepted and not ended, other uses of the network included. Only the loop changes it."""
+        """Accepted sequences that have not ended, and other uses of the network. Only the loop changes it."""
         self.ends: deque[float] = deque(maxlen=64)
-        """When the last of them ended."""
+        """Times at which the last of them ended."""
         self.thread = threading.Thread(target=self.run, name=f"adlm-{name}", daemon=True)
 
     # From the event loop
@@ -83,7 +83,7 @@ class Worker:
         self.thread.start()
 
     def stop(self) -> None:
-        """Let the thread end after the step it is in; sequences still there are forgotten."""
+        """Let the thread end after its current step; unfinished sequences are dropped."""
 
         def stop() -> None:
             self.stopping = True
@@ -92,7 +92,7 @@ class Worker:
 
     @property
     def undone(self) -> str:
-        """What the thread is busy with, in words."""
+        """What the thread is doing, in words."""
         return f"{self.name}, " + ("starting" if self.engine is None else f"{self.taken} sequences or scores")
 
     @property
@@ -104,15 +104,16 @@ class Worker:
         return 0 if self.engine is None else sum(s is not None for s in self.engine.slots)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for what the engine would refuse, Problem if it does not run; from any thread."""
+        """Raise ValueError for a request that the engine would refuse, Problem if the engine does not run. May be
+        called from any thread."""
         engine = self.engine
         if engine is None or not self.thread.is_alive():
             raise not_ready()
         engine.check(request)
 
     def reserve(self, places: int, admitted: bool = False) -> None:
-        """Take places, or refuse: what may wait is bounded. What belongs to an `admitted` job is not refused: all that
-        was done for the job would be lost."""
+        """Take places in the queue, or refuse if it is full. Work for an `admitted` job is never refused, since all
+        that was done for the job would be lost."""
         if self.engine is None or not self.thread.is_alive():
             raise not_ready()
         if not admitted and self.taken + places > self.slots + self.waiting:
@@ -124,14 +125,14 @@ class Worker:
         self.taken += places
 
     def retry_after(self, places: int) -> int:
-        """Seconds until so many places should be free, at the rate at which they were freed lately."""
+        """Seconds until that many places should be free, at the recent rate."""
         needed = self.taken + places - self.slots - self.waiting
         elapsed, ended = time.monotonic() - self.ends[0], len(self.ends) - 1
         return max(1, min(LONGEST_RETRY, math.ceil(needed * elapsed / max(1, ended))))
 
     def place(self, job: Job) -> int:
-        """A request's place among those that wait for a first slot: 1 is next, 0 has one or need not wait. What the
-        thread changes meanwhile shows at the next look."""
+        """A request's place among those that wait for a first slot: 1 is next, 0 has one or need not wait. Changes that
+        the thread makes meanwhile show at the next call."""
         if self.taken <= self.slots:
             return 0
         before = 0
@@ -142,7 +143,7 @@ class Worker:
         return before + 1 if job.left else 0
 
     def submit(self, job: Job) -> None:
-        """Queue the sequences of a job; its updates follow. The caller must `cancel` a job that it gives up."""
+        """Queue the sequences of a job; its updates follow. The caller must `cancel` a job that it abandons."""
         self.reserve(len(job.requests))
         self.inbox.put(lambda: self.shares.append(Share(job)))
 
@@ -152,7 +153,7 @@ class Worker:
             self.inbox.put(lambda: self.take_out(job, index))
 
     async def call(self, use: Parts[T], admitted: bool = False) -> T:
-        """Another use of the network (a score), part by part between steps: it would compete for the same cores."""
+        """Run another use of the network (a score), part by part between steps, since it needs the same cores."""
         self.reserve(1, admitted)
         assert self.loop is not None
         answer = self.loop.create_future()
@@ -171,7 +172,7 @@ class Worker:
         self.ends.extend([time.monotonic()] * places)
 
     def give_up_calls(self, problem: Problem) -> None:
-        """Answer every `call` with the problem; the one that runs continues unheard."""
+        """Answer every `call` with the problem; the result of the running one is dropped."""
         for answer in list(self.calls):
             if not answer.done():
                 answer.set_exception(problem)
@@ -204,7 +205,7 @@ class Worker:
                 self.turn()
 
     def warm_up(self) -> Engine:
-        """The engine, after one sequence: on a GPU this is where the compiling is done."""
+        """The engine, after one sequence: on a GPU this compiles the network."""
         engine = self.lm.engine(self.slots)
         engine.evaluator.warm_up()
         request = self.lm.request(steps=2)
@@ -214,7 +215,7 @@ class Worker:
         return engine
 
     def read_inbox(self) -> None:
-        """Do everything that waits; wait if there is nothing to do."""
+        """Run all waiting actions; if there is no work at all, wait for one."""
         block = not self.shares
         while True:
             try:
@@ -225,7 +226,7 @@ class Worker:
             block = False
 
     def take_out(self, job: Job, index: int | None) -> None:
-        """Cancel a job or one of its sequences. Those that have begun leave at the next step, by their results."""
+        """Cancel a job or one of its sequences. Sequences that have begun end with their results at the next step."""
         assert self.engine is not None
         for id, (_, owner, number) in self.sequences.items():
             if owner is job and index in (None, number):
@@ -238,13 +239,13 @@ class Worker:
                 self.shares.remove(share)
 
     def refuse(self, job: Job, index: int, problem: str = "") -> None:
-        """The result of a sequence that never began."""
+        """Post the result of a sequence that never began."""
         request = job.requests[index]
         result = Result(0, list(request.tokens), request.seed, 0, 0.0, finished=False, problem=problem)
         self.post(self.loop, self.deliver, [(job, Update(index, result=result))])
 
     def turn(self) -> None:
-        """Give out slots; then a step, or a part of another use, for whose turn it is."""
+        """Give out slots; then run a step, or a part of another use, for the request whose turn it is."""
         assert self.engine is not None
         self.seat()
         now = time.monotonic()
@@ -261,17 +262,17 @@ class Worker:
             self.step(ids)
 
     def size(self, id: int) -> int:
-        """Tokens that the network reads in one evaluation of a sequence; the work of a constraint as so many more."""
+        """Tokens that the network reads in one evaluation of a sequence, plus the work of a constraint in tokens."""
         _, job, index = self.sequences[id]
         request = job.requests[index]
         matching = self.budget * matching_work(request, self.lm.length) // MATCHED
         return matching + (block_of(request, self.lm.model) or min(len(request.tokens), self.lm.length))
 
     def seat(self) -> None:
-        """Give out slots. If admitting takes long, the rest get theirs at the next step."""
+        """Give out slots. If admission takes long, the rest get theirs before the next step."""
         engine = self.engine
         assert engine is not None
-        submitted = {id for id, _ in engine.waiting}  # they have a slot from the next step on
+        submitted = {id for id, _ in engine.waiting}  # these get their slots at the next step
         free, reading = engine.slots.count(None) - len(submitted), 0
         while (seat := next_seat(self.shares, free)) is not None and reading < self.budget:
             share, holder = seat
@@ -290,7 +291,7 @@ class Worker:
         self.shares = [share for share in self.shares if not share.over]
 
     def begin(self, share: Share) -> int:
-        """Submit the next sequence of a request; returns the tokens that the network reads to admit it."""
+        """Submit the next sequence of a request; return the number of tokens that the network reads to admit it."""
         assert self.engine is not None and share.job is not None
         index = share.fresh.popleft()
         request = share.job.requests[index]
@@ -305,7 +306,7 @@ class Worker:
         return prompt + len(request.required) * len(request.tokens)
 
     def advance(self, share: Share) -> None:
-        """The next part of another use of the network; nothing, if nobody waits for it any more."""
+        """Run the next part of another use of the network, unless its answer is no longer wanted."""
         assert share.use is not None and share.answer is not None
         began, value, error = time.perf_counter(), None, None
         try:
@@ -321,7 +322,7 @@ class Worker:
         self.post(self.loop, self.answer, share.answer, value, error)
 
     def step(self, ids: Collection[int]) -> None:
-        """Step the engine, count, and post what happened to the loop."""
+        """Step the engine, count, and post the updates to the loop."""
         assert self.engine is not None
         updates, began = None, time.perf_counter()
         mine = {id: self.sequences[id] for id in ids}
@@ -330,7 +331,7 @@ class Worker:
             updates = self.engine.step(ids)
         except Exception:
             log.exception("%s: a step failed; its sequences are given up", self.name)
-        if updates is None:  # not in the handler: there the traceback keeps the old engine in memory beside the new one
+        if updates is None:  # not in the handler: its traceback would keep the old engine in memory beside the new
             self.give_up()
             return
         self.metrics.add("adlm_steps_total", 1, (self.name,))
@@ -361,7 +362,7 @@ class Worker:
         self.metrics.add("adlm_evaluations_total", result.nfe, (self.name,))
 
     def give_up(self) -> None:
-        """After a failed step the engine's state is unknown: answer everybody, start a fresh one."""
+        """Answer all requests with an error and start a new engine: after a failed step its state is unknown."""
         problem = Problem(500, "the engine failed while this request was running; try again", "engine_failed")
         failed = {id(share): share for share, _, _ in self.sequences.values()}
         jobs = [share.job for share in failed.values() if share.job is not None]
@@ -372,12 +373,12 @@ class Worker:
         self.lm.drop_engine()
         try:
             self.engine = self.lm.engine(self.slots)
-        finally:  # not earlier: whoever tries again at once shall find it
+        finally:  # not earlier: a client that retries at once must find the new engine
             self.post(self.loop, self.deliver, [(job, problem) for job in jobs])
 
     def post(self, loop: asyncio.AbstractEventLoop | None, function: Callable[..., None], *arguments: Any) -> None:
         assert loop is not None
         try:
             loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed
             self.stopping = True
