@@ -299,6 +299,20 @@ def test_a_worker_that_hangs_is_not_waited_for_longer_than_a_request_may_take(mo
     assert not worker.ready and worker.load == 0
 
 
+def test_metrics_do_not_wait_for_a_worker_that_hangs(monkeypatch):
+    async def exchange(place, *rest):
+        if place:
+            await asyncio.sleep(60)
+        yield AnswerHead(200, [])
+        yield b"# TYPE adlm_rows_total counter\nadlm_rows_total 3\n"
+
+    monkeypatch.setattr("adlm.serving.front.exchange", exchange)
+    monkeypatch.setattr("adlm.serving.front.SOON_ENOUGH", 0.1)
+    workers = [SimpleNamespace(socket=i, ready=True, restarts=0, load=0) for i in range(2)]
+    front = Front(ServeConfig(), 8, workers)  # type: ignore[arg-type]
+    assert "adlm_rows_total 3\n" in asyncio.run(asyncio.wait_for(front.all_metrics(SCOPE), 5))
+
+
 def test_what_draws_nothing_does_not_wait_for_those_that_draw():
     async def scene() -> None:
         worker = Idle(0)

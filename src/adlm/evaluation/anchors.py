@@ -68,14 +68,14 @@ def read_hidden(model: Network, schedule: Schedule, tokens_L: Tensor, hidden_L: 
     z_BL = torch.where(hidden_L, model.mask_id, tokens_L)[None]
     sigma_B = noise_level(hidden_L.float().mean()[None], schedule) if model.config.is_time_conditioned else None
     hidden = model(z_BL, sigma_B)
-    positions = hidden_L.nonzero().squeeze(1)
+    positions, found = hidden_L.nonzero().squeeze(1), list[list[Guesses]]()
     truth_N = tokens_L[positions]
     assert hidden.anchor_BLD is not None and model.anchor_head is not None
-    denoiser_NV = model.head(hidden.denoiser_BLD[0, positions]).float()
-    denoiser_NV[:, model.mask_id] = -torch.inf  # SUBS: a prediction is never the mask
-    anchor = guesses(model.anchor_head(hidden.anchor_BLD[0, positions]).float(), truth_N, top)
-    denoiser = guesses(denoiser_NV, truth_N, top)
-    return [Reading(*reading) for reading in zip(positions.tolist(), truth_N.tolist(), anchor, denoiser)]
+    for head, hidden_BLD in ((model.anchor_head, hidden.anchor_BLD), (model.head, hidden.denoiser_BLD)):
+        logits_NV = head(hidden_BLD[0, positions]).float()
+        logits_NV[:, model.mask_id] = -torch.inf  # a prediction is never the mask
+        found.append(guesses(logits_NV, truth_N, top))
+    return [Reading(*each) for each in zip(positions.tolist(), truth_N.tolist(), *found)]
 
 
 def guesses(logits_NV: Tensor, truth_N: Tensor, top: int) -> list[Guesses]:

@@ -221,7 +221,7 @@ class FrameGuesses:
 def likeliest(head: Head, hidden_ND: Tensor, mask_id: int, top: int = 1) -> list[tuple[list[int], list[float]]]:
     """For every hidden state, the `top` most probable tokens of the head, and their probabilities."""
     found: list[tuple[list[int], list[float]]] = []
-    size = getattr(head, "out_features", 1)
+    size: int = head.out_features  # type: ignore[attr-defined]
     for part_ND in hidden_ND.split(max(1, LOGITS_AT_ONCE // size)):
         logits_NV = head(part_ND.to(next(head.parameters()).dtype)).float()  # type: ignore[attr-defined]
         logits_NV[:, mask_id] = -torch.inf

@@ -39,6 +39,8 @@ ATTEMPTS = 2
 """Workers that a request may be sent to: a request that crashes its worker must not crash all of them."""
 LOOK = 0.1
 """Seconds between two checks whether a worker is ready."""
+SOON_ENOUGH = 2.0
+"""Seconds within which a worker that is alive says whether it is ready, and its metrics."""
 LATE = 5.0
 """Seconds to wait for an answer after the request's time limit: a healthy worker reports the timeout itself."""
 SLOWEST_RESTART = 30.0
@@ -108,7 +110,7 @@ class WorkerProcess:
     async def answers(self) -> bool:
         """Whether its models are loaded."""
         with contextlib.suppress(OSError, WorkerGone, asyncio.TimeoutError):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(SOON_ENOUGH):
                 async for part in exchange(self.socket, "GET", b"/readyz", [(b"host", b"localhost")], b""):
                     return isinstance(part, AnswerHead) and part.status == 200
         return False
@@ -360,11 +362,12 @@ class Front:
         raise WorkerGone("an answer was cut short")
 
     async def all_metrics(self, scope: Scope) -> str:
-        """The metrics of the front, and the sums of the workers' metrics."""
+        """The metrics of the front, and the sums of the workers' metrics. A worker that hangs is left out."""
         texts = []
         for worker in [w for w in self.workers if w.ready]:
-            with contextlib.suppress(WorkerGone):
-                parts = [p async for p in exchange(worker.socket, "GET", b"/metrics", scope["headers"], b"")]
+            with contextlib.suppress(WorkerGone, asyncio.TimeoutError):
+                async with asyncio.timeout(SOON_ENOUGH):
+                    parts = [p async for p in exchange(worker.socket, "GET", b"/metrics", scope["headers"], b"")]
                 texts.append(b"".join(p for p in parts if isinstance(p, bytes)).decode())
         return merged(self.metrics.text(), texts)
 

@@ -56,7 +56,7 @@ class CompletionText:
         self.lm, self.request, self.stops = lm, request, stops
         tokens, mask = list(request.tokens), lm.model.mask_id
         self.first = tokens.index(mask)
-        self.after = len(tokens) - 1 - tokens[::-1].index(mask) + 1
+        self.after = len(tokens) - tokens[::-1].index(mask)
         """Where a suffix begins."""
         self.prompt = lm.text(tokens[: self.first])
         self.sent = 0
