@@ -75,7 +75,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "adlm.demo:run_demo",
         "train a nano model on this CPU in minutes, on the documentation inside Python or on your text (adlm demo"
-        " my.txt), nothing downloaded, and write a report for the browser",
+        " my.txt), without downloads, and write a report for the browser",
         words=("data.path",),
         defaults=("experiment=demo",),
         own_text=True,
@@ -93,8 +93,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "finetune": Command(
         "adlm.finetuning:run_finetune",
-        "teach a trained model your text, in minutes on a CPU, with a report of before and after: adlm finetune my.txt;"
-        " starts from the model in the package, or from init_from=FOLDER",
+        "fine-tune a trained model on your text, in minutes on a CPU, with a before/after report: adlm finetune my.txt;"
+        " starts from the bundled model, or from init_from=FOLDER",
         words=("data.path",),
         line=True,
         defaults=("data=file",),
@@ -113,7 +113,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "sample": Command(
         "adlm.api.command:run_sample",
-        "draw texts from a model: free, after a prompt or into a template; a rerun continues the file",
+        "draw texts from a model: unconditional, after a prompt or into a template; a rerun continues the file",
         words=("eval.checkpoint",),
         flags={"watch": "show one text appearing, live in the terminal"},
         out="jsonl file that samples are appended to as they are drawn; a rerun continues it (empty: only shown)",
@@ -121,7 +121,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "score": Command(
         "adlm.api.command:run_score",
-        "how likely a text is: adlm score 'some words' [CHECKPOINT] (or a file, @file, or - for standard input)",
+        "score a text under a model: adlm score 'some words' [CHECKPOINT] (or a file, @file, or - for standard input)",
         rest=True,
         defaults=("eval.draws=64",),
         reads=("eval.checkpoint", "eval.draws", *MODEL),
@@ -143,7 +143,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "compare": Command(
         "adlm.compare:run_compare",
-        "train algorithms on one corpus with one budget, and set bound, size, arithmetic and speed side by side:"
+        "train algorithms on one corpus with one budget, and compare bound, size, arithmetic and speed:"
         " adlm compare adlm mdlm adlm+objective.gamma=0.1+seed=2 ...; a rerun does what is missing",
         rest=True,
         line=True,
@@ -159,7 +159,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "adlm.bench:run_bench",
-        "train | sample: how fast this machine is, beside a reference implementation of the same",
+        "train | sample: measure the speed of this machine, beside a reference implementation",
         rest=True,
         out="file that a JSON line for each batch size is appended to (empty: only printed)",
         reads=("bench", "algo", "seed", "model", "noise", "objective", "data.tokenizer", "optim", "train", "sampling"),
@@ -202,7 +202,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "export": Command(
         "adlm.api.command:run_export",
-        "a run, or whatever else can be loaded -> an exported folder, to keep or to share: adlm export RUN FOLDER",
+        "a run, or any model that can be loaded -> an exported folder, to keep or to share: adlm export RUN FOLDER",
         words=("eval.checkpoint", "out"),
         required=2,
         flags={
@@ -222,7 +222,7 @@ COMMANDS: dict[str, Command] = {
     "reason": Command(
         "adlm.reasoning.command:run_reason",
         "reasoning tasks. train: staged fine-tuning; eval RUN: answer test questions; ask RUN QUESTION: answer one;"
-        " table RUN ..: compare runs with the paper; data: what the questions are like",
+        " table RUN ..: compare runs with the paper; data: statistics of the questions",
         rest=True,
         defaults=("algo=ar", "model=nano", "task=prosqa", "method=acot"),
         reads=("reason", *(section for section in TRAINING if section != "data"), *TASK_FILES, "eval"),

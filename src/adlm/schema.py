@@ -71,10 +71,10 @@ class ModelConfig:
     block_length: Annotated[str, Numbers()] = ""
     """Block diffusion: tokens K of a block, which is denoised after the blocks before it (1: token by token; 0 or
     empty: the whole sequence at once). Of several, 16,1,4,64,1024, each training sequence takes one in turn, and the
-    first is the model's own K in bounds and generation; a number named twice comes up twice as often."""
+    first is the model's own K in bounds and generation; a length listed twice is used twice as often."""
     conditioning: Annotated[str, Choices(("none", "constant", "sigma", "t"))] = "constant"
-    """What norms and gates are modulated by (adaLN): none (no adaLN), constant (one learned vector, as in the published
-    block), sigma (the noise level sigma(t)) or t (the fraction of masks, GIDD)."""
+    """Input of the adaLN modulation of norms and gates: none (no adaLN), constant (one learned vector, as in the
+    published block), sigma (the noise level sigma(t)) or t (the fraction of masks, GIDD)."""
     cond_dim: Count = 128
     """Width of the conditioning vector."""
     norm: Annotated[str, Choices(("layernorm", "rmsnorm"))] = "layernorm"
@@ -92,10 +92,10 @@ class ModelConfig:
     rope_base: AtLeastOne = 10000.0
     """Base of the rotary frequencies."""
     tied: bool = False
-    """The head is the embedding, the anchor network's too; needs bias=false, and bridge=none if anchored."""
+    """Tie the heads to the embedding, the anchor network's head too; needs bias=false, and bridge=none if anchored."""
     shift: bool = False
-    """The prediction for position i is read at position i-1 (for position 0, at 0), as in diffusion models made of
-    causal ones. Causal models read so by themselves."""
+    """The prediction for position i is read at position i-1 (for position 0, at 0), as in diffusion models made from
+    causal ones. Causal models always do this."""
     mlp_size: WholeNumber = 0
     """Width of the MLP; 0: 4 * hidden_size."""
     init: Annotated[str, Choices(("torch", "normal", "normal-zero"))] = "torch"
@@ -213,21 +213,22 @@ class ObjectiveConfig:
     gamma_warmup: Fraction = 3e-3
     """Fraction of the run over which gamma rises linearly from 0 (0: constant)."""
     gamma_until: PositiveFraction = 1.0
-    """Fraction of the run after which there are no anchors, and their head costs nothing (1: anchors to the end)."""
+    """Fraction of the run after which the anchor loss is off and the anchor head costs nothing (1: anchors to the
+    end)."""
     causal_until: FractionBelowOne = 0.0
     """Fraction of the run in which the network first learns to predict the next token: it reads clean sequences, every
     position sees those before it, and there are no anchors yet (0: masks from the first step on). Causal models do so
     in any case."""
     anchor_rule: Annotated[str, Choices(tables.ANCHOR_RULES)] = "count"
-    """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or
-    none; given: where a task says so (docs/reasoning.md)."""
+    """Which tokens are anchors: count (at most tau times in its sequence), common (more often), all or none; given: the
+    task names them (docs/reasoning.md)."""
     tau: Count = 5
     """count rule: a token is an anchor if it occurs at most tau times in its own sequence (common rule: more often)."""
     anchor_positions: Annotated[str, Choices(("all", "masked"))] = "all"
     """all: every anchor carries the anchor loss (the release); masked: only masked ones."""
     anchor_fraction: PositiveFraction = 1.0
-    """Fraction of the anchors, drawn anew at every step, that carries the anchor loss for all of them: 0.25 makes it
-    cost a quarter, and keeps it right on average."""
+    """Random fraction of the anchors that is scored at each step: 0.25 costs a quarter, and the anchor loss stays right
+    on average."""
     T: WholeNumber = 0
     """Number of discrete time steps of the bound; 0 is continuous time."""
     time_density: AtLeastOne = 1.0
@@ -299,7 +300,7 @@ class DataConfig:
     for each 1000 documents, whose rest is dropped, as in the release) or documents (one a sequence, truncated and
     padded)."""
     cache_dir: Place = ""
-    """Where prepared sequences live; empty: $ADLM_CACHE, else ~/.cache/adlm."""
+    """Folder for prepared sequences; empty: $ADLM_CACHE, else ~/.cache/adlm."""
     engine: Annotated[str, Choices(("threads", "ray"))] = "threads"
     """Who tokenises: threads of this machine, or ray: the cluster of RAY_ADDRESS, or one that is started here."""
     max_sequences: WholeNumber = 0
@@ -347,8 +348,8 @@ class TrainConfig:
     """Most sequences per forward pass and rank, also in validation; 0: all that a rank has of the global batch. Ranks
     that cannot share it evenly differ by one sequence."""
     length_warmup: Count = 1
-    """Sequence-length warmup: at the start every sequence is cut into this many, each on its own: as many tokens and
-    more times a step, and neighbours are learned first (1: none)."""
+    """Sequence-length warmup: at the start every sequence is cut into this many shorter ones. A step then has the same
+    tokens and more noise levels (1: none)."""
     length_warmup_fraction: Fraction = 0.5
     """Fraction of the run with the shorter sequences."""
     valid_every: WholeNumber = 10_000
@@ -360,15 +361,15 @@ class TrainConfig:
     sample_every: WholeNumber = 0
     """Steps between samples shown during training (0: none)."""
     track: Annotated[str, Choices(("tensorboard", "wandb"), also=("",))] = ""
-    """Where metrics go beside the run folder: tensorboard (its events, in the run folder) or wandb (Weights & Biases,
-    offline unless logged in; WANDB_PROJECT and WANDB_NAME say where); empty: nowhere."""
+    """Where else metrics go: tensorboard (event files in the run folder) or wandb (Weights & Biases, offline unless
+    logged in; WANDB_PROJECT and WANDB_NAME name the run); empty: only the run folder."""
     precision: Annotated[str, Choices(("auto", "fp32", "bf16"))] = "auto"
     """auto (bf16 on a GPU, fp32 on a CPU), fp32 or bf16 (autocast, fp32 weights)."""
     residual: Annotated[str, Choices(("fp32", "bf16"))] = "fp32"
     """Precision of the residual stream under bf16 autocast: fp32, or bf16 (half the memory traffic)."""
     compile: Annotated[str, Choices(("auto", "true", "false", "block", "max"))] = "auto"
     """auto (on a GPU), true, false, block (compile one block and reuse it: starts sooner, runs a little slower) or max
-    (kernels chosen by timing them: starts minutes later)."""
+    (autotune kernels: starts minutes later)."""
     cuda_graphs: bool = False
     """Replay the network as CUDA graphs, for small models or batches, where the host is slower than the GPU. One
     process, one micro-batch a step."""
@@ -378,10 +379,10 @@ class TrainConfig:
     """Under torchrun: ddp (every rank has all weights), fsdp (shards over all ranks) or hsdp (shards over the ranks of
     a node, copies of them over nodes)."""
     device: str = "auto"
-    """auto (the best there is), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
+    """auto (the best available), cpu, cuda, cuda:N or mps (Apple's GPUs)."""
     num_threads: Annotated[int, Range(low=0, high=1024)] = 0
-    """CPU threads, also those that tokenise, or processes of a Ray started here; 0: all cores (under torchrun 1 per
-    process, but for tokenising, unless OMP_NUM_THREADS says otherwise)."""
+    """CPU threads, for tokenising too, or processes of a Ray cluster started here; 0: all cores (under torchrun 1 per
+    process, except for tokenising, unless OMP_NUM_THREADS is set)."""
 
     @property
     def is_sharded(self) -> bool:
@@ -425,8 +426,8 @@ class Config:
     seed: Seed = 1
     """Seed of initialisation, data order and noise."""
     out: Place = ""
-    """Where the command writes: by default the run folder (empty: runs/<algo>-<data>-<model>); commands that make no
-    run say in their --help what it is."""
+    """Where the command writes. Training: the run folder (empty: runs/<algo>-<data>-<model>). The --help of other
+    commands says what it is."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)

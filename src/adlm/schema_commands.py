@@ -68,7 +68,7 @@ class SamplingConfig:
     """A name of the samplers table (`adlm config sampling.sampler=list`); empty: the model's own, which is mdlm, or
     score (sedd), ddpm (d3pm), autoregressive (ar, a2r)."""
     steps: Count = 256
-    """Number of steps T from all masks to none; in blocks, of each block."""
+    """Number of steps T from all masks to none; for each block in block diffusion."""
     block_length: WholeNumber = 0
     """Tokens of a block, for models trained with model.block_length: text is written block after block, with a cache
     (0: the model's own, or the whole canvas where a template needs it)."""
@@ -77,7 +77,7 @@ class SamplingConfig:
     length: WholeNumber = 0
     """Tokens per sample; 0: the model's length, or what its export says."""
     batch_size: Count = 32
-    """Sequences that share a network call; of a server, those of each model and worker."""
+    """Sequences that share a network call; for a server, those of each model and worker."""
     seed: Seed = 0
     """Decides every random choice; sample i uses seed + i."""
     temperature: Annotated[float, Range(low=0, high=3e38)] = 1.0
@@ -97,8 +97,8 @@ class SamplingConfig:
     alpha_on: InnerFraction = 0.9
     """remdm-loop: fraction of visible tokens held during that phase; eta*alpha_on <= 1-alpha_on."""
     threshold: Annotated[float, Range(low=0, also=-1)] = -1.0
-    """confidence: reveal every position at least this sure (-1: 0.9); entropy: bound on the revealed entropy, in nats
-    (-1: 0.2)."""
+    """confidence: reveal every position whose probability is at least this (-1: 0.9); entropy: bound on the revealed
+    entropy, in nats (-1: 0.2)."""
     parity: Annotated[str, Choices(("", "release"))] = ""
     """release: the public release's nucleus (top-p) filter, step grid and final argmax; empty: ours."""
     stride: WholeNumber = 0
@@ -160,21 +160,22 @@ class ReasonConfig:
     n_test: WholeNumber = 500
     """Test examples generated (test_path is always used whole)."""
     story_steps: WholeNumber = 0
-    """ProsQA from scratch: optimizer steps before the first stage on stories, told again and thought through, which
-    teach to look up what was said of a word (a pretrained base can already; 0: none, as in the paper)."""
+    """ProsQA from scratch: optimizer steps on stories before the first stage. They teach the model to look up what was
+    said of a word, which a pretrained base can already do (0: none, as in the paper)."""
     epochs: Count = 50
     """Passes over the training examples, all stages together."""
     epochs_per_stage: Count = 5
-    """Passes per stage; the last stage takes what is left of epochs. Every stage ends with a validation, beside those
-    of train.valid_every."""
+    """Passes per stage; the last stage takes the remaining epochs. Every stage ends with a validation, in addition to
+    those of train.valid_every."""
     mixing: FractionBelowOne = 0.0
-    """Fraction of the examples of a stage that are laid out as one of the stages before it, drawn evenly (0: none)."""
+    """Fraction of a stage's examples that have the layout of an earlier stage, drawn uniformly (0: none)."""
     stage0: Place = ""
-    """Folder that keeps the weights after the first stage, for other methods that begin alike (empty: none)."""
+    """Folder for the weights after the first stage, reused by other methods with the same first stage (empty: none)."""
     slots: WholeNumber = 6
     """Most [ANT] positions of an example."""
     anchor_tokens: Annotated[str, Choices(("first", "all"))] = "first"
-    """An anchor of several tokens labels one [ANT] with its first token (first), or as many as it has tokens (all)."""
+    """Labels for an anchor of several tokens: its first token on one [ANT] (first), or one [ANT] for each token
+    (all)."""
 
 
 @dataclass
@@ -191,9 +192,9 @@ class ServeConfig:
     cors: str = ""
     """Origins whose pages may call the server, separated by commas (* for all); empty: none but its own page."""
     workers: WholeNumber = 0
-    """Processes behind the port, each with all models; 0: one for each GPU."""
+    """Worker processes behind the port, each with all models; 0: one for each GPU."""
     queue: Count = 256
-    """Sequences that may wait beyond sampling.batch_size; then requests are answered 429."""
+    """Sequences that may wait beyond sampling.batch_size; further requests are answered 429."""
     max_length: WholeNumber = 0
     """Longest sequence of a request in tokens; 0: the model's length."""
     max_steps: Count = 4096
@@ -212,7 +213,7 @@ class BenchConfig:
     size of the vocabulary from data.tokenizer (empty: GPT-2's)."""
 
     batches: str = "16"
-    """Sequences of a step, one measurement each: 1,16,64."""
+    """Batch sizes in sequences, one measurement each: 1,16,64."""
     steps: Count = 20
     """Steps timed: optimizer steps (train) or network evaluations (sample)."""
     dense: bool = True
@@ -226,13 +227,13 @@ class ClusterConfig:
     gpus: WholeNumber = 0
     """GPUs of the run, in nodes of 8 (0: nothing is predicted)."""
     gpu: str = "h200"
-    """A GPU by name, or the file that `adlm bench train bench.batches=16,64 out=FILE` has written on it, which may also
-    say its links and failures (docs/scale.md)."""
+    """A GPU by name, or a file that `adlm bench train bench.batches=16,64 out=FILE` wrote on that GPU; the file may
+    also state link speeds and failures (docs/scale.md)."""
 
 
 @dataclass
 class CompareConfig:
     jobs: Count = 1
-    """Runs of `adlm compare` that train at once, each in a process of its own."""
+    """Runs of `adlm compare` that train at once, each in its own process."""
     equal_flops: bool = False
-    """Every run gets the training FLOPs of the first one, and not its number of steps."""
+    """Give every run the training FLOPs of the first one instead of its number of steps."""
