@@ -305,11 +305,12 @@ ANCHORED = {
 QUIET = 0.1
 """The anchor network's norm starts at this fraction of the base's final norm, so that its first predictions are nearly
 uniform."""
-OPTIMIZER: dict[str, Any] = {
+RECIPE: dict[str, Any] = {
     "optim.name": "adamw", "optim.lr": 5e-4, "optim.beta2": 0.95, "optim.schedule": "linear", "optim.warmup": 50,
-    "optim.ema": 0.0, "train.global_batch_size": 40, "train.steps": 1600,
+    "optim.ema": 0.0, "train.global_batch_size": 40, "train.steps": 1600, "objective.time_density": 2.0,
 }  # fmt: skip
-"""Steps of 40 sequences have 8 of each block length, so that compiled passes meet few shapes."""
+"""Steps of 40 sequences have 8 of each block length, so that compiled passes meet few shapes. Times near the middle
+first teach faster (docs/LOG.md, November 19)."""
 LEFT_TO = {
     "optim": ("optim.name", "optim.lr", "optim.beta2"),
     "lr_scheduler": ("optim.schedule", "optim.warmup", "optim.min_lr_ratio"),
@@ -341,17 +342,20 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     model = adapted_config(was, anchored)
     chosen = {f"model.{key}": value for key, value in asdict(model).items()}
     objective = {"name": "anelbo", **ANCHORED} if anchored else {"name": "nelbo", "gamma": 0.0}
-    chosen |= {f"objective.{key}": value for key, value in objective.items()} | OPTIMIZER
+    chosen |= {f"objective.{key}": value for key, value in objective.items()} | RECIPE
+    if not was.causal:  # as in fine-tuning, training goes on at the bound's own times
+        chosen["objective.time_density"] = 1.0
     for group in given & LEFT_TO.keys():
         for key in LEFT_TO[group]:
             chosen.pop(key, None)
     if is_typed("train.steps", line) and "optim.warmup" in chosen:
-        chosen["optim.warmup"] = min(OPTIMIZER["optim.warmup"], max(1, typed.train.steps // 20))
+        chosen["optim.warmup"] = min(RECIPE["optim.warmup"], max(1, typed.train.steps // 20))
     if typed.data.name == "file" and typed.data.path:
         chosen["data.valid_fraction"] = owntext.held_out_fraction(owntext.text_bytes(typed.data))
     kind = f"-{typed.algo}" if anchored else ""
     out = typed.out or f"runs/{base.stem}-adapted{kind}"
-    start = Path(out).absolute() / "start"
+    start, begun, density = Path(out).absolute() / "start", config.begun(out), "objective.time_density"
+    chosen[density] = begun.get(density, chosen[density])  # earlier versions began at the bound's own times
     words = [*([] if "algo" in given else ["algo=bd3lm"]), *(f"{key}={value}" for key, value in chosen.items())]
     places = [f"out={out}", f"data.tokenizer={start / TOKENIZER}", f"{START}={start}"]
     cfg = config.load([*words, *line, *places])

@@ -124,7 +124,9 @@ def test_a_text_is_enough_and_the_rest_fits_it(base, tmp_path, monkeypatch, caps
 def test_a_typed_group_decides_what_it_sets(base):
     loaded = load_checkpoint(base / "ar")
     words = ["data=file", *DATA, f"data.cache_dir={base / 'cache'}", f"out={base / 'groups'}"]
-    plain = adapted_settings(loaded, base / "ar", words).optim
+    cfg = adapted_settings(loaded, base / "ar", words)
+    plain = cfg.optim
+    assert cfg.objective.time_density == 2 and loaded.objective.time_density == 1
     typed = adapted_settings(loaded, base / "ar", [*words, "optim=muon", "lr_scheduler=cosine"]).optim
     assert (plain.name, plain.lr, plain.schedule) == ("adamw", 5e-4, "linear")
     assert (typed.name, typed.lr, typed.schedule, typed.ema) == ("muon", 6e-4, "cosine", plain.ema)
@@ -136,8 +138,15 @@ def test_an_adapted_model_is_trained_on(base, capsys):
     first, before = base / "once" / "export", measured(base, base / "once", capsys, "eval.block_length=4")
     assert adapt(base, "twice", f"checkpoint.init_from={first}") == 0
     again = load_checkpoint(base / "twice")
+    assert again.objective.time_density == 1
     assert again.model.config == load_checkpoint(first).model.config and again.model.config.block_length == "4,1"
     assert measured(base, base / "twice/start", capsys, "eval.block_length=4")["K=4"] == before["K=4"]
     assert measured(base, base / "twice", capsys, "eval.block_length=4")["K=4"] != before["K=4"]
     assert adapt(base, "third", f"checkpoint.init_from={first}", "algo=adlm") == 1
     assert "has no anchors, and adlm adapt cannot change that" in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version_resumes_with_its_own_times(base):
+    assert adapt(base, "older", "objective.time_density=1") == 0
+    assert adapt(base, "older", "train.steps=3") == 0
+    assert yaml.safe_load((base / "older" / "config.yaml").read_text())["objective"]["time_density"] == 1
