@@ -307,7 +307,7 @@ QUIET = 0.1
 uniform."""
 RECIPE: dict[str, Any] = {
     "optim.name": "adamw", "optim.lr": 5e-4, "optim.beta2": 0.95, "optim.schedule": "linear", "optim.warmup": 50,
-    "optim.ema": 0.0, "train.global_batch_size": 40, "train.steps": 1600, "objective.time_density": 2.0,
+    "optim.ema": 0.0, "train.global_batch_size": 40, "train.steps": 1600, "objective.time_density": 3.0,
 }  # fmt: skip
 """Steps of 40 sequences have 8 of each block length, so that compiled passes meet few shapes. Times near the middle
 first teach faster (docs/LOG.md, November 19)."""

@@ -126,7 +126,7 @@ def test_a_typed_group_decides_what_it_sets(base):
     words = ["data=file", *DATA, f"data.cache_dir={base / 'cache'}", f"out={base / 'groups'}"]
     cfg = adapted_settings(loaded, base / "ar", words)
     plain = cfg.optim
-    assert cfg.objective.time_density == 2 and loaded.objective.time_density == 1
+    assert cfg.objective.time_density == 3 and loaded.objective.time_density == 1
     typed = adapted_settings(loaded, base / "ar", [*words, "optim=muon", "lr_scheduler=cosine"]).optim
     assert (plain.name, plain.lr, plain.schedule) == ("adamw", 5e-4, "linear")
     assert (typed.name, typed.lr, typed.schedule, typed.ema) == ("muon", 6e-4, "cosine", plain.ema)
