@@ -356,7 +356,10 @@ def adapted_settings(loaded: Loaded, base: Path, line: Sequence[str]) -> Config:
     out = typed.out or f"runs/{base.stem}-adapted{kind}"
     start, begun, density = Path(out).absolute() / "start", config.begun(out), "objective.time_density"
     chosen[density] = begun.get(density, chosen[density])  # earlier versions began at the bound's own times
-    words = [*([] if "algo" in given else ["algo=bd3lm"]), *(f"{key}={value}" for key, value in chosen.items())]
+    words = [
+        *([] if "algo" in given else [f"algo={'adlm' if anchored else 'bd3lm'}"]),
+        *(f"{key}={value}" for key, value in chosen.items()),
+    ]
     places = [f"out={out}", f"data.tokenizer={start / TOKENIZER}", f"{START}={start}"]
     cfg = config.load([*words, *line, *places])
     weights = adapted_weights(loaded, cfg.model)

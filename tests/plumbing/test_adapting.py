@@ -150,3 +150,10 @@ def test_a_run_of_an_earlier_version_resumes_with_its_own_times(base):
     assert adapt(base, "older", "objective.time_density=1") == 0
     assert adapt(base, "older", "train.steps=3") == 0
     assert yaml.safe_load((base / "older" / "config.yaml").read_text())["objective"]["time_density"] == 1
+
+
+def test_an_adapted_model_with_anchors_keeps_them(base):
+    assert adapt(base, "with", "algo=adlm") == 0
+    assert adapt(base, "longer", f"checkpoint.init_from={base / 'with' / 'export'}") == 0
+    loaded = load_checkpoint(base / "longer")
+    assert loaded.model.config.anchored and loaded.info["algo"] == "adlm" and loaded.objective.name == "anelbo"
