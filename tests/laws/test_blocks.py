@@ -11,7 +11,7 @@ from exact import ExactBlocks, sequences_of
 from tiny import MODERN, random_tokens, tiny_model
 
 from adlm.models.network import count_flops
-from adlm.models.transformer import TILE, attend, reading_positions, sees, training_mask
+from adlm.models.transformer import TILE, Ranges, attend, reading_positions, training_mask
 from adlm.objectives import loss, make_objective, sequence_bounds
 from adlm.objectives.nelbo import BlockSettings, masks_by_count
 from adlm.schema import ModelConfig, NoiseConfig, ObjectiveConfig
@@ -48,20 +48,35 @@ def lengths(*K):
 
 @pytest.mark.parametrize("K", [1, 2, 5, 12])
 def test_the_rule_is_that_of_a_loop(K):
-    at = torch.arange(2 * L)
-    found = sees(at[:, None], at, torch.tensor(K), L)
+    _, (found,) = training_mask(lengths(K), L)
     for q, k in itertools.product(range(2 * L), repeat=2):
         same, before = (q % L) // K == (k % L) // K, (k % L) // K < (q % L) // K
         expected = (before or same) if q >= L and k >= L else same if q < L and k < L else before if q < L else False
-        assert found[q, k] == expected, (q, k)
+        assert found[0, q, k] == expected, (q, k)
+
+
+@pytest.mark.parametrize("K", [1, 12])
+def test_sequences_that_share_a_row_do_not_see_each_other(K):
+    """A sequence of one block in the noisy half, and one of K = 1 or of one block in the clean half."""
+    _, (found,) = training_mask(torch.tensor([[L, K]]), L)
+    for q, k in itertools.product(range(2 * L), repeat=2):
+        expected = q < L and k < L or q >= L and k >= L and (k <= q or K == L)
+        assert found[0, q, k] == expected, (q, k)
+
+
+def test_ranges_are_tables_of_what_is_seen():
+    first, last, end = (x[0].tolist() for x in Ranges.of(lengths(5), L))
+    assert (first[7], last[7], end[7]) == (5, 10, L + 5), "noisy: its block, and clean tokens before it"
+    assert (first[L + 7], last[L + 7], end[L + 7]) == (0, 0, L + 10), "clean: up to the end of its block"
+    assert (first[11], last[11]) == (10, 12) and end[L + 11] == 2 * L, "the last block is shorter"
 
 
 @pytest.mark.parametrize("K", [1, 3, 16, 100, TILE, 2 * TILE])
 def test_flex_attention_is_attention_with_a_dense_mask(K):
     """Uncompiled flex_attention computes all scores, and skips no tile: those are checked one by one."""
-    length, block_B = 2 * TILE, lengths(K, 7)
+    length, block_B = 2 * TILE, torch.tensor([(K, K), (7, 7), (2 * TILE, K)])
     generator = torch.Generator().manual_seed(K)
-    q, k, v = (torch.randn(2, heads, 2 * length, 8, generator=generator) for heads in (2, 1, 1))
+    q, k, v = (torch.randn(3, heads, 2 * length, 8, generator=generator) for heads in (2, 1, 1))
     (_, dense), (_, tiled) = (training_mask(block_B, length, form) for form in (False, True))
     found = attend(q, k, v, tiled)
     torch.testing.assert_close(found, attend(q, k, v, dense), rtol=1e-4, atol=1e-5)
@@ -237,7 +252,7 @@ def test_sequences_of_a_step_take_the_block_lengths_in_turn():
 @pytest.mark.parametrize("shift", [False, True])
 def test_the_first_token_is_given_where_nothing_can_predict_it(shift):
     model, x = network("anchored", shift), random_tokens(40, L, 10)
-    objective = objective_of(model.config, "4,1,12", "anelbo", gamma=0.1, anchor_rule="all", anchor_positions="masked")
+    objective = objective_of(model.config, "4,2,6", "anelbo", gamma=0.1, anchor_rule="all", anchor_positions="masked")
     batch = objective.corrupt(sequences_of(x), 0, 0.5)
     first = batch.tokens_BL[:, 0] == MASK
     assert first.any() != shift
@@ -295,18 +310,17 @@ def test_the_gradient_is_that_of_the_dense_loss():
 
 @pytest.mark.parametrize(("name", "shift"), EVERY)
 @pytest.mark.parametrize("given", ["", "padding", "prompts"])
-def test_groups_that_are_read_alike_have_the_loss_and_gradient_of_all(name, shift, given):
+@pytest.mark.parametrize("K", ["4,1,12,1,0", "0,4,0,0,1", "4,0,1"])
+def test_sequences_that_share_rows_have_the_loss_and_gradient_of_each_by_itself(name, shift, given, K):
     """Half of [noisy ; clean] is enough for one block, and for blocks of one shifted token."""
-    lengths, x = "4,1,12,1,0", random_tokens(11, L, 10)
+    x = random_tokens(11, L, 10)
     real = torch.arange(L) < torch.tensor([12, 7, 12, 9, 12, 3, 12, 12, 5, 12, 12])[:, None]
     more = {"attention_mask_BL": real} if given else {}
     more |= {"given_BL": torch.arange(L).expand(11, L) < 2} if given == "prompts" else {}
-    model = network(name, shift, block_length=lengths).requires_grad_(True)
+    model = network(name, shift, block_length=K).requires_grad_(True)
     goal = {"gamma": 0.3, "anchor_rule": "all", "anchor_positions": "masked"} if model.config.anchored else {}
-    objective = objective_of(model.config, lengths, "anelbo" if goal else "nelbo", **goal)
+    objective = objective_of(model.config, K, "anelbo" if goal else "nelbo", **goal)
     every = sequences_of(x, **more)
-    groups = objective.groups(every, 3, 0.5)
-    assert torch.equal(torch.cat([group.example_B for group in groups]).sort().values, every.example_B)
 
     def learn(parts):
         model.zero_grad()
@@ -317,22 +331,16 @@ def test_groups_that_are_read_alike_have_the_loss_and_gradient_of_all(name, shif
         gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         return sum(output.total.item() for output in found), sum(batch.count for batch in batches), gradient, read
 
-    (total, count, gradient, read), expected = learn(groups), learn([every])
+    total, count, gradient, read = learn([every])
+    expected = learn([every.at(torch.arange(11) == i) for i in range(11)])
     assert total == pytest.approx(expected[0], rel=1e-12) and count == expected[1]
     assert gradient.keys() == expected[2].keys()
     for key in gradient:
         torch.testing.assert_close(gradient[key], expected[2][key], rtol=1e-9, atol=1e-12)
     drawn = objective.blocks.drawn(every, 1, 3)
-    halves = (drawn == L) | ((drawn == 1) & shift)
-    assert read == L * (2 * 11 - int(halves.sum())) < expected[3] == 2 * L * 11
-    assert len(groups) == (3 if shift else 2)
-
-
-def test_causal_steps_are_one_group():
-    model = network("modern", block_length="4,1,12")
-    objective = objective_of(model.config, "4,1,12", causal_until=0.5)
-    x = sequences_of(random_tokens(6, L, 10))
-    assert [len(objective.groups(x, 0, progress)) for progress in (0.4, 0.6)] == [1, 2]
+    whole, single = int((drawn == L).sum()), int(((drawn == 1) & shift).sum())
+    pairs = (whole + single) // 2 if whole >= single else whole
+    assert read == 2 * L * (11 - pairs) and pairs > 0
 
 
 @pytest.mark.parametrize("name", ["modern", "anchored", "llama"])

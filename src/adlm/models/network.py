@@ -92,8 +92,9 @@ class Network(nn.Module):
 
         `block_B` is the block length of each sequence. Without a cache, tokens_BL is then [noisy ; clean]
         (transformer.py) and the states are those of the noisy half; `at_N` indexes that half, without the first token
-        of a sequence if predictions are shifted. With a cache, `block_B` decides what new tokens see, and states are
-        returned where they were computed, shifted or not.
+        of a sequence if predictions are shifted. If it is [B, 2], a block length for each half, two sequences share a
+        row, and the states are those of both halves. With a cache, `block_B` decides what new tokens see, and states
+        are returned where they were computed, shifted or not.
         """
         positions_BL = None
         if cache is not None:

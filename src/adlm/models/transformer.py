@@ -45,11 +45,23 @@ from adlm.schema import ModelConfig
 # So a block sees no other noisy block and no later one. Keys and values of the clean half do not depend on the noise,
 # so generation can cache them. K may differ between the sequences of a batch. Letters: M = 2L positions.
 #
+# Two sequences may share a row if each needs one half only: a sequence of one block has no clean block before it, and
+# with shifted predictions a sequence with K = 1 is read at its clean tokens. Each half then has its own K: (L, 1), or
+# (L, L) for two sequences of one block. The rule is the same, and no half sees the other.
+#
 # With a cache the rule is simpler, since the current block, noisy or clean, is the last one: a position sees all keys
 # before the end of its block.
 
 TILE = 128
 """Side, in positions, of the squares that flex_attention skips or computes as a whole."""
+NARROW = 64
+"""Widest head for which TILING was measured."""
+TILING: dict[str, Any] = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 4, "bwd_num_stages": 3,
+}  # fmt: skip
+"""Sizes of flex_attention's kernels that were fastest on an H200: torch's own take 1.5 times as long forward."""
 PAST = "past"
 """The mask of causal attention: a position sees itself and those before it."""
 Mask = Any
@@ -57,36 +69,63 @@ Mask = Any
 PAST."""
 
 
-def sees(q: Tensor, k: Tensor, K: Tensor, L: int) -> Tensor:
-    """Whether position q sees position k of [noisy ; clean], elementwise; K: block length of the sequence."""
-    noisy_q, noisy_k = q < L, k < L
-    block_q, block_k = torch.where(noisy_q, q, q - L) // K, torch.where(noisy_k, k, k - L) // K
-    own = noisy_q & noisy_k & (block_q == block_k)
-    before = ~noisy_k & torch.where(noisy_q, block_k < block_q, block_k <= block_q)
-    return own | before
+class Ranges(NamedTuple):
+    """What each position of [noisy ; clean] sees: two ranges of keys, [B, M]. Tables, since a mask that divides by K
+    takes twice the time of the attention."""
+
+    first_BM: Tensor
+    last_BM: Tensor
+    """A noisy position sees its own block, [first, last). Empty for a clean position."""
+    end_BM: Tensor
+    """It sees the clean keys [L, end)."""
+
+    @staticmethod
+    def of(block_B: Tensor, L: int) -> "Ranges":
+        """`block_B`: the block length of each row, [B], or of each of its halves, [B, 2]."""
+        noisy_B1, clean_B1 = (block_B if block_B.ndim == 2 else block_B[:, None].expand(-1, 2)).split(1, dim=1)
+        position_L = torch.arange(L, device=block_B.device)
+        first_BL = position_L // noisy_B1 * noisy_B1
+        end_BL = ((position_L // clean_B1 + 1) * clean_B1).clamp(max=L)
+        nothing_BL = torch.zeros_like(first_BL)
+        found = (
+            torch.cat((first_BL, nothing_BL), 1),
+            torch.cat(((first_BL + noisy_B1).clamp(max=L), nothing_BL), 1),
+            L + torch.cat((first_BL, end_BL), 1),
+        )
+        return Ranges(*(x_BM.int() for x_BM in found))
+
+
+def sees(first: Tensor, last: Tensor, end: Tensor, k: Tensor, L: int) -> Tensor:
+    """Whether a position with these ranges sees position k of [noisy ; clean], elementwise."""
+    return ((first <= k) & (k < last)) | ((k >= L) & (k < end))
 
 
 def reading_positions(block_B: Tensor, L: int, shift: bool) -> Tensor:
     """Where in [noisy ; clean] the prediction of each token is read: at the token itself in the noisy half, or with
     `shift` at the one before it; for the first token of a block that is the clean token before the block. Nothing
-    precedes token 0, which is read at itself."""
+    precedes token 0, which is read at itself. [B, L]; if each half has a block length, [B, M]: tokens of the clean half
+    are then read there, too."""
     position_L = torch.arange(L, device=block_B.device)
-    if not shift:
-        return position_L.expand(len(block_B), L)
-    begins_BL = position_L % block_B[:, None] == 0
-    return (position_L - 1 + L * begins_BL).masked_fill(position_L == 0, 0)
+    clean_L = L + ((position_L - 1).clamp(min=0) if shift else position_L)
+    noisy_B = block_B if block_B.ndim == 1 else block_B[:, 0]
+    found_BL = position_L.expand(len(block_B), L)
+    if shift:
+        begins_BL = position_L % noisy_B[:, None] == 0
+        found_BL = (position_L - 1 + L * begins_BL).masked_fill(position_L == 0, 0)
+    return found_BL if block_B.ndim == 1 else torch.cat((found_BL, clean_L.expand_as(found_BL)), 1)
 
 
 def training_mask(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[Tensor, Mask]:
     """Rotary positions and mask of [noisy ; clean]. `tiled`: for flex_attention (None: in training on a GPU if L
     allows; without gradients a compiled pass ended in an illegal memory access, torch 2.11)."""
     position_M = torch.arange(L, device=block_B.device).repeat(2)
+    ranges = Ranges.of(block_B, L)
     if tiled is None:
         tiled = block_B.is_cuda and L % TILE == 0 and torch.is_grad_enabled()
     if tiled:
-        return position_M, tiled_mask(block_B, L)
+        return position_M, tiled_mask(ranges, L)
     at_M = torch.arange(2 * L, device=block_B.device)
-    return position_M, sees(at_M[:, None], at_M, block_B[:, None, None], L).unsqueeze(1)
+    return position_M, sees(*(x_BM[:, :, None] for x_BM in ranges), at_M, L).unsqueeze(1)
 
 
 def cached_mask(positions_Bl: Tensor, block_B: Tensor, keys: int) -> Tensor:
@@ -95,33 +134,28 @@ def cached_mask(positions_Bl: Tensor, block_B: Tensor, keys: int) -> Tensor:
     return (torch.arange(keys, device=positions_Bl.device) < end_Bl[:, :, None]).unsqueeze(1)
 
 
-def tiled_mask(block_B: Tensor, L: int) -> Mask:
+def tiled_mask(ranges: Ranges, L: int) -> Mask:
     """The mask for flex_attention: which tiles are empty, which full, and the rule inside the others.
 
-    Block numbers rise with positions, so the first and last position of a tile decide, and the 2L x 2L mask is never
-    formed.
+    The ends of both ranges rise with the position, so the first and last query of a tile decide, and the 2L x 2L mask
+    is never formed.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     assert L % TILE == 0, f"{L} is no multiple of {TILE}"
-    n = L // TILE
-    first_n = torch.arange(n, device=block_B.device) * TILE
-    low_Bn, high_Bn = first_n // block_B[:, None], (first_n + TILE - 1) // block_B[:, None]  # blocks of a tile
-    q_low, q_high, k_low, k_high = low_Bn[:, :, None], high_Bn[:, :, None], low_Bn[:, None], high_Bn[:, None]
-    own_any, own_all = (q_low <= k_high) & (k_low <= q_high), (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    nothing = torch.zeros_like(own_any)
-
-    def joined(own: Tensor, before: Tensor, up_to: Tensor) -> Tensor:
-        return torch.cat((torch.cat((own, before), -1), torch.cat((nothing, up_to), -1)), -2).unsqueeze(1)
-
-    some_B1nn = joined(own_any, k_low < q_high, k_low <= q_high)
-    full_B1nn = joined(own_all, k_high < q_low, k_high <= q_low)
+    (first, first_of_last), (last, last_of_last), (end, end_of_last) = (
+        (x_BM[:, ::TILE, None], x_BM[:, TILE - 1 :: TILE, None]) for x_BM in ranges
+    )
+    low = torch.arange(0, 2 * L, TILE, device=end.device)  # the keys of a tile: [low, high)
+    high = low + TILE
+    some = ((first < high) & (low < last_of_last)) | ((low >= L) & (low < end_of_last))
+    full = ((first_of_last <= low) & (high <= last)) | ((low >= L) & (high <= end))
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return sees(q, k, block_B[b], L)
+        return sees(ranges.first_BM[b, q], ranges.last_BM[b, q], ranges.end_BM[b, q], k, L)
 
-    partial, full = listed(some_B1nn & ~full_B1nn), listed(full_B1nn)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(2 * L, 2 * L))
+    partial, whole = (listed(tiles.unsqueeze(1)) for tiles in (some & ~full, full))
+    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(2 * L, 2 * L))
 
 
 def listed(tiles_B1nn: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +179,9 @@ def attend_by_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask) 
     if not q_BNLH.is_cuda:  # compiled for a CPU (torch 2.13), it assumes other strides
         q_BNLH, k_BKLH, v_BKLH = (x.contiguous() for x in (q_BNLH, k_BKLH, v_BKLH))
     flex = flex_attention if torch.compiler.is_compiling() or not q_BNLH.is_cuda else compiled_flex_attention()
-    return flex(q_BNLH, k_BKLH, v_BKLH, block_mask=mask, enable_gqa=q_BNLH.shape[1] != k_BKLH.shape[1])
+    tiling = TILING if q_BNLH.is_cuda and q_BNLH.shape[-1] <= NARROW else None
+    shared = q_BNLH.shape[1] != k_BKLH.shape[1]
+    return flex(q_BNLH, k_BKLH, v_BKLH, block_mask=mask, enable_gqa=shared, kernel_options=tiling)
 
 
 # ---- the stack -------------------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ class CorruptedBatch(NamedTuple):
     read_M: Tensor | None = None
     """Positions whose denoiser states are computed, if these are more than its term scores (`rounded`)."""
     block_B: Tensor | None = None
-    """Block length of each sequence, if tokens_BL is [noisy ; clean] (models/transformer.py)."""
+    """Block length of each sequence, if tokens_BL is [noisy ; clean] (models/transformer.py); [B, 2] if sequences share
+    rows. Positions of the terms then count both halves."""
     causal: bool = False
     """Causal attention, in a network that otherwise sees everything."""
 
@@ -135,11 +136,6 @@ class Objective:
     def check(cls, cfg: ObjectiveConfig, model: ModelConfig) -> None:
         """Refuse settings and models that do not fit. Called before training; the command line also calls it for
         objectives of other packages. It checks ours without loading torch (ObjectiveConfig.check)."""
-
-    def groups(self, sequences: Sequences, step: int, progress: float) -> list[Sequences]:
-        """Split the sequences of a step into groups that the network reads in different ways: one pass per group costs
-        less than one pass for all. Loss and gradient are the same."""
-        return [sequences]
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         """Corrupt the sequences of optimizer step `step`; `progress` in [0, 1] is how much of the run is done."""
@@ -243,7 +239,7 @@ def position_losses(model: Network, batch: CorruptedBatch) -> Tensor:
         chunk_loss=term.chunk_loss,
     )
     device = float64_device(losses_N.device)
-    length = batch.tokens_BL.shape[1] // (1 if batch.block_B is None else 2)
+    length = batch.tokens_BL.shape[1] // (1 if batch.block_B is None or batch.block_B.ndim == 2 else 2)
     losses = torch.zeros(len(batch.tokens_BL), length, dtype=torch.float64, device=device)
     losses.view(-1).index_copy_(0, term.positions_N.to(device), losses_N.to(device).double())
     return losses

@@ -60,8 +60,9 @@ from adlm.schema import ObjectiveConfig
 # 1, which is autoregression without any noise, whereas a random time would leave a token out or weight it by 1/t. K = L
 # is the NELBO.
 #
-# The network reads [noisy ; clean] (models/transformer.py). At both extremes of K one half is enough (`Halves`). If
-# predictions are shifted, nothing precedes token 0: it is given, and neither masked nor scored.
+# The network reads [noisy ; clean] (models/transformer.py). At both extremes of K one half is enough (`Halves`), and two
+# such sequences share a row. If predictions are shifted, nothing precedes token 0: it is given, and neither masked nor
+# scored.
 
 
 class Halves(IntEnum):
@@ -79,6 +80,35 @@ class Halves(IntEnum):
         """The halves that each sequence needs, by its block length."""
         one_block_B, one_token_B = block_B >= L, (block_B == 1) & shift
         return torch.where(one_block_B, Halves.NOISY, torch.where(one_token_B, Halves.CLEAN, Halves.BOTH))
+
+
+class Rows(NamedTuple):
+    """Where sequences lie in rows of [noisy ; clean]: those that need one half share a row, two by two."""
+
+    row_B: Tensor
+    half_B: Tensor
+    """The half of its row that a sequence has: 0 noisy, 1 clean; 0 if it has both."""
+    shares_B: Tensor
+    """Whether another sequence has the other half."""
+    block_R2: Tensor
+    """Block length of the halves of each row."""
+
+    @staticmethod
+    def of(halves_B: Tensor, block_B: Tensor) -> "Rows":
+        """Any sequence of one block may share a row with one that is read at clean tokens, or with another of one
+        block. Those left over have a row for themselves."""
+        noisy, clean = ((halves_B == half).nonzero().flatten().tolist() for half in (Halves.NOISY, Halves.CLEAN))
+        n = min(len(noisy), len(clean))
+        rest = noisy[n:]
+        pairs = [*zip(noisy[:n], clean[:n]), *zip(rest[::2], rest[1::2])]
+        shares_B = torch.zeros_like(halves_B, dtype=torch.bool)
+        both = torch.tensor(pairs, dtype=torch.long, device=block_B.device).view(-1, 2)
+        shares_B[both.flatten()] = True
+        row_B, half_B = (~shares_B).cumsum(0) - 1, torch.zeros_like(halves_B)
+        whole = int((~shares_B).sum())
+        row_B[both] = torch.arange(whole, whole + len(pairs), device=block_B.device)[:, None]
+        half_B[both[:, 1]] = 1
+        return Rows(row_B, half_B, shares_B, torch.cat((block_B[~shares_B, None].expand(-1, 2), block_B[both])))
 
 
 class BlockSettings(NamedTuple):
@@ -139,23 +169,43 @@ class NoisedBlocks:
         self.masked_BL[:, : int(shift)] = False
         z_BL = torch.where(self.masked_BL, mask_id, sequences.tokens_BL)
         self.z_BL = after_prompts(sequences, z_BL, mask_id)
-        needed = Halves.of(block_B, z_BL.shape[1], shift).unique().tolist()
+        self.halves_B = Halves.of(block_B, z_BL.shape[1], shift)
+        needed = self.halves_B.unique().tolist()
         self.halves = Halves(needed[0]) if len(needed) == 1 else Halves.BOTH
+        self.rows = Rows.of(self.halves_B, block_B) if len(needed) > 1 else None
+        """None: all sequences are read alike, each by itself."""
 
     def where(self, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, targets and weights of the scored tokens that can be predicted."""
-        positions_N = (scored_BL & predictable(self.sequences, self.shift)).flatten().nonzero().squeeze(1)
-        targets_N = self.sequences.tokens_BL.flatten().index_select(0, positions_N)
-        return positions_N, targets_N, self.weight_BL.flatten().index_select(0, positions_N).float()
+        chosen_N = (scored_BL & predictable(self.sequences, self.shift)).flatten().nonzero().squeeze(1)
+        targets_N = self.sequences.tokens_BL.flatten().index_select(0, chosen_N)
+        weights_N = self.weight_BL.flatten().index_select(0, chosen_N).float()
+        if self.rows is None:
+            return chosen_N, targets_N, weights_N
+        L = scored_BL.shape[1]
+        start_B = (2 * self.rows.row_B + self.rows.half_B) * L
+        return start_B[chosen_N // L] + chosen_N % L, targets_N, weights_N
 
     def batch(self, terms: dict[str, Term]) -> CorruptedBatch:
         z_BL, x_BL = self.z_BL, self.sequences.tokens_BL
         count = int(predictable(self.sequences, self.shift).sum())
+        if self.rows is not None:
+            return CorruptedBatch(self.in_rows(self.rows), None, count, terms, block_B=self.rows.block_R2)
         if self.halves == Halves.BOTH:
             return CorruptedBatch(torch.cat((z_BL, x_BL), dim=1), None, count, terms, block_B=self.block_B)
         if self.halves == Halves.NOISY:
             return CorruptedBatch(z_BL, None, count, terms)
         return CorruptedBatch(x_BL, None, count, terms, causal=True)
+
+    def in_rows(self, rows: Rows) -> Tensor:
+        """[noisy ; clean] of all rows, [R, 2L]."""
+        z_BL, x_BL = self.z_BL, self.sequences.tokens_BL
+        alone_B = ~rows.shares_B
+        tokens_R2L = z_BL.new_empty(len(rows.block_R2), 2, z_BL.shape[1])
+        tokens_R2L[rows.row_B[alone_B]] = torch.stack((z_BL, x_BL), 1)[alone_B]
+        read_BL = torch.where((self.halves_B == Halves.CLEAN)[:, None], x_BL, z_BL)
+        tokens_R2L[rows.row_B[~alone_B], rows.half_B[~alone_B]] = read_BL[~alone_B]
+        return tokens_R2L.flatten(1)
 
 
 def predictable(sequences: Sequences, shift: bool = False) -> Tensor:
@@ -234,13 +284,6 @@ class Nelbo(Objective):
         """Settings of block diffusion. None: the model reads whole sequences and predicts a token at its position."""
         lengths, shift = self.model.block_lengths, self.model.shift
         return BlockSettings(lengths or (self.model.length,), shift) if lengths or shift else None
-
-    def groups(self, sequences: Sequences, step: int, progress: float) -> list[Sequences]:
-        if self.blocks is None or progress < self.cfg.causal_until:
-            return [sequences]
-        block_B = self.blocks.drawn(sequences, self.seed, step)
-        halves_B = Halves.of(block_B, sequences.tokens_BL.shape[1], self.blocks.shift)
-        return [sequences.at(halves_B == one) for one in halves_B.unique()]
 
     def corrupt(self, sequences: Sequences, step: int, progress: float) -> CorruptedBatch:
         if progress < self.cfg.causal_until:

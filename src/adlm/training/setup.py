@@ -66,8 +66,7 @@ def shortened(batch: Batch, pieces: int) -> Batch:
 
 
 def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Config) -> list[CorruptedBatch]:
-    """One rank's batch of optimizer step `step` as corrupted micro-batches, on the host: `parts` of them, or more if
-    the objective splits a part into groups."""
+    """One rank's batch of optimizer step `step` as `parts` corrupted micro-batches, on the host."""
     total = cfg.train.global_batch_size
     if step < math.ceil(cfg.train.length_warmup_fraction * cfg.train.steps) and cfg.train.length_warmup > 1:
         batch, total = shortened(batch, cfg.train.length_warmup), total * cfg.train.length_warmup
@@ -75,10 +74,7 @@ def corrupt(objective: Objective, batch: Batch, step: int, parts: int, cfg: Conf
     for part in np.array_split(np.arange(len(batch.tokens)), parts):
         own = Batch(*(None if x is None else x[part] for x in batch))  # type: ignore[arg-type]
         clean = sequences_on(torch.device("cpu"), own._replace(examples=own.examples % total), total)
-        progress = step / cfg.train.steps
-        # with sharded weights, all ranks must make the same number of passes
-        groups = [clean] if cfg.train.is_sharded else objective.groups(clean, step, progress)
-        corrupted += [objective.corrupt(group, step, progress) for group in groups]
+        corrupted.append(objective.corrupt(clean, step, step / cfg.train.steps))
     return [rounded(micro_batch) for micro_batch in corrupted] if cfg.train.cuda_graphs else corrupted
 
 
