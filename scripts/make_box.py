@@ -13,7 +13,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.torch import load_file
 
@@ -69,8 +69,8 @@ def make_box(source: Path, order: str = "", folder: Path = BOX) -> Path:
         "model": loaded.info["model"] | {"block_length": order},
         "tokenizer": loaded.info["tokenizer"] | {"name": BASE},
         "command": words, "data": DATA, "data_settings": {}, "licence": LICENCE, "base": f"{BASE} (Apache-2.0)",
-        "new_tokens": NEW_TOKENS, "bits_per_byte": found[lengths[0]],
-        "bounds": ", ".join(f"{length}: {found[length]:.3f}" for length in sorted(set(lengths))),
+        "new_tokens": NEW_TOKENS, "bits_per_byte": found[lengths[0]].bits_per_byte, "valid_nll": found[lengths[0]].nats,
+        "bounds": ", ".join(f"{length}: {found[length].bits_per_byte:.3f}" for length in sorted(set(lengths))),
     }  # fmt: skip
     save_folder(place_for_export(folder), load_file(source / WEIGHTS), loaded.tokenizer, info)
     (folder / "LICENSE").write_text(LICENCE_TEXT, encoding="utf-8")
@@ -87,20 +87,30 @@ def check(source: Path, loaded: Loaded) -> list[str]:
     size = sum((source / name).stat().st_size for name in (WEIGHTS, TOKENIZER, CARD))
     require(size <= MOST_BYTES, f"{source} has {size:,} bytes, at most {MOST_BYTES:,} are shipped")
     command = loaded.info.get("command", [])
-    words = [word for word in command if not word.startswith(("data.", "out="))]
+    words = [word for word in command if not word.startswith(("data=", "data.", "out="))]
     words = [Path(word).name if "=" not in word else word for word in words]
     is_known = any(BASE in word or word == SMOLLM2 for word in words)
     require(is_known, f"{source} was not made of {BASE}, which the licence names, but by {' '.join(words) or '?'}")
     return [*words, "data.path=WIKIPEDIA-AND-PYDOCS"]
 
 
-def bounds(source: Path) -> dict[int, float]:
-    """Block length -> bits per byte."""
+class Bound(NamedTuple):
+    bits_per_byte: float
+    nats: float
+    """Per token."""
+
+
+def bounds(source: Path) -> dict[int, Bound]:
+    """The bound for each block length."""
     files = sorted(source.glob("ppl-*.json"))
     what = f"{source} must hold one result of `adlm ppl {source}`, got {[file.name for file in files]}"
     require(len(files) == 1, what)
     result = json.loads(files[0].read_text(encoding="utf-8"))
-    return {int(name[2:]): value["bits_per_byte"] for name, value in result.items() if name.startswith("K=")}
+    return {
+        int(name[2:]): Bound(value["bits_per_byte"], value["nats_per_token"])
+        for name, value in result.items()
+        if name.startswith("K=")
+    }
 
 
 if __name__ == "__main__":
