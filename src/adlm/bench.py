@@ -155,7 +155,7 @@ def measure_sample(cfg: Config, batch: int, which: str) -> dict[str, Any]:
 def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Time bench.steps network evaluations of a batch. If the sampler reads predictions, they decide the number of
     evaluations, so the batch is run to its end."""
-    s, schedule = with_sampler(cfg.sampling, cfg.objective), make_schedule(cfg.noise)
+    s, schedule = with_sampler(cfg.sampling, cfg.objective, cfg.model), make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     compile = {"block": "true", "max": "true"}.get(cfg.train.compile, cfg.train.compile)
     engine = Engine(model, schedule, slots=batch, device=device, compile=compile, tau=cfg.objective.tau)
@@ -195,7 +195,7 @@ def engine_steps(cfg: Config, model: Network, batch: int, device: torch.device) 
 @torch.inference_mode()
 def reference_steps(cfg: Config, model: Network, batch: int, device: torch.device) -> dict[str, Any]:
     """Time steps of the reference implementation, from the middle of the process."""
-    s, schedule = with_sampler(cfg.sampling, cfg.objective), make_schedule(cfg.noise)
+    s, schedule = with_sampler(cfg.sampling, cfg.objective, cfg.model), make_schedule(cfg.noise)
     length, plan = s.length or cfg.model.length, make_sampler(s, schedule)
     require(
         isinstance(plan, Scheduled),

@@ -261,7 +261,7 @@ class LanguageModel:
         for name in settings:
             choose("setting", name, [*SETTINGS, "max_new_tokens"])
         given = {name: accept(f"sampling.{name}", value, SETTINGS[name]) for name, value in settings.items()}
-        c = with_sampler(SamplingConfig(**given), self.loaded.objective)
+        c = with_sampler(SamplingConfig(**given), self.loaded.objective, self.model.config)
         constraint = make_constraint(self.tokenizer, self.model.vocab_size, c.regex, choices, form)
         c = c if constraint is None else replace(c, stop=True)
         misfit = self.misfit(c.sampler)
@@ -294,7 +294,7 @@ class LanguageModel:
 
     def sampler_of(self, configured: str) -> str:
         """The sampler of that name; for an empty name, the model's default."""
-        return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective).sampler
+        return with_sampler(SamplingConfig(sampler=configured), self.loaded.objective, self.model.config).sampler
 
     def misfit(self, sampler: str) -> str:
         """Why a sampler cannot draw from this model; empty if it can."""

@@ -407,7 +407,7 @@ class Infilling:
         self, model: Network, cfg: Config, examples: list[Example], settings: SamplingConfig | None = None
     ) -> tuple[Accuracy, list[Reply]]:
         """Fill in path and answer of every question; the accuracy covers the answer and each node of the path."""
-        settings = with_sampler(settings or cfg.sampling, cfg.objective)
+        settings = with_sampler(settings or cfg.sampling, cfg.objective, cfg.model)
         rows, device = self.layout.rows(examples, self.tokenizer), model.embedding.device
         slots = min(len(examples), 256)
         engine = Engine(model, make_schedule(cfg.noise), slots, device, compile="false", tau=cfg.objective.tau)

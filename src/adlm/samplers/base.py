@@ -107,10 +107,17 @@ class Sampler:
             yield from self.trajectory(own, seed)
 
 
-def with_sampler(cfg: SamplingConfig, objective: ObjectiveConfig) -> SamplingConfig:
-    """The settings for a model trained with `objective`: if they name no sampler, the objective's default is filled in.
-    All code that draws from a model calls this."""
-    return replace(cfg, sampler=cfg.sampler or tables.OBJECTIVES.load(objective.name).sampler)
+IN_BLOCKS = "confidence"
+"""The default sampler of models that write in blocks: a third of mdlm's judged perplexity at the same entropy
+(docs/results.md)."""
+
+
+def with_sampler(cfg: SamplingConfig, objective: ObjectiveConfig, model: ModelConfig) -> SamplingConfig:
+    """The settings for a model trained with `objective`: if they name no sampler, the default is filled in. All code
+    that draws from a model calls this."""
+    in_blocks = any(1 < K < model.length for K in model.block_lengths)
+    default = IN_BLOCKS if in_blocks else tables.OBJECTIVES.load(objective.name).sampler
+    return replace(cfg, sampler=cfg.sampler or default)
 
 
 def make_sampler(cfg: SamplingConfig, schedule: Schedule) -> Sampler:

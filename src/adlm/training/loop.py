@@ -93,7 +93,7 @@ def sample_text(weights: dict[str, Tensor], tokenizer: Tokenizer, cfg: Config, s
     tokens = [tokenizer.mask_id] * min(cfg.sampling.length or cfg.model.length, cfg.model.length)
     if cfg.model.causal or cfg.model.shift:
         tokens[0] = tokenizer.bos_id
-    settings = with_sampler(cfg.sampling, cfg.objective)
+    settings = with_sampler(cfg.sampling, cfg.objective, cfg.model)
     (result,) = engine.run([Request(tokens, settings, seed=settings.seed + step)])
     return tokenizer.decode(result.tokens, skip_special=True)
 
