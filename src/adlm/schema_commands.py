@@ -66,7 +66,7 @@ class EvalConfig:
 class SamplingConfig:
     sampler: Annotated[str, Choices(tables.SAMPLERS, also=("",))] = ""
     """A name of the samplers table (`adlm config sampling.sampler=list`); empty: the model's own, which is mdlm, or
-    score (sedd), ddpm (d3pm), autoregressive (ar, a2r)."""
+    confidence (models that write in blocks), score (sedd), ddpm (d3pm), autoregressive (ar, a2r)."""
     steps: Count = 256
     """Number of steps T from all masks to none; for each block in block diffusion."""
     block_length: WholeNumber = 0

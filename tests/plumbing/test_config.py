@@ -85,7 +85,7 @@ def test_later_groups_and_the_command_line_win():
     assert config.load(["recipe=fast", "algo=two-stage"]).objective.gamma == 0
     assert config.load(["algo=adlm-time", "recipe=fast"]).model.conditioning == "sigma"
     assert (fast.objective.anchor_rule, fast.objective.anchor_fraction) == ("all", 0.25)
-    for choice in (["recipe=fast", "algo=a2r"], ["experiment=box"], ["recipe=published"]):  # as they were measured
+    for choice in (["recipe=fast", "algo=a2r"], ["recipe=published"]):  # as they were measured
         objective = config.load(choice).objective
         assert (objective.anchor_rule, objective.tau, objective.anchor_fraction) == ("count", 5, 1.0)
     quick = config.load(["recipe=quick"])

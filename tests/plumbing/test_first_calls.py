@@ -217,8 +217,12 @@ def test_train_from_python(tmp_path):
 
 # The sampler of a model
 
+SAMPLERS_BY_OBJECTIVE = [
+    ("score-entropy", "score"), ("d3pm", "ddpm"), ("nelbo", "mdlm"), ("nelbo in blocks", "confidence"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(("name", "sampler"), [("score-entropy", "score"), ("d3pm", "ddpm"), ("nelbo", "mdlm")])
+
+@pytest.mark.parametrize(("name", "sampler"), SAMPLERS_BY_OBJECTIVE)
 def test_one_rule_for_the_sampler_of_a_model(tmp_path, monkeypatch, name, sampler):
     """API, `adlm sample`, `adlm evaluate` and the server draw with the same sampler where none is named."""
     from adlm.api.command import request_of
@@ -242,8 +246,10 @@ def test_one_rule_for_the_sampler_of_a_model(tmp_path, monkeypatch, name, sample
 def of_objective(folder, name):
     """A tiny model that says it was trained with this objective."""
     made = adlm.load(export(folder / "anchored", anchored=False), "cpu")
-    cfg = Config(algo="test", model=made.model.config, data=DataConfig(name="none", tokenizer="bytes"))
-    cfg.objective.name, cfg.objective.T = name, 10 if name == "d3pm" else 0
+    objective, _, in_blocks = name.partition(" ")
+    model = dataclasses.replace(made.model.config, block_length="4,1" if in_blocks else "")
+    cfg = Config(algo="test", model=model, data=DataConfig(name="none", tokenizer="bytes"))
+    cfg.objective.name, cfg.objective.T = objective, 10 if objective == "d3pm" else 0
     save_folder(folder / name, made.model.state_dict(), made.tokenizer, describe(cfg, made.tokenizer))
     return folder / name
 
