@@ -24,7 +24,7 @@ from adlm.io.quantised import CODES
 
 MOST_BYTES = 80_000_000
 BASE = "SmolLM2-135M-Instruct"
-NEW_TOKENS = 256
+NEW_TOKENS = 128
 """Default number of new tokens of a text: takes seconds on a CPU."""
 DATA = "wikipedia and pydocs"
 LICENCE = "cc-by-sa-4.0"

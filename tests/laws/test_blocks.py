@@ -60,7 +60,7 @@ def test_sequences_that_share_a_row_do_not_see_each_other(K):
     """A sequence of one block in the noisy half, and one of K = 1 or of one block in the clean half."""
     _, (found,) = training_mask(torch.tensor([[L, K]]), L)
     for q, k in itertools.product(range(2 * L), repeat=2):
-        expected = q < L and k < L or q >= L and k >= L and (k <= q or K == L)
+        expected = (k < L) if q < L else k >= L and (k <= q or K == L)
         assert found[0, q, k] == expected, (q, k)
 
 

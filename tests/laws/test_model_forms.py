@@ -1,6 +1,8 @@
 """Other forms of a network compute the same: folded, packed, compiled, recomputed, and at some positions only."""
 
 import functools
+import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -250,7 +252,20 @@ def test_weights_that_are_laid_out_for_a_cpu_compute_the_same(variant):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_cache_on_a_cpu_starts_as_zeros_that_can_be_written(dtype):
-    zeros = transformer.untouched_zeros((2, 3, 4), dtype, torch.device("cpu"))
+    zeros = layers.untouched_zeros((2, 3, 4), dtype, torch.device("cpu"))
     assert zeros.dtype == dtype and torch.equal(zeros, torch.zeros(2, 3, 4, dtype=dtype))
     zeros[1, 2, 3] = 1.5
     assert zeros.sum() == 1.5
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of this process from Linux")
+def test_a_cache_on_a_cpu_costs_what_it_holds():
+    """Also where the system gives large allocations pages of 2 MB: a few tokens of many long sequences are little."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    cache = layers.untouched_zeros((256, 4096, 64), torch.float32, torch.device("cpu"))  # 256 MB
+    cache[:, :16] = 1.0
+    assert resident() - before < 16 * 2**20

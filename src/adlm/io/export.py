@@ -374,6 +374,7 @@ def card(info: dict[str, Any]) -> str:
             "",
             "```python",
             "import adlm",
+            "",
             f'lm = adlm.load("{PLACEHOLDER}")',
             "print(lm.generate(n=1)[0].text)",
             "```",

@@ -5,7 +5,9 @@ Letters: B sequences, L positions, D width, N heads, H head width, C width of th
 The module starts with what depends on the machine, such as the choice of the attention kernel.
 """
 
+import contextlib
 import math
+import mmap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -82,6 +84,18 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. A CPU gives each page of 4 KB memory when it is first written, so a long cache costs what it holds. Large
+    pages would spoil that: one number in each 2 MB, and all of it is there."""
+    huge = getattr(mmap, "MADV_NOHUGEPAGE", None)
+    if device.type != "cpu" or huge is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(huge)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def allow_variants() -> None:

@@ -6,11 +6,9 @@ The module starts with the attention masks of block diffusion.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +28,7 @@ from adlm.models.layers import (
     pick_each,
     pick_flat,
     rotate,
+    untouched_zeros,
 )
 from adlm.schema import ModelConfig
 
@@ -338,13 +337,6 @@ class Features(NamedTuple):
     """The residual stream after the last block, which a following stack may continue."""
     normed_BLD: Tensor
     """The same after the final norm (and modulation), in the stream's precision: the input of a linear head."""
-
-
-def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. A CPU allocates memory page by page on the first write, so a long cache costs only what it holds."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class Stack(nn.Module):

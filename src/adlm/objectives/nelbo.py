@@ -60,9 +60,9 @@ from adlm.schema import ObjectiveConfig
 # 1, which is autoregression without any noise, whereas a random time would leave a token out or weight it by 1/t. K = L
 # is the NELBO.
 #
-# The network reads [noisy ; clean] (models/transformer.py). At both extremes of K one half is enough (`Halves`), and two
-# such sequences share a row. If predictions are shifted, nothing precedes token 0: it is given, and neither masked nor
-# scored.
+# The network reads [noisy ; clean] (models/transformer.py). At both extremes of K one half is enough (`Halves`), and
+# two such sequences share a row. If predictions are shifted, nothing precedes token 0: it is given, and neither masked
+# nor scored.
 
 
 class Halves(IntEnum):
