@@ -32,19 +32,22 @@ def plot_speed() -> None:
     save(figure, "speed.png")
 
 
-def plot_box() -> None:
-    """Bound over training tokens."""
-    lines = events_of("box")
-    tokens = json.loads((RESULTS / "box" / "run.json").read_text())["tokens_per_step"] / 1e6
+def plot_adaptation() -> None:
+    """Training loss of the adaptation over training tokens, and the held-out bound of every block length at its end."""
+    lines = [e for e in events_of("adaptation") if e["kind"] == "train"]
+    bounds = json.loads((RESULTS / "adaptation" / "bounds.json").read_text())
     figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    train = [(e["step"] * tokens, e["nelbo"]) for e in lines if e["kind"] == "train"]
-    valid = [(e["step"] * tokens, e["nll"]) for e in lines if e["kind"] == "valid" and e["step"]]
-    axis.plot(*zip(*train), color=RELEASE, linewidth=1, label="training loss (times reweighted up to 80%)")
-    axis.plot(*zip(*valid), color=OURS, marker="o", markersize=4, label="held-out bound")
-    axis.set(xlabel="million tokens", ylabel="nats per token", ylim=(3.4, 5.2))
+    tokens = [e["step"] * 40 * 1024 / 1e6 for e in lines]
+    axis.plot(tokens, [e["nelbo"] for e in lines], color=RELEASE, linewidth=1, label="training loss, all block lengths")
+    for name in ("K=1024", "K=64", "K=16", "K=4", "K=1"):
+        nats = bounds[name]["nats_per_token"]
+        axis.plot(tokens[-1], nats, color=OURS, marker="o", markersize=4)
+        axis.annotate(name, (tokens[-1], nats), (6, -3), textcoords="offset points", fontsize=8)
+    axis.plot([], [], color=OURS, marker="o", markersize=4, linestyle="", label="held-out bound at the end")
+    axis.set(xlabel="million tokens", ylabel="nats per token", ylim=(2.9, 4.2), xlim=(0, 1.1 * tokens[-1]))
     axis.grid(alpha=0.3)
     axis.legend()
-    save(figure, "box.png")
+    save(figure, "adaptation.png")
 
 
 def plot_evidence() -> None:
@@ -237,7 +240,7 @@ def save(figure, name: str) -> None:
 
 if __name__ == "__main__":
     plot_speed()
-    plot_box()
+    plot_adaptation()
     plot_evidence()
     plot_first_quarter()
     plot_controls()
