@@ -2,7 +2,7 @@
 
     python scripts/make_film.py [SETTING=VALUE ...] > src/adlm/serving/static/film.json
 
-Settings are those of `lm.generate`, such as seed=3 block_length=16 sampler=confidence; SETTINGS has the defaults. A
+Settings are those of `lm.generate`, such as seed=3 block_length=4 top_p=0.9; SETTINGS has the defaults. A
 film stores all of them: `adlm.load().generate(**film["settings"])` gives the same text.
 """
 
@@ -13,7 +13,10 @@ from typing import Any
 
 import yaml
 
-SETTINGS = {"prompt": "The river", "length": 128, "sampler": "mdlm", "steps": 64, "top_p": 0.9, "seed": 2}
+SETTINGS = {
+    "prompt": "The castle", "length": 128, "sampler": "confidence", "steps": 64, "block_length": 16, "top_p": 0.8,
+    "seed": 2,
+}  # fmt: skip
 
 
 async def record(settings: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_a_race_is_between_blocks_and_one_token_at_a_time(visit, server):
     settings(page, text="the cat", seed=9, length=30, steps=4)
     page.click("#race")
     finished(page, 2)
-    for lane, (sampler, K) in enumerate((("mdlm", 8), ("autoregressive", 1))):
+    for lane, (sampler, K) in enumerate((("confidence", 8), ("autoregressive", 1))):
         (text,) = server.lm.generate("the cat", seed=9, length=30, steps=4, top_p=0.9, sampler=sampler, block_length=K)
         assert same(written(page, lane), text.text)
     page.click("#share")

@@ -38,7 +38,7 @@ def test_words_of_the_film_have_alternatives_too(visit):
     """Its tokens are another model's: the text is sent."""
     page = visit(reduced_motion="reduce", expect=["400"])
     page.wait_for_function("() => document.querySelectorAll('.canvas b').length > 60")
-    page.locator(".canvas b", has_text="originally").click()
+    page.locator(".canvas b").nth(40).click()
     page.wait_for_selector("#notice:not([hidden])")  # too long for the tiny model, and said in plain words
     said = page.locator("#notice").inner_text()
     assert "allowed" in said and "serve." not in said and "sampling." not in said
