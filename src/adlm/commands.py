@@ -207,10 +207,12 @@ COMMANDS: dict[str, Command] = {
         required=2,
         flags={
             "transformers": "a folder that transformers' AutoModel classes load, too",
-            "four-bit": "weights in 4.5 bits, a seventh of the size",
+            "four-bit": "weights in 4.5 bits, a seventh of the size, fitted to the text that the model was trained on"
+            " or to data=file data.path=my.txt",
         },
+        defaults=("data=checkpoint",),
         out="exported folder",
-        reads=MODEL,
+        reads=(*MODEL, "data.name", "data.path", "data.text_key", "data.cache_dir"),
     ),
     "convert": Command(
         "adlm.compat.checkpoints:run_convert",

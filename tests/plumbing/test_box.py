@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from exports import export
 
 import adlm
-from adlm import cli
+from adlm import cli, config
+from adlm.api.command import in_four_bits
 from adlm.io.load import BOX, default_checkpoint, load_checkpoint, locate
+from adlm.io.quantised import shrink
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -18,6 +21,7 @@ sys.path.append(str(ROOT / "scripts"))
 import make_box  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
+TEXT = f"data.path={GOLDEN / 'train.txt'}"
 LLAMA = (
     "model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false", "model.conditioning=none", "model.tied=true",
     "model.hidden_size=32", "model.n_heads=2", "model.n_kv_heads=1", "model.n_blocks=2", "model.length=32",
@@ -38,7 +42,7 @@ def adapted(tmp_path_factory):
         for line in ([*train, f"out={base}"], [*adapt, f"out={folder / 'run'}"]):
             patch.setattr(sys, "argv", ["adlm", *line])
             assert cli.main(line) == 0
-    assert cli.main(["export", str(folder / "run"), str(folder / "four-bit"), "--four-bit"]) == 0
+    assert cli.main(["export", str(folder / "run"), str(folder / "four-bit"), "--four-bit", *little[:2]]) == 0
     measure = ["ppl", str(folder / "four-bit"), "data=file", f"data.path={GOLDEN / 'valid.txt'}", "eval.draws=1"]
     assert cli.main([*measure, "eval.block_length=1,4,16,64,0", "eval.sequences=4", *little[:3]]) == 0
     return folder
@@ -56,6 +60,21 @@ def check_box(box):
     info = json.loads(files["config.json"].read_text())
     assert info["data_settings"] == {} and not any("/" in word for word in info["command"])
     assert "/" not in info["tokenizer"]["name"]
+
+
+def test_four_bits_of_a_run_are_fitted_to_its_own_text(adapted, tmp_path, capsys):
+    line = ["export", str(adapted / "run"), str(tmp_path / "fitted"), "--four-bit", "train.device=cpu"]
+    assert cli.main([*line, f"data.cache_dir={adapted / 'cache'}"]) == 0
+    assert "rounded to nearest" not in capsys.readouterr().err
+    run = adlm.load(adapted / "run", device="cpu")
+    before = {name: weight.clone() for name, weight in run.model.state_dict().items()}
+    fitted, again = (in_four_bits(run, config.load([*line[5:], "data=file", path]).data) for path in [TEXT, TEXT])
+    plain = shrink(before)
+    assert all(torch.equal(x, again[name]) for name, x in fitted.items())
+    assert {name: x.shape for name, x in fitted.items()} == {name: x.shape for name, x in plain.items()}
+    changed = [name for name, x in plain.items() if name.endswith(".codes") and not torch.equal(x, fitted[name])]
+    assert len(changed) == 1 + 4 * 2, "the embedding, and four matrices of each block"
+    assert all(torch.equal(x, before[name]) for name, x in run.model.state_dict().items()), "the model stays as it was"
 
 
 def test_an_adapted_model_becomes_a_box(adapted, tmp_path, monkeypatch):

@@ -21,26 +21,34 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
+from torch import Tensor
 
 from adlm import config
 from adlm.api.language_model import Generation, LanguageModel, load, load_any, path_given
 from adlm.compat.checkpoints import run_convert
 from adlm.compat.layouts import CODE, save_for_transformers
 from adlm.config.keys import TRAINING, full_name
+from adlm.data.preparation import prepare
 from adlm.engine import Request, Result, most_evaluations
 from adlm.errors import require
 from adlm.io import progress
 from adlm.io.export import place_for_export
-from adlm.io.load import BOX_NAME
+from adlm.io.load import BOX_NAME, own_data
 from adlm.io.paths import claimed, path_of, read_json, writable_file, write_atomically
+from adlm.io.quantised import DAMPING, GROUP, TIED_DAMPING, calibrated, products, rounding, shrink
+from adlm.models.network import is_block_matrix
+from adlm.objectives import make_objective
 from adlm.objectives.anchors import counts_in_sequence
-from adlm.schema import Config, SamplingConfig
+from adlm.objectives.base import CorruptedBatch, on_device, read_positions, states_at
+from adlm.schema import Config, DataConfig, SamplingConfig
 from adlm.training.parallel import World, world
+from adlm.training.setup import batch_of, sequences_on
 
 # Settings that do not change what sample i is.
 NOT_IDENTITY = ("n", "batch_size", "seed")
@@ -50,6 +58,12 @@ GONE = {"grid": "", "guidance": 0.0}
 LATER = {"block_length": 0}
 # The beginning of every line that `record` writes
 BEGINNING = b'{"text": "'
+CALIBRATION = 16_384
+"""Tokens that four bits are fitted to: from half as many to these it gained 0.001 bits per byte (docs/LOG.md)."""
+LONGEST = 1024
+"""Most tokens of one of their sequences: many short ones do better than a few long ones."""
+AMONG = 16
+"""They are evenly spaced among as many times more tokens from the beginning of the text."""
 HOLE, NEW, ANCHOR = "bright_black", "bold black on bright_yellow", "bold cyan"
 
 
@@ -294,21 +308,72 @@ def read_text(args: Sequence[str], usage: str) -> str:
 
 
 def run_export(cfg: Config, transformers: bool = False, four_bit: bool = False) -> dict[str, Any]:
-    """`adlm export MODEL FOLDER [--transformers | --four-bit]`: write any model that can be loaded as an export."""
+    """`adlm export MODEL FOLDER [--transformers | --four-bit]`: write any model that can be loaded as an export. Four
+    bits are fitted to the text of `data`, by default the one that the model was trained on."""
     require(not (transformers and four_bit), "--transformers and --four-bit do not go together: its files are plain")
     if cfg.out.endswith(".ckpt"):  # earlier versions of this command wrote such files
         print("adlm: note: `adlm export MODEL FILE.ckpt` is now `adlm convert`", file=sys.stderr)
         return run_convert(cfg)
+    named = cfg.data.name != "checkpoint"
+    require(four_bit or not named, f"data={cfg.data.name}: only --four-bit reads a text")
     lm = open_model(cfg)
-    precision = "4bit" if four_bit else "fp32"
     out = place_for_export(Path(cfg.out))
-    kind = save_for_transformers(out, lm.loaded) if transformers else lm.save(out, precision)
+    rounded = in_four_bits(lm, cfg.data) if four_bit else None
+    kind = save_for_transformers(out, lm.loaded) if transformers else lm.save(out, rounded=rounded)
     size = sum(file.stat().st_size for file in out.iterdir() if file.is_file())
     print(f"{cfg.out}: {lm!r}, {size / 1e6:,.1f} MB")
     if kind:
         needs = ", trust_remote_code=True" if (Path(cfg.out) / f"{CODE}.py").is_file() else ""
         print(f"transformers.{kind}.from_pretrained({cfg.out!r}{needs})")
     return {"folder": cfg.out, "bytes": size}
+
+
+def in_four_bits(lm: LanguageModel, data: DataConfig) -> dict[str, Tensor]:
+    """Weights as in a file of four bits, fitted to a text; without one rounded to nearest, which is said."""
+    try:
+        batch = calibration(lm, data)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if data.name != "checkpoint" or data.path:
+            raise
+        print(
+            f"adlm: note: rounded to nearest, not fitted to a text, which data=file data.path=my.txt does: {error}",
+            file=sys.stderr,
+        )
+        return shrink(lm.model.state_dict())
+    return fitted(lm, batch)
+
+
+def calibration(lm: LanguageModel, data: DataConfig) -> CorruptedBatch:
+    """What the model reads in training, from some sequences of the text."""
+    require(
+        data.name != "checkpoint" or "released" not in lm.info,
+        "a model of another project does not say what it was trained on",
+    )
+    length = min(lm.length, LONGEST)
+    n = CALIBRATION // length
+    text = replace(own_data(lm.loaded, data, "train"), max_sequences=AMONG * n)
+    blocks = prepare(text, lm.tokenizer, length, "train")
+    chosen = np.unique(np.linspace(0, len(blocks) - 1, n).astype(int))
+    clean = sequences_on(torch.device("cpu"), batch_of(blocks, chosen, np.arange(len(chosen))), len(chosen))
+    objective = make_objective(lm.loaded.objective, lm.loaded.noise, lm.model.mask_id, 0, lm.model.config)
+    return on_device(objective.corrupt(clean, 0, 1.0), lm.device)
+
+
+@torch.no_grad()
+def fitted(lm: LanguageModel, batch: CorruptedBatch) -> dict[str, Tensor]:
+    """Weights as in a file of four bits: those of the blocks, one after the other, and then the head are rounded for
+    the inputs that they have in this batch; the others to nearest."""
+    model, weights = lm.model, lm.model.state_dict()
+    names = [name for name, w in weights.items() if is_block_matrix(name, w) and w.shape[1] % GROUP == 0]
+    at_N, term = read_positions(batch), next(iter(batch.terms.values()))
+    with rounding(model, [name.removesuffix(".weight") for name in names]) as found:
+        hidden = model(batch.tokens_BL, batch.sigma_B, at_N=at_N, **batch.inputs)
+    rounded = {f"{name}.weight": (linear.codes, linear.scale) for name, linear in found.items()}
+    if model.config.hidden_size % GROUP == 0:
+        states_ND = states_at(hidden.denoiser_BLD, term.positions_N, at_N is not None)
+        head, damping = ("embedding", TIED_DAMPING) if model.config.tied else ("head.weight", DAMPING)
+        rounded[head] = calibrated(model.head.weight, products(states_ND), damping)
+    return shrink(weights, rounded)
 
 
 def train(source: str | Path | Sequence[str] = (), **settings: Any) -> LanguageModel:

@@ -422,10 +422,13 @@ class LanguageModel:
 
     # Keeping
 
-    def save(self, folder: str | Path, precision: str = "fp32", **facts: Any) -> None:
+    def save(
+        self, folder: str | Path, precision: str = "fp32", rounded: Mapping[str, Tensor] | None = None, **facts: Any
+    ) -> None:
         """Write an exported folder: weights (fp32; bf16: half the size; 4bit: a seventh), config.json, tokenizer.json
-        and a model card. `facts` are added to the card, such as licence="cc-by-sa-4.0"."""
-        weights = in_precision(self.model.state_dict(), precision)
+        and a model card. `rounded`: weights in the form of the file, in place of the model's (io/quantised.py). `facts`
+        are added to the card, such as licence="cc-by-sa-4.0"."""
+        weights = in_precision(self.model.state_dict(), precision) if rounded is None else dict(rounded)
         try:
             place = place_for_export(path_given("folder", folder))
             save_folder(place, weights, self.tokenizer, self.info | facts)

@@ -14,7 +14,7 @@ This file also has `adlm zeroshot`, and published values to compare with.
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from adlm.evaluation import data_facts, model_facts, result_path, versions, writ
 from adlm.evaluation.intervals import Estimate, summarise
 from adlm.io import progress
 from adlm.io.export import Loaded, section
-from adlm.io.load import load_checkpoint
+from adlm.io.load import load_checkpoint, own_data
 from adlm.models.network import parameter_count
 from adlm.objectives import Sequences, make_objective, sequence_bounds
 from adlm.objectives.nelbo import VALIDATION_SEED
@@ -107,8 +107,6 @@ EVALUATION_SEED = 0
 the validation during training; tests repeat measurements with other seeds."""
 # Tokens of one forward pass if eval.batch_size is not set.
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-# Keys allowed with data=checkpoint: they say where things are and how much is read, not which corpus.
-BESIDE = ("name", "tokenizer", "cache_dir", "engine", "root", "max_sequences")
 NatsOf = Callable[[Sequences, int], Tensor]
 """(sequences, index of the draw) -> nats of each sequence."""
 
@@ -151,33 +149,6 @@ def open_checkpoint(cfg: Config, ranks: World) -> Loaded:
             if not cfg.data.tokenizer:
                 raise
             return load_checkpoint(*where, tokenizer=cfg.data.tokenizer, root=cfg.data.root)
-
-
-def own_data(loaded: Loaded, data: DataConfig) -> DataConfig:
-    """The corpus to evaluate on: the configured one, or (data=checkpoint) the one the checkpoint was trained on."""
-    if data.name == "file" and not data.valid_path:  # a text to score as a whole: nothing is held out
-        return replace(data, valid_path=data.path)
-    if data.name != "checkpoint":
-        return data
-    recorded = loaded.info.get("data_settings")
-    if not recorded:
-        raise ValueError(
-            "the checkpoint does not say what it was trained on; name a corpus, e.g. data=pydocs (in the package) or"
-            " data=file data.path=my.txt"
-        )
-    ignored = [
-        f"data.{f.name}" for f in fields(DataConfig) if f.name not in BESIDE and getattr(data, f.name) != f.default
-    ]
-    require(
-        not ignored,
-        f"{', '.join(ignored)}: not read with data=checkpoint, the corpus of the training; name one, e.g. data=file",
-    )
-    own = section(DataConfig, recorded)
-    if own.valid_name:
-        own = replace(own, name=own.valid_name, path="", valid_name="")
-    most = data.max_sequences or own.max_sequences
-    here = {name: getattr(data, name) for name in ("cache_dir", "engine")}
-    return replace(own, **here, root=data.root or own.root, max_sequences=most)
 
 
 def settings(cfg: EvalConfig, ranks: World) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -346,3 +347,36 @@ def tokenizer_of(run: Path, cfg: DataConfig, fingerprint: str) -> Tokenizer:
         f"{run} was trained with another tokenizer than data.tokenizer={cfg.tokenizer!r} gives now",
     )
     return tokenizer
+
+
+# ---- the corpus of a model -------------------------------------------------------------------------------------------
+
+# Keys allowed with data=checkpoint: they say where things are and how much is read, not which corpus.
+BESIDE = ("name", "tokenizer", "cache_dir", "engine", "root", "max_sequences")
+
+
+def own_data(loaded: Loaded, data: DataConfig, split: str = "valid") -> DataConfig:
+    """The corpus to read a split of: the configured one, or (data=checkpoint) the one the checkpoint was trained on."""
+    if data.name == "file" and not data.valid_path:  # a text to score as a whole: nothing is held out
+        return replace(data, valid_path=data.path)
+    if data.name != "checkpoint":
+        return data
+    recorded = loaded.info.get("data_settings")
+    if not recorded:
+        raise ValueError(
+            "the checkpoint does not say what it was trained on; name a corpus, e.g. data=pydocs (in the package) or"
+            " data=file data.path=my.txt"
+        )
+    ignored = [
+        f"data.{f.name}" for f in fields(DataConfig) if f.name not in BESIDE and getattr(data, f.name) != f.default
+    ]
+    require(
+        not ignored,
+        f"{', '.join(ignored)}: not read with data=checkpoint, the corpus of the training; name one, e.g. data=file",
+    )
+    own = section(DataConfig, recorded)
+    if own.valid_name and split == "valid":
+        own = replace(own, name=own.valid_name, path="", valid_name="")
+    most = data.max_sequences or own.max_sequences
+    here = {name: getattr(data, name) for name in ("cache_dir", "engine")}
+    return replace(own, **here, root=data.root or own.root, max_sequences=most)
