@@ -55,7 +55,7 @@ TILE = 128
 """Side, in positions, of the squares that flex_attention skips or computes as a whole."""
 NARROW = 64
 """Widest head for which TILING was measured."""
-TILING: dict[str, Any] = {
+TILING: Any = {
     "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
     "bwd_num_warps": 4, "bwd_num_stages": 3,
@@ -153,7 +153,7 @@ def tiled_mask(ranges: Ranges, L: int) -> Mask:
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return sees(ranges.first_BM[b, q], ranges.last_BM[b, q], ranges.end_BM[b, q], k, L)
 
-    partial, whole = (listed(tiles.unsqueeze(1)) for tiles in (some & ~full, full))
+    partial, whole = listed((some & ~full).unsqueeze(1)), listed(full.unsqueeze(1))
     return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(2 * L, 2 * L))
 
 
