@@ -124,7 +124,8 @@ def training_mask(block_B: Tensor, L: int, tiled: bool | None = None) -> tuple[T
     if tiled:
         return position_M, tiled_mask(ranges, L)
     at_M = torch.arange(2 * L, device=block_B.device)
-    return position_M, sees(*(x_BM[:, :, None] for x_BM in ranges), at_M, L).unsqueeze(1)
+    first, last, end = (x_BM[:, :, None] for x_BM in ranges)
+    return position_M, sees(first, last, end, at_M, L).unsqueeze(1)
 
 
 def cached_mask(positions_Bl: Tensor, block_B: Tensor, keys: int) -> Tensor:
