@@ -293,7 +293,7 @@ function openLink() {
   const { settings, run } = decode(location.hash);
   const models = form.models();
   const named = Object.keys(settings).length > 0;
-  const whole = { ...firstSettings(models, phone.matches), ...settings };
+  const whole = { ...firstSettings(models), ...settings };
   const problem = unknownName(whole, models);
   form.write(whole);
   if ("seed" in settings) $("vary").checked = false;

@@ -28,8 +28,7 @@ export const SAMPLER_NOTES = Object.freeze({
 
 export const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
 const LEFT_TO_RIGHT = "autoregressive";
-const LENGTH = 128; // of the first text: within seconds on a CPU
-const LENGTH_ON_A_PHONE = 64; // masks must not fill the screen
+const LENGTH = 64; // of the first text: within seconds on a CPU, and its masks do not fill the screen of a phone
 
 /** What holes must become: a regular expression between slashes, or one of some texts. */
 export function constraint(match) {
@@ -92,10 +91,10 @@ export function fitToModel(settings, model) {
 }
 
 /** The form at the first visit: what the server proposes for its first model, and a second sampler that differs. */
-export function firstSettings(models, phone = false) {
+export function firstSettings(models) {
   const [model] = models;
   const known = Object.entries(model.page ?? {}).filter(([name]) => name in DEFAULTS);
-  const length = Math.min(model.length, phone ? LENGTH_ON_A_PHONE : LENGTH);
+  const length = Math.min(model.length, LENGTH);
   const settings = fitToModel({ ...DEFAULTS, ...Object.fromEntries(known), length }, model);
   const other = model.samplers.find((s) => s === "remdm-loop" && s !== settings.sampler)
     ?? model.samplers.find((s) => s !== settings.sampler) ?? settings.sampler;
