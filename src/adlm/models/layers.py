@@ -89,12 +89,11 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. A CPU gives each page of 4 KB memory when it is first written, so a long cache costs what it holds. Large
     pages would spoil that: one number in each 2 MB, and all of it is there."""
-    huge = getattr(mmap, "MADV_NOHUGEPAGE", None)
-    if device.type != "cpu" or huge is None:
+    if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages
-        memory.madvise(huge)
+    with contextlib.suppress(AttributeError, OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
